@@ -1,4 +1,4 @@
-"""`python -m jspec`, `jspec` and `run_server.py` begin here."""
+"""Entry point of `python -m jspec`, `jspec` and `run_server.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NoReturn
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """`jspec.cli.main.run`, whose imports take a moment in which Ctrl-C is to end us as quietly as
-    later."""
+    """Run `jspec.cli.main.run`.
+
+    Importing it takes a moment, during which Ctrl-C must end the process without a traceback too.
+    """
     try:
         from jspec.engine.interrupts import interruptible
 

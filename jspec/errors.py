@@ -1,6 +1,6 @@
-"""Every error that jspec raises on purpose.
+"""All errors that jspec raises on purpose.
 
-Each message names the offending field, its value, and what was expected, so that a user can act
+Each message names the offending field, its value and what was expected, so that a user can act
 on it without reading the source.
 """
 
@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Collection
 
 MAX_RETRY_SECONDS = 60.0
-SHOWN_CHARS = 80  # of a value in a message: what a person reads
+SHOWN_CHARS = 80  # of a value in a message
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut to SHOWN_CHARS; as Python writes it."""
+    """Return repr(value) for a message, cut to SHOWN_CHARS."""
     if isinstance(value, str | bytes | list | tuple):
-        value = value[:SHOWN_CHARS]  # before all of it is written out
+        value = value[:SHOWN_CHARS]  # before repr, which may be expensive
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of too many digits
@@ -31,15 +31,12 @@ def reason_of(error: OSError) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The nearest of `known`, quoted; empty if none is near."""
+    """Return the closest match in `known`, quoted; empty if none is close."""
     return "".join(map(repr, difflib.get_close_matches(name, sorted(known), n=1)))
 
 
 def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
-    """The message for a field that is not in `known`.
-
-    hint: what was meant, if that is known; else the nearest name is suggested.
-    """
+    """Return the message for an unknown field. hint: the intended name, else the closest."""
     shown_name, name = shown(name), name[:SHOWN_CHARS]
     if not hint:
         hint = nearest(name, known)
@@ -62,15 +59,15 @@ class JspecError(Exception):
 
 
 class ConfigError(JspecError, ValueError):
-    """A configuration (flag, TOML key, engine argument) that cannot be served."""
+    """Raised for a configuration (flag, TOML key, engine argument) that cannot be served."""
 
 
 class CheckpointError(JspecError, ValueError):
-    """A checkpoint that is missing, truncated, or does not match its configuration."""
+    """Raised for a checkpoint that is missing, truncated, or does not match its configuration."""
 
 
 class NoCheckpointError(CheckpointError):
-    """A path where no checkpoint is: whoever named it asked wrongly, and no file is at fault."""
+    """Raised for a path without a checkpoint: the path is wrong, not a file."""
 
 
 class OutputError(JspecError):
@@ -78,15 +75,15 @@ class OutputError(JspecError):
 
 
 class TrainingError(JspecError):
-    """A training run that cannot go on."""
+    """Raised when a training run cannot continue."""
 
 
 class RequestError(JspecError, ValueError):
-    """One request is malformed or can never be served; the engine itself is unharmed."""
+    """Raised when one request is malformed or can never be served; the engine is unaffected."""
 
 
 class QueueFullError(JspecError):
-    """The waiting queue is at its bound; try again after `retry_after_seconds`."""
+    """Raised when the waiting queue is full; retry after `retry_after_seconds`."""
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
@@ -94,8 +91,10 @@ class QueueFullError(JspecError):
 
 
 class QueueTimeoutError(QueueFullError):
-    """A request waited as long as it may, `limit` seconds, and neither it nor another one of its
-    call has run; try again after the same time, at most MAX_RETRY_SECONDS."""
+    """Raised when a request waited `limit` seconds and no request of its call has run.
+
+    Retry after the same time, at most MAX_RETRY_SECONDS.
+    """
 
     def __init__(self, request_id: str, limit: float) -> None:
         super().__init__(
@@ -105,26 +104,26 @@ class QueueTimeoutError(QueueFullError):
 
 
 class EngineClosedError(JspecError):
-    """The engine was shut down, or its loop died, before this request could finish."""
+    """Raised when the engine was shut down, or its loop failed, before a request finished."""
 
 
 class RunnerError(JspecError):
-    """A call of the runner failed: what it had on the device is lost. It may be begun anew."""
+    """Raised when a call of the runner failed: its device state is lost. It may be restarted."""
 
 
 class RequestFailedError(JspecError):
-    """A request that ran whenever the engine failed, more often than it is tried again."""
+    """Raised for a request that was running at more engine failures than it is retried."""
 
 
 class InvariantError(JspecError, RuntimeError):
-    """A state that must be impossible: a bug in jspec, never the fault of a request."""
+    """Raised for an impossible state: a bug in jspec, never the fault of a request."""
 
 
 def clear_frames(error: BaseException) -> None:
-    """Empties the ended functions in the traceback of `error`, and of all that led to it.
+    """Clear the frames of finished functions in the traceback of `error` and of its causes.
 
-    The traceback stays readable. Without this, whoever keeps the error keeps every local of those
-    functions: of a failed start, weights and compiled programs.
+    The traceback stays readable. Otherwise every reference to the error keeps all locals of those
+    functions alive: after a failed start, weights and compiled programs.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]

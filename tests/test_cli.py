@@ -224,7 +224,7 @@ def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "0 is greedy; unset: the model's own, 0.7 for the bundled pair" in text
     assert load_sampling_defaults(BUNDLED / "target") == {"temperature": 0.7}
-    assert "Most new tokens (128)" in text
+    assert "Maximum new tokens (128)" in text
     assert SamplingParams().wanted_tokens == 128
 
 

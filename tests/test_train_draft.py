@@ -176,8 +176,8 @@ def test_the_help_says_what_every_flag_is(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["train-draft", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "assistant: what the assistant says, and every line is a chat (default: all)" in said
-    assert "Steps, but for --budget-seconds (default: 10000)" in said
+    assert "assistant: the assistant's tokens, every line must be a chat (default: all)" in said
+    assert "Training steps, unless --budget-seconds ends them (default: 10000)" in said
 
 
 def test_the_small_heads_fit_the_bundled_target() -> None:

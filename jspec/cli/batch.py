@@ -1,4 +1,4 @@
-"""`jspec batch IN.jsonl OUT.jsonl`: a file of requests, answered without a server."""
+"""`jspec batch IN.jsonl OUT.jsonl`: answer a file of requests without a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jspec.server.server_args import Settings
 from jspec.serving.batch_progress import BatchProgress
 
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
-# Of a server's arguments those that an answer depends on.
+# Server arguments that affect answers.
 ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
@@ -39,8 +39,8 @@ def run_batch_command(argv: Sequence[str]) -> int:
         "0 if at least one line was answered (each says for itself), 1 if none was or the run "
         "failed, 2 for what was asked wrongly, 130 after Ctrl-C.",
     )
-    parser.add_argument("requests", metavar="IN.jsonl", help="One request a line")
-    parser.add_argument("answers", metavar="OUT.jsonl", help="One answer a line")
+    parser.add_argument("requests", metavar="IN.jsonl", help="One request per line")
+    parser.add_argument("answers", metavar="OUT.jsonl", help="One answer per line")
     add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
     options, settings = parse_flags(parser, argv)
     for warning in settings.warnings:
@@ -60,7 +60,7 @@ def run_batch_command(argv: Sequence[str]) -> int:
 
 
 def _there(answers: AnswerFile, total: int) -> str:
-    """What earlier runs have answered, and how to have it asked again."""
+    """Describe the answers of earlier runs, and how to have some answered again."""
     lines, count = "line" if total == 1 else "lines", answers.num_written
     said = f"{count} of {total} {lines} {'is' if count == 1 else 'are'} there"
     if answers.first_error is None:
@@ -74,7 +74,7 @@ def _there(answers: AnswerFile, total: int) -> str:
 
 
 def _created(path: Path) -> int:
-    """The time that the answers carry: that of an earlier run's first, or now."""
+    """Return the timestamp of the answers: that of an earlier run's first, or now."""
     with path.open(encoding="utf-8") as file:
         for text in file:
             response = json.loads(text).get("response")

@@ -1,4 +1,4 @@
-"""`jspec bench`: plain and speculative decoding side by side, or a server under load."""
+"""`jspec bench`: compare plain and speculative decoding, or load a server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Outputs:
     trace: Path | None
 
     def check(self) -> None:
-        """Raises ConfigError for what could not be written at the end."""
         for name, path in (("output_file", self.json), ("plot", self.plot), ("trace", self.trace)):
             if path is None:
                 continue
@@ -48,7 +47,7 @@ class Outputs:
 
 
 def run_bench(argv: Sequence[str]) -> int:
-    """Exit status 0 if every request had its answer, 1 if any had not."""
+    """Return exit status 0 if all requests succeeded, else 1."""
     parser = make_parser()
     options, asked = parse_flags(parser, argv)
     settings = settings_of(options)
@@ -76,7 +75,6 @@ def run_bench(argv: Sequence[str]) -> int:
 def _measure(
     options: argparse.Namespace, asked: Settings, settings: BenchSettings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result and its trace."""
     if options.base_url is not None:
         from jspec.cli.measurement.online import Servers, run_online
 
@@ -88,7 +86,7 @@ def _measure(
             model=_model_name(asked),
         )
         return asyncio.run(run_online(servers, settings, say=_say))
-    os.environ.update(share_for_server(os.environ))  # jax reads it when its backend starts
+    os.environ.update(share_for_server(os.environ))  # jax reads these when its backend starts
     with interruptible():
         from jspec.cli.measurement.offline import run_offline
 
@@ -103,7 +101,7 @@ def _measure(
 
 
 def _model_name(asked: Settings) -> str | None:
-    """--model, which is the one flag of an engine that means something to a server."""
+    """Return --model, the only engine flag that also applies to a server."""
     others = sorted(set(asked.engine) - {"model_path"})
     if others:
         raise ConfigError(
@@ -114,13 +112,13 @@ def _model_name(asked: Settings) -> str | None:
 
 
 def make_parser() -> FlagParser:
-    """The flags; peers' names stand beside jspec's."""
+    """Return the parser; flags of other benchmarks are aliases."""
     parser = FlagParser(
         prog="jspec bench",
         allow_abbrev=False,
-        description="Plain and speculative decoding in turns, on an engine of its own (the bundled "
-        "pair, or --model-path), or a server under load (--base-url).",
-        epilog="Docs: docs/bench.md. The other flags are those of jspec serve, for the engine.",
+        description="Measure plain and speculative decoding, alternating, on local engines (the "
+        "bundled pair, or --model-path), or a server under load (--base-url).",
+        epilog="Docs: docs/bench.md. All other flags are those of jspec serve, for the engine.",
     )
     _add_load(parser)
     _add_prompts(parser)
@@ -132,22 +130,28 @@ def make_parser() -> FlagParser:
 
 def _add_load(parser: FlagParser) -> None:
     load = parser.add_argument_group("Load")
-    load.add_argument("--num-prompts", type=int, default=8, help="Requests a run (8)")
-    load.add_argument("--repeats", type=int, default=3, help="Runs of each; medians count (3)")
+    load.add_argument("--num-prompts", type=int, default=8, help="Requests per run (8)")
+    load.add_argument(
+        "--repeats", type=int, default=3, help="Runs of each mode; the result is their median (3)"
+    )
     load.add_argument(
         *("--concurrency", "--max-concurrency"),
         *("--max-concurrent-requests",),
         dest="concurrency",
         type=int,
-        help="Requests that are open at once (1; with --request-rate: any number)",
+        help="Maximum concurrent requests (1; with --request-rate: unlimited)",
     )
     load.add_argument(
-        "--request-rate", type=float, help="Requests a second (Poisson); inf: all at once"
+        "--request-rate",
+        type=float,
+        help="Requests per second (Poisson arrivals); inf: all at once",
     )
-    load.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    load.add_argument("--seed", type=int, default=0, help="The same seed is the same load (0)")
     load.add_argument(
-        "--disable-ignore-eos", action="store_true", help="Answers may end by themselves"
+        "--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy (0)"
+    )
+    load.add_argument("--seed", type=int, default=0, help="Seed of the load (0)")
+    load.add_argument(
+        "--disable-ignore-eos", action="store_true", help="Let answers end at an EOS token"
     )
 
 
@@ -156,62 +160,78 @@ def _add_prompts(parser: FlagParser) -> None:
     prompts.add_argument(
         "--dataset-name",
         default=None,
-        help=f"{', '.join(DATASETS)}; text (the default): Python source that the bundled pair "
-        "never saw",
+        help=f"Prompts: {', '.join(DATASETS)}; text (the default) is Python source that the "
+        "bundled pair never saw",
     )
-    prompts.add_argument("--dataset-path", type=Path, help="JSON lines, or ShareGPT's JSON list")
+    prompts.add_argument(
+        "--dataset-path", type=Path, help="File of JSON lines, or ShareGPT's JSON list"
+    )
     prompts.add_argument(
         *("--random-input-len", "--input-len"),
         dest="input_len",
         type=int,
         default=64,
-        help="Tokens of a prompt, the longest (64)",
+        help="Maximum tokens per prompt (64)",
     )
     prompts.add_argument(
         *("--random-prefix-len", "--prefix-len"),
         dest="prefix_len",
         type=int,
         default=0,
-        help="Tokens before every random prompt, the same before all (0)",
+        help="Tokens of a common prefix before every random prompt (0)",
     )
     prompts.add_argument(
         *("--random-output-len", "--output-len", "--sharegpt-output-len"),
         dest="output_len",
         type=int,
         default=64,
-        help="Tokens of an answer, the longest (64)",
+        help="Maximum tokens per answer (64)",
     )
     prompts.add_argument(
-        "--random-range-ratio", type=float, default=1.0, help="Shortest over longest (1)"
+        "--random-range-ratio",
+        type=float,
+        default=1.0,
+        help="Ratio of shortest to longest length (1)",
     )
     prompts.add_argument(
-        "--vocab-size", type=int, help="Random ids are below it; of a server unset: words"
+        "--vocab-size",
+        type=int,
+        help="Upper bound of random token ids; unset with a server: words instead of ids",
     )
 
 
 def _add_server(parser: FlagParser) -> None:
     server = parser.add_argument_group("A server")
-    server.add_argument("--base-url", "--url", help="http://HOST:PORT of a server that runs")
+    server.add_argument("--base-url", "--url", help="http://HOST:PORT of a running server")
     server.add_argument(
-        "--baseline-url", help="Of a second one, without speculation, that takes turns with it"
+        "--baseline-url", help="URL of a second server, without speculation, measured alternately"
     )
-    server.add_argument("--backend", default="jspec", help=f"{', '.join(BACKENDS)} (jspec)")
+    server.add_argument("--backend", default="jspec", help=f"API: {', '.join(BACKENDS)} (jspec)")
     server.add_argument(
-        "--api-key", dest="bearer", default=os.environ.get("OPENAI_API_KEY"), help="Its key"
+        "--api-key",
+        dest="bearer",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="API key of the server",
     )
-    server.add_argument("--flush-cache", action="store_true", help="/flush_cache before each run")
+    server.add_argument(
+        "--flush-cache", action="store_true", help="Call /flush_cache before each run"
+    )
 
 
 def _add_output(parser: FlagParser) -> None:
     output = parser.add_argument_group("Output")
-    output.add_argument("--output-file", type=Path, help="Everything as JSON")
-    output.add_argument("--plot", type=Path, help="A picture (.png, .svg, .pdf); needs matplotlib")
-    output.add_argument("--trace", type=Path, help="When what happened, for ui.perfetto.dev")
-    output.add_argument("--mode", default="both", choices=MODES, help="What to run offline (both)")
+    output.add_argument("--output-file", type=Path, help="Write all results as JSON")
+    output.add_argument(
+        "--plot", type=Path, help="Write a plot (.png, .svg, .pdf); needs matplotlib"
+    )
+    output.add_argument("--trace", type=Path, help="Write a timeline for ui.perfetto.dev")
+    output.add_argument(
+        "--mode", default="both", choices=MODES, help="Modes to run on local engines (both)"
+    )
 
 
 def settings_of(options: argparse.Namespace) -> BenchSettings:
-    """Raises ConfigError for what cannot be measured."""
+    """Return the settings. Raises ConfigError for invalid ones."""
     name = options.dataset_name or ("text" if options.dataset_path is None else "jsonl")
     if options.base_url is None and options.baseline_url is not None:
         raise ConfigError(
@@ -237,7 +257,6 @@ def settings_of(options: argparse.Namespace) -> BenchSettings:
 
 
 def _shown(settings: BenchSettings) -> dict[str, Any]:
-    """As JSON has it, which knows no path and no infinity."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     path, rate = settings.dataset_path, settings.request_rate
     values["dataset_path"] = None if path is None else path.name
@@ -246,7 +265,6 @@ def _shown(settings: BenchSettings) -> dict[str, Any]:
 
 
 def _without_key(argv: Sequence[str]) -> list[str]:
-    """The words with the key taken out."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--api-key" and at + 1 < len(words):

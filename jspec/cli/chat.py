@@ -1,4 +1,4 @@
-"""`jspec chat`: a conversation in the terminal, through the checkpoint's own chat template."""
+"""`jspec chat`: chat in the terminal with the checkpoint's own chat template."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ YOU = "> "
 
 
 def run_chat(argv: Sequence[str]) -> int:
-    """Exit status 0; raises what its caller turns into others."""
+    """Run a chat and return exit status 0; the caller turns exceptions into others."""
     parser = FlagParser(
         prog="jspec chat",
         allow_abbrev=False,
-        description="A conversation in the terminal, by the checkpoint's chat template; accepted "
-        "draft tokens stand out. " + HELP + ".",
+        description="Chat in the terminal with the checkpoint's chat template; accepted draft "
+        "tokens are highlighted. " + HELP + ".",
     )
-    parser.add_argument("--system", metavar="TEXT", help="What the system's message says")
+    parser.add_argument("--system", metavar="TEXT", help="System message")
     add_sampling_flags(parser, most_tokens="what the context leaves")
     add_flags(parser, groups=ENGINE_GROUPS)
     options, settings = parse_flags(parser, argv)
@@ -60,13 +60,13 @@ def run_chat(argv: Sequence[str]) -> int:
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             with suppress(ImportError):
-                import readline  # noqa: F401  (its import gives `input` a history and editing)
+                import readline  # noqa: F401  (the import gives `input` history and editing)
         chat.run(lambda: input(YOU if is_terminal else ""))
     return 0
 
 
 def check_template(settings: Settings) -> None:
-    """Raises ConfigError for a model without a chat template, before its weights are read."""
+    """Raise ConfigError for a model without a chat template, before its weights are read."""
     with interruptible():
         from jspec.engine.weights.loading import resolve_paths
         from jspec.text.template.chat_templates import ChatTemplates
@@ -82,10 +82,7 @@ def check_template(settings: Settings) -> None:
 
 
 class Chat:
-    """One conversation. It owns the messages; the engine keeps their KV in its prefix cache.
-
-    sampling: a turn's sampling parameters, asked for at each turn.
-    """
+    """One conversation. sampling: returns a turn's sampling parameters."""
 
     def __init__(
         self,
@@ -102,13 +99,13 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def run(self, read: Callable[[], str]) -> None:
-        """Turns until /quit or the end of what is read. read: raises EOFError there."""
+        """Run turns until /quit or until `read` raises EOFError."""
         while True:
             try:
                 line = read()
             except EOFError:
                 return
-            except KeyboardInterrupt:  # nothing was being written: only the line is given up
+            except KeyboardInterrupt:  # no answer in progress: only the input line is dropped
                 self._note(f"\n{HELP}")
                 continue
             if not line.strip():
@@ -128,7 +125,7 @@ class Chat:
             self._note(HELP if line == "/help" else f"unknown command {line!r}: {HELP}")
 
     def turn(self, text: str) -> None:
-        """One message and its answer. Ctrl-C stops the answer; what came of it stays."""
+        """Send one message and stream its answer. Ctrl-C stops it; its text so far stays."""
         said: list[dict[str, str]] = []
         if not self.messages and self.system is not None:
             said.append({"role": "system", "content": self.system})

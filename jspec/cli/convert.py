@@ -1,4 +1,4 @@
-"""`jspec convert DIR OUT --to FORMAT`: one directory of weights into another."""
+"""`jspec convert DIR OUT --to FORMAT`: convert a directory of weights to another format."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from jspec.engine.interrupts import interruptible
 
 
 def run_convert(argv: Sequence[str]) -> int:
-    """Loads jax only where orbax is read or written."""
+    """Convert a checkpoint; jax loads only if orbax is read or written."""
     with interruptible():
         from jspec.models.files.convert import Format, convert
 
     parser = FlagParser(
         prog="jspec convert",
         allow_abbrev=False,
-        description="Writes the weights of a checkpoint in another format, names, shapes and types "
-        "as they are, and copies its other files. OUT is served by --model-path as DIR is, on any "
+        description="Convert a checkpoint's weights to another format, with the same names, shapes "
+        "and types, and copy its other files. --model-path accepts OUT as it does DIR, on any "
         "number of devices.",
     )
-    parser.add_argument("source", metavar="DIR", help="safetensors, pytorch_model.bin or orbax/")
-    parser.add_argument("out", metavar="OUT", help="a directory that is new or empty")
+    parser.add_argument(
+        "source", metavar="DIR", help="checkpoint with safetensors, pytorch_model.bin or orbax/"
+    )
+    parser.add_argument("out", metavar="OUT", help="new or empty directory")
     parser.add_argument(
         "--to",
         required=True,
         choices=[each.value for each in Format],
-        help="what OUT shall have: model.safetensors, or a checkpoint of orbax in OUT/orbax",
+        help="format of OUT: model.safetensors, or an orbax checkpoint in OUT/orbax",
     )
     options = parser.parse_args(argv)
     done = convert(Path(options.source), Path(options.out), Format(options.to))

@@ -1,4 +1,4 @@
-"""`jspec doctor [PROMPTS]`: why speculation does not pay, and what would repair it."""
+"""`jspec doctor [PROMPTS]`: explain why speculation does not pay, and how to repair it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,27 @@ if TYPE_CHECKING:
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    """0, whatever it finds: a pair that does not pay is no failure."""
+    """Return 0 whatever is found: a pair that does not pay is not a failure."""
     parser = FlagParser(
         prog="jspec doctor",
         allow_abbrev=False,
-        description="Measures a pair on texts that it writes, and says why speculation does not "
-        "pay: how often the head agrees with its target, what steps cost, and what of the head's "
-        "files is read wrongly.",
+        description="Measure a pair on texts that it generates and explain why speculation does "
+        "not pay: how often the head agrees with its target, what steps cost, and what in the "
+        "head's files is wrong.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
     add_prompt_flags(parser)
-    parser.add_argument("--temperature", type=float, help="Unset: the model's own sampling")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="Of each text (128)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="Of the first text; the next follow (0)"
+        "--temperature", type=float, help="Sampling temperature; unset: the model's own sampling"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="Maximum tokens per text (128)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the first text; later texts count up from it (0)",
     )
     add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
     options, settings = parse_flags(parser, argv)
@@ -52,7 +59,7 @@ def run_doctor(argv: Sequence[str]) -> int:
         from jspec.cli.diagnosis.doctor import DoctorSettings, chain_arguments, examine
         from jspec.cli.diagnosis.prompts import examples, first_of, read_prompts
 
-    chain_arguments(settings.engine)  # refuses an engine that does not draft
+    chain_arguments(settings.engine)  # raises for an engine that does not draft
     prompts = examples() if options.prompts is None else read_prompts(Path(options.prompts))
     found = examine(
         {**SMALL, "disable_logprobs": True, **settings.engine},
@@ -70,7 +77,7 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 
 def text_of(found: Diagnosis) -> str:
-    """The diagnosis in about twenty lines."""
+    """Return the diagnosis in about twenty lines."""
     return "\n".join(
         (*_pair_lines(found), *_agreement_lines(found), *_cost_lines(found), *_verdict(found))
     )

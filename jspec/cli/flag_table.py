@@ -1,8 +1,8 @@
-"""Every flag of `jspec serve`, in one table: SGLang's names, and what jspec does with each.
+"""Table of all `jspec serve` flags: SGLang's names, and what jspec does with each.
 
-A row is implemented, accepted (one warning: it changes nothing here), or refused with the reason,
-unless it holds one of its neutral values. The implemented ones are the fields of EngineArgs and
-ServerArgs, as declared there; the others are here. Parsing, TOML and the docs all read this table.
+A flag is implemented, accepted (one warning: it has no effect), or refused with the reason, unless
+it has a neutral value. The implemented flags are the fields of EngineArgs and ServerArgs; the
+others are declared here. Parsing, TOML and the docs all use this table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FlagClass(enum.Enum):
 
 
 class FlagKind(enum.Enum):
-    """What follows the flag. SWITCH: nothing. MANY: any number of words."""
+    """Type of the flag's value. SWITCH: none. MANY: any number of words."""
 
     SWITCH = "switch"
     INT = "int"
@@ -37,7 +37,7 @@ class FlagKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One row. names: the flag and its aliases. text: what it does, or why it does nothing.
+    """One entry.
 
     argument: the engine or server argument that an implemented flag sets; `const` is what a SWITCH
     sets it to. is_primary: the row that describes the argument (another may set it too).
@@ -62,7 +62,7 @@ class Flag:
 
 
 def flags_of(declared: Field[Any]) -> Iterator[Flag]:
-    """The flag that sets an argument, by its declaration, and those that set it to one value."""
+    """Yield the flag that sets an argument, and its shorthands."""
     says, kind = argument_of(declared), FlagKind(_KINDS[type_of(declared)])
     name, text, default = declared.name, says.text, declared.default
     if kind in (FlagKind.INT, FlagKind.FLOAT) and default is not None:
@@ -109,19 +109,19 @@ def _refused(
 _SWITCH, _INT, _FLOAT, _TEXT, _MANY = FlagKind
 _KINDS = {"bool": "switch", "int": "int", "float": "float", "str": "text"}
 _EXACT = (
-    "a draft is accepted exactly when it equals the target's own token; anything looser changes "
-    "the distribution, and sharing noise under a p/q rule would bias it"
+    "a draft is accepted only if it equals the target's own token; a looser rule changes "
+    "the distribution, and a p/q rule with shared noise would bias it"
 )
-_ONE_HOST = "one process on one host serves; use --tp-size for its devices"
+_ONE_HOST = "jspec serves from one process on one host; use --tp-size for its devices"
 _NO_ADAPTER = "LoRA is not implemented"
-_NGRAM_TREE = "the tree is the continuations of the K best matches (--speculative-eagle-topk)"
-_NGRAM_LOOKUP = "every row is searched whole, and nothing is kept beside it"
+_NGRAM_TREE = "the tree has the continuations of the K best matches (--speculative-eagle-topk)"
+_NGRAM_LOOKUP = "each row is searched in full; there is no other index"
 _ATTENTION = "jspec chooses its attention kernel by platform"
 
 _OTHER_MODEL = (
     _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
-    _warns("--tokenizer-mode", _TEXT, "there is one tokenizer, the fast one"),
-    _warns("--device", _TEXT, "JAX chooses; set JAX_PLATFORMS instead"),
+    _warns("--tokenizer-mode", _TEXT, "there is only the fast tokenizer"),
+    _warns("--device", _TEXT, "JAX chooses the device; set JAX_PLATFORMS instead"),
     _refused(
         "--quantization",
         _TEXT,
@@ -158,7 +158,7 @@ _OTHER_SPECULATIVE = (
     _refused(
         "--speculative-ngram-match-type",
         _TEXT,
-        "the longest matches come first, then the latest; continuations are not counted",
+        "matches are ranked by length, then recency; continuations are not counted",
         neutral=("bfs",),
     ),
     _warns("--speculative-ngram-max-trie-depth", _INT, _NGRAM_LOOKUP),
@@ -171,12 +171,20 @@ _OTHER_SPECULATIVE = (
 _OTHER_MEMORY = (
     _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
     _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
-    _warns("--max-prefill-tokens", _INT, "--prefill-budget-tokens says what decoding waits for"),
-    _warns("--enable-mixed-chunk", _SWITCH, "--prefill-budget-tokens says what decoding waits for"),
+    _warns(
+        "--max-prefill-tokens", _INT, "--prefill-budget-tokens limits prefill between decode steps"
+    ),
+    _warns(
+        "--enable-mixed-chunk",
+        _SWITCH,
+        "--prefill-budget-tokens limits prefill between decode steps",
+    ),
     _warns("--disable-cuda-graph", _SWITCH, "every step is one compiled program anyway"),
     _warns("--disable-cuda-graph-padding", _SWITCH, "batches are padded to compiled sizes"),
-    _warns("--cuda-graph-max-bs", _INT, "--max-running-requests decides what is compiled"),
-    _warns("--cuda-graph-bs", _MANY, "--max-running-requests decides what is compiled"),
+    _warns(
+        "--cuda-graph-max-bs", _INT, "--max-running-requests determines the compiled batch sizes"
+    ),
+    _warns("--cuda-graph-bs", _MANY, "--max-running-requests determines the compiled batch sizes"),
     _warns("--enable-torch-compile", _SWITCH, "every step is compiled by XLA"),
     _warns("--torch-compile-max-bs", _INT, "every step is compiled by XLA"),
     _warns("--prefill-attention-backend", _TEXT, _ATTENTION),
@@ -185,12 +193,14 @@ _OTHER_MEMORY = (
     _refused(
         "--enable-deterministic-inference",
         _SWITCH,
-        "a seed fixes the text in float32 alone: in bfloat16 rounding depends on the batch",
+        "a seed fixes the text only in float32; in bfloat16 rounding depends on the batch",
     ),
     _warns("--disable-custom-all-reduce", _SWITCH, "XLA chooses the collectives"),
-    _warns("--watchdog-timeout", _FLOAT, "a dead loop ends its streams with an error at once"),
+    _warns(
+        "--watchdog-timeout", _FLOAT, "if the loop fails, its streams end with an error at once"
+    ),
     _refused("--cpu-offload-gb", _FLOAT, "weights stay on the device", neutral=("0", "0.0")),
-    _refused("--enable-hierarchical-cache", _SWITCH, "the prefix cache is on the device alone"),
+    _refused("--enable-hierarchical-cache", _SWITCH, "the prefix cache is on the device only"),
     _refused("--dp-size", _INT, _ONE_HOST, "--data-parallel-size", neutral=("1",)),
     _refused("--pp-size", _INT, _ONE_HOST, "--pipeline-parallel-size", neutral=("1",)),
     _refused("--ep-size", _INT, _ONE_HOST, "--expert-parallel-size", neutral=("1",)),
@@ -204,24 +214,25 @@ _OTHER_MEMORY = (
 )
 
 _OTHER_SERVER = (
-    _warns("--enable-metrics", _SWITCH, "/metrics is always there"),
+    _warns("--enable-metrics", _SWITCH, "/metrics is always enabled"),
     _warns("--enable-metrics-for-all-schedulers", _SWITCH, "there is one scheduler"),
-    _warns("--decode-log-interval", _INT, "jspec logs by the clock: --log-interval"),
-    _warns("--log-level-http", _TEXT, "--log-level serves both"),
-    _warns("--log-requests-level", _INT, "a line has route, status and seconds; never text"),
+    _warns("--decode-log-interval", _INT, "jspec logs at fixed intervals; use --log-interval"),
+    _warns("--log-level-http", _TEXT, "--log-level applies to both"),
+    _warns("--log-requests-level", _INT, "log lines have route, status and seconds, never text"),
     _warns("--show-time-cost", _SWITCH, "start-up times are always shown"),
     _warns(
-        "--skip-server-warmup", _SWITCH, "--compile-at-start all compiles what any request needs"
+        "--skip-server-warmup", _SWITCH, "use --compile-at-start all, which compiles every program"
     ),
     _warns("--enable-cache-report", _SWITCH, "cached_tokens is always reported"),
     _warns("--tokenizer-worker-num", _INT, "one process tokenizes"),
     _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),
     _refused("--root-path", _TEXT, "the server answers at /"),
-    _refused("--enable-custom-logit-processor", _SWITCH, "no code is run for a request"),
+    _refused("--enable-custom-logit-processor", _SWITCH, "requests cannot run code"),
     _warns(
         "--enable-return-hidden-states",
         _SWITCH,
-        "any request may ask for them; --compile-at-start says when its programs are made",
+        "every request may ask for them; --compile-at-start controls when their programs are "
+        "compiled",
     ),
     _refused(
         "--verify-fraction",

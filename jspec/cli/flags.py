@@ -1,7 +1,6 @@
-"""Flags and TOML files into arguments, by the one table of flags; and the table as Markdown.
+"""Parsing of flags and TOML files by the table of flags, and that table as Markdown.
 
-The command line wins over the file, the file over the defaults. It loads no model and opens no
-socket.
+The command line overrides the file, the file the defaults. No model is loaded, no socket opened.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        """In the words of other checks: argparse's own say what is wrong, not what was expected."""
+        """Raise ConfigError, reworded: argparse's messages lack the expected value."""
         if found := _INVALID.fullmatch(message):
             flag, kind, value = found.groups()
             raise ConfigError(f"{flag} is {value}; expected {_KINDS[kind]}")
@@ -52,12 +51,12 @@ def add_flags(
     also: Sequence[str] = (),
     unlisted: Sequence[str] = (),
 ) -> None:
-    """Adds `--config` and the rows of `groups`; only implemented ones are in the help.
+    """Add `--config` and the flags of `groups`; the help lists only implemented ones.
 
-    also: arguments of other groups, which stand under Answers. unlisted: arguments that the command
-    refuses itself; they are read, and not in its help.
+    also: arguments of other groups, listed under Answers
+    unlisted: arguments that are parsed but left out of the help, since the command refuses them
     """
-    parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
+    parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     for title in groups:
         section = parser.add_argument_group(title)
         for flag in GROUPS[title]:
@@ -84,7 +83,7 @@ def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool =
         case FlagKind.MANY:
             section.add_argument(*flag.names, nargs="*", **shared)
         case _:
-            # A refused flag's value is compared as it was written.
+            # A refused flag's value is compared as text.
             kind = _PYTHON_TYPES[flag.kind] if is_implemented else str
             metavar = flag.kind.name
             section.add_argument(*flag.names, type=kind, metavar=metavar, **shared)
@@ -93,10 +92,10 @@ def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool =
 def parse_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, Settings]:
-    """Parses `argv` with `parser`, to which `add_flags` was applied.
+    """Parse `argv` with a parser to which `add_flags` was applied.
 
-    Raises ConfigError for an unknown flag (with the nearest name), a refused one (with the
-    reason), and a value or a combination that cannot be served.
+    Raises ConfigError for an unknown flag (with the closest name), a refused one (with the reason),
+    and invalid values or combinations.
     """
     namespace, unknown = parser.parse_known_args(argv)
     for word in unknown:
@@ -110,7 +109,7 @@ def parse_flags(
 
 
 def named_model(argv: Sequence[str]) -> Sequence[str]:
-    """A first word that is no flag is the model, as vLLM's users write it.
+    """Turn a first word that is not a flag into --model-path, like vLLM.
 
     In:  DIR --port 0    Out: --model-path DIR --port 0
     """
@@ -141,7 +140,6 @@ def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
 
 
 def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The warnings of accepted flags. Raises ConfigError for a refused one."""
     warnings = []
     for flag in FLAGS:
         if flag.flag_class is FlagClass.IMPLEMENTED or flag.name not in given:
@@ -159,10 +157,7 @@ def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A configuration file: engine and server arguments, flat. Raises ConfigError.
-
-    It is read as UTF-8; an unknown key is an error that suggests the nearest one.
-    """
+    """Read engine and server arguments from a UTF-8 file without sections. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -186,7 +181,7 @@ def _why_not_in_file(key: str) -> str:
 
 
 def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) -> Settings:
-    """Checked settings from one flat mapping of engine and server arguments."""
+    """Return checked settings from one mapping of engine and server arguments."""
     rows = {flag.argument: flag for flag in FLAGS if flag.argument and flag.is_primary}
     checked = {key: _check_value(rows[key], value) for key, value in values.items()}
     for key, value in checked.items():
@@ -197,7 +192,7 @@ def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) 
     server = {key: value for key, value in checked.items() if key in ServerArgs.names()}
     engine = {key: value for key, value in checked.items() if key not in server}
     settings = Settings(engine=engine, server=ServerArgs(**server), warnings=warnings)
-    settings.engine_args  # noqa: B018  (what cannot be served is refused before anything loads)
+    settings.engine_args  # noqa: B018  (raises for invalid arguments before anything loads)
     return settings
 
 
@@ -220,7 +215,7 @@ def _expected(kind: FlagKind) -> str:
 
 
 def markdown_table() -> str:
-    """All flags as Markdown tables, for docs/flags.md."""
+    """Return all flags as Markdown tables, for docs/flags.md."""
     lines: list[str] = []
     for title, flags in GROUPS.items():
         lines += [f"### {title}", "", "| flag | value | class | |", "|---|---|---|---|"]

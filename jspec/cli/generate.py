@@ -1,4 +1,4 @@
-"""`jspec generate [PROMPT]`: completes a prompt in the terminal, accepted draft tokens marked."""
+"""`jspec generate [PROMPT]`: complete a prompt in the terminal, with accepted drafts marked."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def run_generate(argv: Sequence[str]) -> int:
-    """Exit status 0; raises what its caller turns into others."""
+    """Generate and return exit status 0; the caller turns exceptions into others."""
     parser = FlagParser(
         prog="jspec generate",
         allow_abbrev=False,
-        description="Completes a prompt in the terminal; accepted draft tokens stand out.",
+        description="Complete a prompt in the terminal; accepted draft tokens are highlighted.",
     )
     parser.add_argument("prompt", nargs="?", help="Text to continue; unset: standard input")
     add_sampling_flags(parser, most_tokens="128")
@@ -53,7 +53,7 @@ def run_generate(argv: Sequence[str]) -> int:
 
 
 def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:
-    """The prompt, or all of `source` less one final newline. Raises RequestError for none."""
+    """Return the prompt, or `source` without a final newline. Raises RequestError if empty."""
     if given is None and not source.isatty():
         given = source.read().removesuffix("\n")  # type: ignore[union-attr]
     if not given:
@@ -70,7 +70,7 @@ async def generate(
     out: Screen,
     notes: Screen,
 ) -> Summary:
-    """Streams one completion after its prompt, and closes the engine, also when cancelled."""
+    """Stream one completion after its prompt and close the engine, also when cancelled."""
     (request,) = engine.requests(prompt=prompt, sampling_params=sampling)
     out.write(painter.prompt(prompt))
     out.flush()

@@ -1,4 +1,4 @@
-"""`jspec info DIR`: what a checkpoint is and what serving it takes, as text or JSON."""
+"""`jspec info DIR`: describe a checkpoint and what serving it needs, as text or JSON."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def run_info(argv: Sequence[str]) -> int:
-    """1 where something keeps the checkpoint from being served."""
+    """Return 1 if the checkpoint cannot be served, else 0."""
     parser = FlagParser(
         prog="jspec info",
         allow_abbrev=False,
-        description="Says what a directory with a checkpoint is, how large, and how it is served. "
-        "Reads headers, no weights.",
+        description="Describe a checkpoint: its model, its size and how to serve it. Reads "
+        "headers, no weights.",
     )
     parser.add_argument(
         "directory",
         metavar="DIR",
         nargs="?",
-        help="safetensors, pytorch_model.bin or orbax/; unset: the bundled target",
+        help="checkpoint with safetensors, pytorch_model.bin or orbax/; unset: the bundled target",
     )
-    parser.add_argument("--target", metavar="DIR", help="the target of which DIR is a draft")
+    parser.add_argument("--target", metavar="DIR", help="the target, if DIR is a draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--memory", metavar="SIZE", help="of a device, as 80GB or 24GiB")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device, such as 80GB or 24GiB"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     with interruptible():
         from jspec.engine.weights.checkpoint_info import describe
@@ -53,7 +55,7 @@ def run_info(argv: Sequence[str]) -> int:
 
 
 def size_of(name: str, text: str) -> int:
-    """Bytes: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. Raises ConfigError."""
+    """Return bytes: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. Raises ConfigError."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise ConfigError(f"{name} is {text!r}; expected a size such as 80GB or 24GiB")
@@ -63,7 +65,7 @@ def size_of(name: str, text: str) -> int:
 
 
 def lines_of(info: CheckpointInfo) -> Iterator[str]:
-    """The report for people."""
+    """Yield the report as text."""
     yield f"{info.path}: a {info.kind}, {info.architecture}"
     for name, value in info.shapes.items():
         if value not in (None, []):
@@ -89,5 +91,4 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
 
 
 def gib(size: int) -> str:
-    """In the unit that reads well."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"

@@ -1,7 +1,7 @@
 """The command line: `jspec serve`, `generate`, `chat`, `batch`, `bench` and the others.
 
-It turns words into settings, and errors into one line and an exit status: 2 for what was asked
-wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
+It turns words into settings, and errors into one line and an exit status: 2 for wrong usage, 1 for
+a failure, 130 after Ctrl-C. Engine and server load only when a command needs them.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from jspec.errors import (
     reason_of,
 )
 
-INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
+INTERRUPTED = 130  # exit status after Ctrl-C
 USAGE = """usage: jspec COMMAND [flags]
 
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
-  chat        a conversation in the terminal; jspec chat --help
-  batch       answer a file of requests (OpenAI's batch format); jspec batch --help
-  bench       plain and speculative speed side by side, or a server under load; jspec bench --help
-  info        what a checkpoint is and how it is served; jspec info --help
+  chat        chat in the terminal; jspec chat --help
+  batch       answer a file of requests (OpenAI batch format); jspec batch --help
+  bench       measure plain and speculative decoding, or a server under load; jspec bench --help
+  info        describe a checkpoint and how to serve it; jspec info --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   verify      replay prompts with and without speculation; jspec verify --help
-  doctor      say why speculation does not pay; jspec doctor --help
-  flags       every flag of serve as Markdown, also those that are refused
+  doctor      explain why speculation does not pay; jspec doctor --help
+  flags       print every flag of serve as Markdown, including refused ones
   version     print the version
   help        print this
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     command, rest = (words[0], words[1:]) if words else ("", [])
     commands: dict[str, Callable[[Sequence[str]], int]] = {
@@ -84,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _alone(command: str, words: Sequence[str]) -> int:
-    """0. Raises ConfigError for a word after a command that takes none."""
     if words and words[0] not in ("-h", "--help"):
         raise ConfigError(f"unexpected argument {words[0]!r}; jspec {command} takes none")
     return 0
@@ -128,16 +127,16 @@ def _forget_output() -> None:
 
 
 def run_serve(argv: Sequence[str]) -> int:
-    """`jspec serve`, the same as `python run_server.py`."""
+    """Run `jspec serve`, the same as `python run_server.py`."""
     parser = FlagParser(
         prog="jspec serve",
         allow_abbrev=False,
-        description="Serves a model pair over HTTP. Without --model-path, the bundled pair.",
-        epilog="Flags of SGLang that are accepted or refused are listed by: jspec flags",
+        description="Serve a model pair over HTTP. Without --model-path, the bundled pair.",
+        epilog="jspec flags lists SGLang's flags that are accepted or refused.",
     )
     add_flags(parser)
     _, settings = parse_flags(parser, named_model(argv))
-    os.environ.update(share_for_server(os.environ))  # jax reads it when its backend starts
+    os.environ.update(share_for_server(os.environ))  # jax reads these when its backend starts
     with interruptible():
         from jspec.server.serve import serve
 
@@ -146,7 +145,6 @@ def run_serve(argv: Sequence[str]) -> int:
 
 
 def run_train_draft(argv: Sequence[str]) -> int:
-    """`jspec train-draft`."""
     with interruptible():
         from jspec.cli.train_draft import run_train_draft as run
 
@@ -154,13 +152,13 @@ def run_train_draft(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command, and ends the process with its exit status."""
+    """Run one command and end the process with its exit status."""
     status = main(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; one more would be a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # another would print a traceback
     if status == INTERRUPTED:
-        # XLA may still be compiling what an interrupt left, in a thread of its own, and crashes
-        # where jax is taken down meanwhile. Children end with their pipes.
-        with contextlib.suppress(OSError):  # whose reader is gone
+        # XLA may still be compiling in its own thread after an interrupt, and crashes when jax
+        # shuts down meanwhile. Children end with their pipes.
+        with contextlib.suppress(OSError):  # the reader is gone
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)

@@ -1,6 +1,6 @@
-"""A stream of text in a terminal: painting, one answer at a time, and an engine made for one.
+"""Streaming text to a terminal: highlighting, one answer at a time, and an engine for one stream.
 
-`jspec generate` and `jspec chat` share it. It decides nothing about prompts or flags of a command.
+Shared by `jspec generate` and `jspec chat`; independent of their prompts and flags.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from jspec.engine.programs.compilation import Progress
     from jspec.serving.engine import Engine
 
-SEED_BITS = 32  # of a seed drawn here: enough not to meet again, few enough to type
+SEED_BITS = 32  # of a drawn seed: enough to avoid repeats, few enough to type
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
-# A flag's name in argparse, and the sampling parameter that it sets.
+# Flags' names in argparse, and the sampling parameters that they set.
 SAMPLED = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -42,38 +42,49 @@ SAMPLED = {
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, most_tokens: str) -> None:
-    """How the text is sampled and where it ends. most_tokens: what an unset limit means."""
+    """Add the sampling flags. most_tokens: describes the default of --max-new-tokens."""
     section = parser.add_argument_group("Sampling")
     section.add_argument(
         "--temperature",
         type=float,
-        help="0 is greedy; unset: the model's own, 0.7 for the bundled pair "
+        help="Temperature; 0 is greedy; unset: the model's own, 0.7 for the bundled pair "
         "(generation_config.json), 1 if it has none",
     )
-    section.add_argument("--top-p", type=float, help="Keep the likeliest tokens of so much mass")
-    section.add_argument("--top-k", type=int, help="Keep so many of the likeliest tokens")
     section.add_argument(
-        "--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest"
+        "--top-p", type=float, help="Sample from the most likely tokens with this total probability"
+    )
+    section.add_argument("--top-k", type=int, help="Sample from the k most likely tokens")
+    section.add_argument(
+        "--min-p",
+        type=float,
+        help="Sample from tokens with at least this probability relative to the most likely one",
     )
     section.add_argument(
-        "--stop", action="append", metavar="TEXT", help="Ends the text before it; may be repeated"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="Stop string, which is left out of the text; may be repeated",
     )
-    section.add_argument("--max-new-tokens", type=int, help=f"Most new tokens ({most_tokens})")
-    section.add_argument("--seed", type=int, help="The same seed gives the same text")
+    section.add_argument("--max-new-tokens", type=int, help=f"Maximum new tokens ({most_tokens})")
     section.add_argument(
-        "--plain-marks", action="store_true", help="‹ and › around accepted drafts, no colour"
+        "--seed", type=int, help="Sampling seed; the same seed gives the same text"
+    )
+    section.add_argument(
+        "--plain-marks",
+        action="store_true",
+        help="Mark accepted drafts with ‹ and › instead of colour",
     )
 
 
 def sampling_asked(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say, None where they say nothing. Raises RequestError for what is wrong."""
+    """Return the sampling flags, None where unset. Raises RequestError for invalid ones."""
     asked = {name: getattr(options, flag) for flag, name in SAMPLED.items()}
-    SamplingParams.from_mapping(asked)  # said before anything loads
+    SamplingParams.from_mapping(asked)  # raises before anything loads
     return asked
 
 
 class Style(enum.Enum):
-    """How accepted draft tokens stand out from the target's own."""
+    """How accepted draft tokens are marked."""
 
     COLOR = "color"
     MARKS = "marks"
@@ -84,10 +95,7 @@ _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 class Painter:
-    """Turns pieces of text into what the terminal shows.
-
-    COLOR: accepted drafts are green. MARKS: ‹ and › stand around runs of them.
-    """
+    """Formats text: accepted drafts are green (COLOR), or enclosed in ‹ and › (MARKS)."""
 
     def __init__(self, style: Style) -> None:
         self._style = style
@@ -97,7 +105,7 @@ class Painter:
         return f"{_DIM}{text}{_RESET}" if self._style is Style.COLOR else text
 
     def paint(self, pieces: Iterable[SpecToken]) -> str:
-        """The pieces in the painter's style; a run of accepted pieces is one run."""
+        """Return the formatted pieces; adjacent accepted pieces form one run."""
         out = []
         for piece in pieces:
             if piece.accepted != self._is_open:
@@ -106,7 +114,6 @@ class Painter:
         return "".join(out)
 
     def close(self) -> str:
-        """What ends an open run."""
         return self._switch() if self._is_open else ""
 
     def _switch(self) -> str:
@@ -121,7 +128,7 @@ class Painter:
 
 
 class Screen(Protocol):
-    """Where text goes: standard output, or a test's buffer."""
+    """Output for text: standard output, or a test's buffer."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -132,9 +139,10 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What one generation came to, and how to repeat it.
+    """Result of one generation, and how to repeat it.
 
-    seconds: prompt included; first_seconds: until the prompt was read and its token was there.
+    seconds: total time, prompt included
+    first_seconds: time to the first token
     """
 
     num_tokens: int
@@ -157,12 +165,12 @@ class Summary:
 
 
 def start_one_stream(settings: Settings) -> Engine:
-    """An engine for one stream. Raises ConfigError and CheckpointError."""
+    """Start an engine for one stream. Raises ConfigError and CheckpointError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
-    os.environ.update(share_for_server(os.environ))  # jax reads it when its backend starts
+    os.environ.update(share_for_server(os.environ))  # jax reads these when its backend starts
     with interruptible():
         from jspec.server.serve import measurement_warnings
         from jspec.serving.engine import Engine
@@ -173,32 +181,30 @@ def start_one_stream(settings: Settings) -> Engine:
 
 
 def seeded(asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """`asked` with a seed drawn if there is none, short enough to be typed again."""
+    """Return `asked` with a seed; a drawn one is short enough to type."""
     if asked["sampling_seed"] is not None or settings.engine_args.random_seed is not None:
         return dict(asked)
     return {**asked, "sampling_seed": secrets.randbits(SEED_BITS)}
 
 
 def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments with which as little is compiled as one sequence needs, unless `given`.
+    """Return engine arguments that compile the minimum for one sequence, overridden by `given`.
 
-    One row, and one size of prefill chunk: a first start waits for three programs. A small chunk
-    costs a long prompt more steps, which are short beside another compilation.
+    With one row and one prefill chunk size, a first start compiles three programs. The small chunk
+    costs long prompts more steps, which are cheap compared with another compilation.
     """
     small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
     return {**small, **given}
 
 
 def choose_style(out: Screen, *, plain_marks: bool) -> Style:
-    """Colour on a terminal unless NO_COLOR is set (no-color.org)."""
+    """Use colour on a terminal unless NO_COLOR is set (no-color.org)."""
     if plain_marks:
         return Style.MARKS
     return Style.COLOR if out.isatty() and not os.environ.get("NO_COLOR") else Style.NONE
 
 
 def _show_progress(out: Screen) -> Progress:
-    """One line that is rewritten on a terminal; nothing elsewhere."""
-
     def progress(done: int, total: int, what: str, how: str) -> None:
         if out.isatty():
             out.write(f"\r\x1b[K{how} {done}/{total}: {what}" if done < total else "\r\x1b[K")
@@ -216,10 +222,7 @@ async def stream_answer(
     notes: Screen,
     texts: list[str] | None = None,
 ) -> Summary:
-    """Streams one answer to `out`, and its summary to `notes`; also when it is cancelled.
-
-    texts: gets each piece of the answer as it comes, so that a cancelled one is not lost.
-    """
+    """Stream an answer to `out` and append it to `texts`; summary to `notes`, also if cancelled."""
     tracker = SpecTokenTracker(engine.tokenizer)
     started, num_tokens, counters = time.monotonic(), 0, SpecCounters()
     first, stream = started, None

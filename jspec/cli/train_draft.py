@@ -1,4 +1,4 @@
-"""`jspec train-draft`: flags to a job, and the engine that the job asks for what is served.
+"""`jspec train-draft`: flags to a job, and the engine that evaluates it as served.
 
 Training itself is `jspec.training.draft_job`, which knows no engine.
 """
@@ -28,16 +28,16 @@ from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.loop import LoopConfig
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
-SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows say more: cold ones soon loop
+SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows vary more; cold ones soon loop
 COUNTS = (
     *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
     *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
 )
-SERVED_STEPS = 3  # of the chain that acceptance is measured with, if the head has as many
+SERVED_STEPS = 3  # S of the chain that measures acceptance, at most the head's depths
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the defaults that are values: None is told in words, and a switch is off."""
+    """Append defaults that are values; None is described in words, and switches are off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_value = action.default is not None and action.default is not False
@@ -49,7 +49,7 @@ def make_parser() -> FlagParser:
         prog="jspec train-draft",
         allow_abbrev=False,
         formatter_class=_Help,
-        description="Trains a draft head for a target on JSON lines; see docs/training.md.",
+        description="Train a draft head for a target on JSON lines; see docs/training.md.",
     )
     _add_data(parser.add_argument_group("Target, data and output"))
     _add_head(parser.add_argument_group("Head"))
@@ -59,55 +59,100 @@ def make_parser() -> FlagParser:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model-path", type=Path, default=None, help="Target; unset: the bundled one")
-    add("--data", type=Path, required=True, help="JSON lines: text, messages or conversations")
-    add("--held-out", type=Path, help="More lines, to measure on; unset: each 20th of --data")
-    add("--held-out-rows", type=int, default=64, help="Rows of them that are measured on")
-    add("--out", type=Path, required=True, help="New directory: head, checkpoints, report")
-    add("--resume", action="store_true", help="Go on with what an earlier run left in --out")
+    add("--model-path", type=Path, default=None, help="Target model; unset: the bundled one")
+    add("--data", type=Path, required=True, help="JSON lines with text, messages or conversations")
+    add("--held-out", type=Path, help="JSON lines for evaluation; unset: every 20th line of --data")
+    add("--held-out-rows", type=int, default=64, help="Held-out rows used for evaluation")
+    add("--out", type=Path, required=True, help="New directory for head, checkpoints and report")
+    add(
+        "--resume", action="store_true", help="Continue an earlier run from its checkpoint in --out"
+    )
     add(
         "--loss-on",
         choices=[each.value for each in LossOn],
         default="all",
-        help="Tokens that are learnt. all: every one; assistant: what the assistant says, and "
-        "every line is a chat",
+        help="Tokens with a loss. all: every token; assistant: the assistant's tokens, every line "
+        "must be a chat",
     )
-    add("--chat-template", help="Jinja file; unset: the target's own")
-    add("--own-samples", type=int, default=0, help="Rows that the target says itself, beside data")
-    add("--features-dir", type=Path, help="Keep the target's states on disk, and read them there")
-    add("--dtype", choices=DTYPES, help="Of products; unset: bfloat16, float32 on a CPU")
-    add("--devices", type=int, help="That share every batch; unset: all")
+    add("--chat-template", help="Jinja file with the chat template; unset: the target's own")
+    add(
+        "--own-samples", type=int, default=0, help="Rows sampled from the target, added to the data"
+    )
+    add("--features-dir", type=Path, help="Directory that caches the target's hidden states")
+    add("--dtype", choices=DTYPES, help="Compute type; unset: bfloat16, float32 on a CPU")
+    add("--devices", type=int, help="Number of devices that share every batch; unset: all")
 
 
 def _add_head(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--algorithm", choices=[kind.value for kind in Kind], default="EAGLE3", help="Which head")
-    add("--num-depths", type=int, help="Tokens ahead; NEXTN: layers (unset: 3), else unrolled (5)")
-    add("--chained", action="store_true", help="NEXTN: each layer reads what the one before made")
-    add("--draft-vocab-size", type=int, help="EAGLE3; unset: 32000, or the whole vocabulary")
-    add("--aux-layer-ids", type=int, nargs="+", help="EAGLE3; unset: 2, L/2, L-3")
-    add("--intermediate-size", type=int, help="Of the head's MLP; unset: the target's")
-    add("--export-dtype", choices=DTYPES, default="bfloat16", help="Of the exported weights")
+    add(
+        "--algorithm",
+        choices=[kind.value for kind in Kind],
+        default="EAGLE3",
+        help="Algorithm of the head",
+    )
+    add(
+        "--num-depths",
+        type=int,
+        help="Tokens drafted ahead: layers for NEXTN (unset: 3), else unrolled steps (unset: 5)",
+    )
+    add(
+        "--chained",
+        action="store_true",
+        help="NEXTN: each layer reads the output of the one before",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help="EAGLE3: size of the draft vocabulary; unset: 32000, or the whole vocabulary",
+    )
+    add(
+        "--aux-layer-ids",
+        type=int,
+        nargs="+",
+        help="EAGLE3: captured target layers; unset: 2, L/2, L-3",
+    )
+    add(
+        "--intermediate-size",
+        type=int,
+        help="Intermediate size of the head's MLP; unset: the target's",
+    )
+    add(
+        "--export-dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="Data type of the exported weights",
+    )
 
 
 def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num-steps", type=int, default=10000, help="Steps, but for --budget-seconds")
-    add("--batch-size", type=int, default=8, help="Rows a step, over all devices")
-    add("--length", type=int, default=512, help="Tokens a row")
-    add("--learning-rate", type=float, default=1e-3, help="Peak; after a warmup it falls to 0")
-    add("--warmup-steps", type=int, default=100, help="In which the learning rate rises")
-    add("--weight-decay", type=float, default=0.01, help="AdamW's")
-    add("--budget-seconds", type=float, help="Ends the schedule early, decayed all the same")
-    add("--log-every", type=int, default=20, help="Steps from one line of the log to the next")
-    add("--eval-every", type=int, default=500, help="Steps from one evaluation to the next")
-    add("--checkpoint-every", type=int, default=500, help="Steps that a crash may cost")
-    add("--serve-prompts", type=int, default=16, help="Held-out prompts an evaluation serves")
-    add("--seed", type=int, default=0, help="Of weights, rows and samples")
+    add(
+        "--num-steps",
+        type=int,
+        default=10000,
+        help="Training steps, unless --budget-seconds ends them",
+    )
+    add("--batch-size", type=int, default=8, help="Rows per step, over all devices")
+    add("--length", type=int, default=512, help="Tokens per row")
+    add(
+        "--learning-rate",
+        type=float,
+        default=1e-3,
+        help="Peak learning rate; after warmup it decays to 0",
+    )
+    add("--warmup-steps", type=int, default=100, help="Steps of linear warmup")
+    add("--weight-decay", type=float, default=0.01, help="Weight decay of AdamW")
+    add("--budget-seconds", type=float, help="Time limit; the schedule still decays fully")
+    add("--log-every", type=int, default=20, help="Steps between log lines")
+    add("--eval-every", type=int, default=500, help="Steps between evaluations")
+    add("--checkpoint-every", type=int, default=500, help="Steps between checkpoints")
+    add("--serve-prompts", type=int, default=16, help="Held-out prompts served per evaluation")
+    add("--seed", type=int, default=0, help="Seed of weights, rows and samples")
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """ConfigError for a number that cannot be, given or not."""
+    """Raise ConfigError for an invalid number."""
     for name in COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -129,7 +174,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def job_of(options: argparse.Namespace) -> DraftJob:
-    """The job that the flags ask for. ConfigError for a number that cannot be."""
+    """Return the job that the flags describe. Raises ConfigError for invalid numbers."""
     check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
@@ -182,7 +227,7 @@ def job_of(options: argparse.Namespace) -> DraftJob:
 
 
 def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
-    """Engine arguments with which a head is served as a chain."""
+    """Return engine arguments that serve a head as a chain."""
     words: dict[str, Any] = {
         "speculative_algorithm": "EAGLE" if kind is Kind.NEXTN else kind.value,
         "speculative_num_steps": num_steps,
@@ -193,7 +238,7 @@ def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
 
 
 class EngineServing:
-    """`draft_job.Serving` by engines of this process, one at a time."""
+    """`draft_job.Serving` with engines in this process, one at a time."""
 
     def __init__(self, job: DraftJob, *, num_prompts: int) -> None:
         self._job, self._num_prompts = job, num_prompts
@@ -230,7 +275,7 @@ class EngineServing:
         return np.asarray(said, np.int32)
 
     def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
-        """At temperatures 0 and 1, after the first half of each prompt's row; {} for no prompts."""
+        """Acceptance lengths at temperatures 0 and 1; prompts are the first halves of rows."""
         if not self._num_prompts:
             return {}
         count = min(self._num_prompts, len(prompts.ids))
@@ -263,7 +308,6 @@ class EngineServing:
 
 
 def run_train_draft(argv: Sequence[str]) -> int:
-    """`jspec train-draft`."""
     options = make_parser().parse_args(list(argv))
     job = job_of(options)
     serving = EngineServing(job, num_prompts=options.serve_prompts)

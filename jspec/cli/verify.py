@@ -1,4 +1,4 @@
-"""`jspec verify [PROMPTS]`: proof, on the user's own prompts, that speculation changes nothing."""
+"""`jspec verify [PROMPTS]`: check on the user's own prompts that speculation changes nothing."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ if TYPE_CHECKING:
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
 UNLISTED = ("engine_process",)  # refused by `check_reads_weights`
 MAX_SHOWN = 10  # faults that the report lists
-# As little is compiled as the comparison needs: two rows, so that batches differ.
+# The minimum to compile for the comparison: two rows, so that batches differ.
 SMALL = {"max_running_requests": 2, "chunked_prefill_size": 32}
 
 
 def run_verify(argv: Sequence[str]) -> int:
-    """0: no fault; 1: faults, or it failed."""
+    """Return 0 without faults, else 1."""
     parser = FlagParser(
         prog="jspec verify",
         allow_abbrev=False,
-        description="Replays prompts with speculation and without, and judges each difference by "
-        "its margin: a tie that rounding flipped, or a fault. Faults alone fail.",
+        description="Replay prompts with and without speculation and classify each difference by "
+        "its margin: a tie flipped by rounding, or a fault. Only faults fail.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
     add_prompt_flags(parser)
     parser.add_argument(
-        "--temperature", type=float, help="Unset: 0, and the model's own sampling beside it"
+        "--temperature",
+        type=float,
+        help="Sampling temperature; unset: both 0 and the model's own sampling",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="Of each text (64)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="Of the first text; the next follow (0)"
+        "--max-new-tokens", type=int, default=64, help="Maximum tokens per text (64)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the first text; later texts count up from it (0)",
     )
     add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
     options, settings = parse_flags(parser, argv)
@@ -71,13 +78,13 @@ def run_verify(argv: Sequence[str]) -> int:
 
 
 def add_prompt_flags(parser: FlagParser) -> None:
-    """PROMPTS, --num-prompts and --output, shared with `jspec doctor`."""
+    """Add PROMPTS, --num-prompts and --output, shared with `jspec doctor`."""
     parser.add_argument(
         "prompts",
         nargs="?",
         metavar="PROMPTS",
-        help='.jsonl with {"prompt"}, {"messages"} or {"input_ids"} a line, or a text, a prompt a '
-        "line",
+        help='.jsonl with {"prompt"}, {"messages"} or {"input_ids"} per line, or a text file with '
+        "one prompt per line",
     )
     parser.add_argument(
         "--num-prompts",
@@ -85,11 +92,11 @@ def add_prompt_flags(parser: FlagParser) -> None:
         default=12,
         help="Most prompts of the file, evenly spread (12)",
     )
-    parser.add_argument("--output", metavar="FILE.json", help="Writes the report as JSON, too")
+    parser.add_argument("--output", metavar="FILE.json", help="Also write the report as JSON")
 
 
 def check_prompt_flags(options: Any) -> None:
-    """Raises ConfigError or RequestError for what cannot be, before anything loads."""
+    """Raise ConfigError or RequestError for invalid flags, before anything loads."""
     SamplingParams.from_mapping({"temperature": options.temperature})
     if options.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {options.num_prompts}; expected at least 1")
@@ -102,7 +109,7 @@ def check_prompt_flags(options: Any) -> None:
 
 
 def check_reads_weights(command: str, engine: Mapping[str, Any]) -> None:
-    """Raises ConfigError for engines whose weights are out of reach, before one is started."""
+    """Raise ConfigError if the engine's weights would be in another process, before it starts."""
     if engine.get("engine_process"):
         raise ConfigError(
             f"--engine-process is set, but {command} reads weights in its own process; expected it "
@@ -116,7 +123,6 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def say(text: str) -> None:
-    """What is being done."""
     print(f"jspec: {text}", file=sys.stderr, flush=True)
 
 
@@ -127,7 +133,7 @@ def write_json(path: str | None, report: Mapping[str, Any]) -> None:
 
 
 def text_of(report: VerifyReport) -> str:
-    """The report in a dozen lines."""
+    """Return the report in a dozen lines."""
     ours, plain = report.speculation, report.plain
     rows = [
         ("tokens", str(ours.num_tokens), str(plain.num_tokens)),

@@ -1,7 +1,7 @@
-"""What an argument of the engine or the server is: one declaration, which everything else reads.
+"""Declaration of an engine or server argument, in one place.
 
-`argument` declares a field of a dataclass. Its check, its flag, the flag's help and its row in the
-docs come from the field's name, type, default and metadata, so nothing else repeats them.
+`argument` declares a dataclass field. Its check, its flag, the flag's help and its entry in the
+docs derive from the field's name, type, default and metadata.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ T = TypeVar("T")
 _METADATA = "argument"
 _FLAG = re.compile(r"--([a-z-]+)")
 _WORDS = re.compile("[-_]")
-NEAR_NAME = 0.7  # least likeness of a name that is suggested: stop is not tp
-# Also gs:/b/c, which is what pathlib makes of gs://b/c.
+NEAR_NAME = 0.7  # least similarity of a suggested name: stop must not match tp
+# Also gs:/b/c, since pathlib turns gs://b/c into that.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
 
 AT_START = (  # of compile_at_start
-    "Programs compiled before serving. first: the few that run all requests but those for "
-    "grammars, draft trees or hidden states. common: all for these, with S/K/N as given. all: also "
-    "those for grammars, draft trees, hidden states and adaptive shapes: nothing is compiled "
-    "later. With the first two the rest is compiled while serving, what grammars, draft trees and "
-    "hidden states need at the first request for them. auto: common if few (11), else first"
+    "Programs compiled before serving. first: the minimum for all requests without "
+    "grammars, draft trees or hidden states. common: all programs for such requests at "
+    "the given S/K/N. all: also those for grammars, draft trees, hidden states and "
+    "adaptive shapes; nothing is compiled later. With first and common the rest is "
+    "compiled while serving, for grammars, draft trees and hidden states at the first "
+    "request that needs them. auto: common if at most 11 programs, else first"
 )
-SGLANG_ATTENTION = (  # its names of kernels
+SGLANG_ATTENTION = (  # SGLang's names of kernels
     *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
     *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
     *("trtllm_mla", "wave"),
@@ -81,26 +82,26 @@ class Argument:
 
 
 def argument(default: Any, text: str, group: str, **more: Any) -> Any:
-    """A dataclass field with this default; `more` are the other fields of Argument."""
+    """Return a dataclass field with this default; `more` are the other fields of Argument."""
     return field(default=default, metadata={_METADATA: Argument(text=text, group=group, **more)})
 
 
 def argument_of(declared: Field[Any]) -> Argument:
-    """What `argument` was given for this field."""
+    """Return the field's Argument."""
     found: Argument = declared.metadata[_METADATA]
     return found
 
 
 def type_of(declared: Field[Any]) -> str:
-    """'bool', 'int', 'float' or 'str': the field's type, whether it may be None or not."""
+    """Return the field's type without None: 'bool', 'int', 'float' or 'str'."""
     return str(declared.type).removesuffix(" | None")
 
 
 def check_arguments(given: Any) -> None:
-    """Raises ConfigError, by name and value, for the first field that its declaration refuses.
+    """Raise ConfigError for the first field with an invalid value, by name and value.
 
-    A field whose default is None may be None: jspec chooses. A path in a field of text becomes
-    text, also in a frozen dataclass.
+    None is valid if it is the default: jspec then chooses. Paths in text fields become strings,
+    also in a frozen dataclass.
     """
     for declared in fields(given):
         value = getattr(given, declared.name)
@@ -116,7 +117,7 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
         raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
     is_fetched = says.is_fetched and str(value).startswith("gs://")
     if says.is_local and not is_fetched and _SCHEME.match(str(value)):
-        # A directory's name is taken as it is: gs://b/c would be a directory called `gs:`.
+        # Otherwise gs://b/c would be taken as a directory called `gs:`.
         other = ", gs://bucket/path" * says.is_fetched
         other += ", or org/name of Hugging Face's hub" * (says.is_fetched and says.is_model)
         raise ConfigError(
@@ -134,7 +135,6 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
 
 
 def _is_within(value: object, kind: str, says: Argument) -> bool:
-    """Whether it is a finite number of the kind, within its bounds."""
     allowed = int if kind == "int" else int | float
     if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
         return False
@@ -146,7 +146,6 @@ def _is_within(value: object, kind: str, says: Argument) -> bool:
 
 
 def _bounds(kind: str, says: Argument) -> str:
-    """The numbers that it may be, in words."""
     noun = "an integer" if kind == "int" else "a number"
     if says.above is not None:
         if says.high is not None:
@@ -160,8 +159,7 @@ def _bounds(kind: str, says: Argument) -> str:
 
 
 def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
-    """The engine's arguments by their names. Raises ConfigError for a name that none has, saying
-    what was meant."""
+    """Build from a mapping. Raises ConfigError for an unknown name, with a suggestion."""
     known = {each.name for each in fields(declared)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -170,9 +168,9 @@ def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
 
 
 def meant_argument(name: str, *declared: type[Any]) -> str:
-    """How a message about a name that no argument has goes on; empty if nobody can tell.
+    """Return the suggestion that completes a message about an unknown name, or "".
 
-    declared: dataclasses of arguments. Other names of the flags are known, and those of vLLM's.
+    declared: dataclasses of arguments. Aliases of flags and vLLM's names are known too.
 
         tensor_parallel_size → "; did you mean 'tp_size'?"
         gpu_memory_utilization → ": write mem_fraction_static"
@@ -192,7 +190,7 @@ def meant_argument(name: str, *declared: type[Any]) -> str:
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """The one of `known` that is meant: the nearest, or else the only one that has all its words.
+    """Return the closest name in `known`, or else the only one that contains all of its words.
 
     pagesize → page_size, max_queued → max_queued_requests, num_steps → "" (of two)
     """
@@ -203,7 +201,7 @@ def near_name(name: str, known: Sequence[str]) -> str:
 
 
 def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:
-    """For what another algorithm would have a use for."""
+    """Return the error for an argument that only another algorithm uses."""
     return ConfigError(
         f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset{hint}"
     )

@@ -1,7 +1,7 @@
-"""What the host must know of each way of drafting, as data: one constant a drafter.
+"""The host's data about draft algorithms: one constant per drafter.
 
-The scheduler reserves pages by these numbers and knows no drafter; a drafter's device half names
-the same constant, so that the two cannot differ.
+The scheduler reserves pages by these numbers and knows no drafter. A drafter's device half uses the
+same constant, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ def _nothing(num_steps: int, topk: int) -> int:
 
 
 def _emitted(num_steps: int, topk: int) -> int:
-    """M rows: one for each token that a verification can emit."""
+    """M rows: one per token that a verification can emit."""
     del topk
     return indexing.max_emitted(num_steps)
 
 
 def _beams(num_steps: int, topk: int) -> int:
-    """K rows for each forward, one forward for each level after the first."""
+    """K rows per draft forward, one forward per level after the first."""
     return topk * max(num_steps - 1, 0)
 
 
 def _emitted_and_root(num_steps: int, topk: int) -> int:
-    """M + 1 rows: the next root's is written at once, for the next propose to stand on."""
+    """M + 1 rows: the next root's row is written too, which the next propose builds on."""
     return _emitted(num_steps, topk) + 1
 
 
 def _root_and_beams(num_steps: int, topk: int) -> int:
-    """The beams lie after the root's row."""
+    """The beams follow the root's row."""
     return 1 + _beams(num_steps, topk)
 
 
 def _expanded(num_steps: int, topk: int) -> int:
-    """K candidates at level 1; at each later one K for each of the K best before it."""
+    """K candidates at level 1; at each later level K for each of the K best before it."""
     return topk + max(num_steps - 1, 0) * topk * topk
 
 
@@ -52,7 +52,6 @@ def _lag(num_steps: int, topk: int) -> int:
 
 
 def _branches(num_steps: int, topk: int) -> int:
-    """K chains of S tokens."""
     return num_steps * topk
 
 
@@ -82,7 +81,7 @@ class Drafting:
     in_target: bool = False
 
     def tokens_ahead(self, num_steps: int, topk: int) -> int:
-        """What any layer caches at position i depends on tokens up to i + this, by S and K."""
+        """Return n such that the cache of any layer at position i depends on tokens up to i + n."""
         return self.lookahead + self.lag(num_steps, topk)
 
 

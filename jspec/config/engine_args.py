@@ -1,7 +1,8 @@
-"""What a user may set on an engine, under SGLang's names; None where jspec shall choose.
+"""Engine arguments under SGLang's names; None lets jspec choose.
 
-Host only, and from the arguments alone. A field is declared once: its check, its flag and its row
-in docs/flags.md come from it. What follows from checkpoint and devices: `config.resolved_config`.
+Host only, and from the arguments alone; `config.resolved_config` has what follows from checkpoint
+and devices. Each field is declared once: its check, its flag and its entry in docs/flags.md derive
+from it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.errors import ConfigError
 
 _NGRAM = "speculative_ngram"
-MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
+MAX_MATCH_WINDOW = 64  # comparisons of the whole context per step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 _FETCHED = {"is_local": True, "is_fetched": True}
 _CHECKPOINT = {**_FETCHED, "is_model": True}
@@ -33,106 +34,110 @@ _GRAMMARS = {"choices": ("llguidance", "none"), "replaced": SGLANG_GRAMMARS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """Arguments of `jspec.Engine`; None means "let jspec choose". Each says what it does.
-
-    Raises ConfigError for a value that its field refuses, or that contradicts another.
-    """
+    """Arguments of `jspec.Engine`; None lets jspec choose. Raises ConfigError if invalid."""
 
     model_path: str | None = argument(
         None,
-        "Directory of the target, gs://bucket/path, or org/name[@revision] of Hugging Face's hub; "
-        "unset: the bundled pair",
+        "Target model: a directory, gs://bucket/path, or org/name[@revision] of the Hugging "
+        "Face Hub; unset: the bundled pair",
         _MODEL,
         aliases=("--model",),
         **_CHECKPOINT,
     )
     tokenizer_path: str | None = argument(
         None,
-        "Where the tokenizer is, likewise; unset: the target's",
+        "Tokenizer, in the same forms; unset: the target's",
         _MODEL,
         **_CHECKPOINT,
     )
     dtype: str = argument(
         "auto",
-        "Of weights, activations and KV: auto (float32 on a CPU, else bfloat16), float32, "
-        "bfloat16, float16",
+        "Data type of weights, activations and KV cache: auto (float32 on a CPU, else "
+        "bfloat16), float32, bfloat16, float16",
         _MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
         translated={"half": "float16", "float": "float32"},
     )
     context_length: int | None = argument(
         None,
-        "Most tokens of prompt and output, at most the model's; unset: the model's",
+        "Maximum tokens of prompt and output together, at most the model's; unset: the model's",
         _MODEL,
         low=1,
     )
     load_format: str = argument(
         "auto",
-        "auto (safetensors), or dummy: random weights at the shapes of config.json",
+        "auto (safetensors), or dummy (random weights in the shapes of config.json)",
         _MODEL,
         choices=("auto", "dummy"),
         translated={"safetensors": "auto"},
     )
-    skip_tokenizer_init: bool = argument(False, "No tokenizer: token ids in, token ids out", _MODEL)
+    skip_tokenizer_init: bool = argument(
+        False, "Run without a tokenizer: token ids in, token ids out", _MODEL
+    )
     chat_template: str | None = argument(
         None,
-        "File with the chats' Jinja template; unset: the model's own",
+        "Jinja file with the chat template; unset: the model's own",
         _MODEL,
         is_local=True,
         is_model=True,
     )
     sampling_defaults: str = argument(
         "model",
-        "model: as generation_config.json says where a request names nothing; openai: temperature "
-        "1, no filters",
+        "Source of sampling parameters that a request leaves unset: model "
+        "(generation_config.json) or openai (temperature 1, no filters)",
         _MODEL,
         choices=("model", "openai"),
     )
     tp_size: int = argument(
         1,
-        "Devices that share the model",
+        "Number of devices for tensor parallelism",
         _MODEL,
         aliases=("--tp", "--tensor-parallel-size"),
         low=1,
     )
     random_seed: int | None = argument(
         None,
-        "Makes requests without a seed reproducible in arrival order",
+        "Base seed that makes requests without a seed reproducible in arrival order",
         _MODEL,
         low=-(2**63),
         high=2**64 - 1,
     )
     compilation_cache_dir: str | None = argument(
-        None, 'Directory or gs://b/path of compiled programs; "" keeps none', _MODEL, **_FETCHED
+        None,
+        'Directory or gs://bucket/path for compiled programs; "" keeps none',
+        _MODEL,
+        **_FETCHED,
     )
     speculative_algorithm: str | None = argument(
         None,
-        "EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the target's own layers "
-        "for multi-token prediction; also EAGLE with --enable-multi-layer-eagle) or NONE; unset: "
-        "EAGLE3 for the bundled pair, else NONE",
+        "Draft algorithm: EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the "
+        "target's own layers for multi-token prediction; also EAGLE with "
+        "--enable-multi-layer-eagle) or NONE; unset: EAGLE3 for the bundled pair, else NONE",
         _SPECULATION,
     )
     enable_multi_layer_eagle: bool = argument(
-        False, "With EAGLE or NEXTN: a layer of its own a step", _SPECULATION
+        False, "Use a separate layer for each draft step (with EAGLE or NEXTN)", _SPECULATION
     )
     speculative_draft_model_path: str | None = argument(
         None,
-        "Directory of the EAGLE head, of the language model that drafts (STANDALONE), or of the "
-        "layers that are not in the target's (NEXTN); the bundled target has some of its own for "
-        "EAGLE, EAGLE3 and NEXTN",
+        "Draft model: an EAGLE head, a language model (STANDALONE), or NEXTN layers that are "
+        "not in the target's checkpoint; the bundled target has its own for EAGLE, EAGLE3, "
+        "NEXTN and STANDALONE",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
         **_CHECKPOINT,
     )
     speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
     speculative_eagle_topk: int | None = argument(
-        None, "K: branches a level (1)", _SPECULATION, low=1
+        None, "K: branches per level (1)", _SPECULATION, low=1
     )
     speculative_num_draft_tokens: int | None = argument(
         None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
     )
     speculative_adaptive: bool = argument(
-        False, "Chooses each step's shape by what it accepts and costs, S/K/N at most", _SPECULATION
+        False,
+        "Choose S/K/N of each step by measured acceptance and cost, up to the given S/K/N",
+        _SPECULATION,
     )
     speculative_adaptive_config: str | None = argument(
         None,
@@ -141,136 +146,144 @@ class EngineArgs:
         is_local=True,
     )
     speculative_draft_rope_theta: float | None = argument(
-        None, "Overrides the head's rope theta", _SPECULATION, above=0
+        None, "Override the draft head's RoPE theta", _SPECULATION, above=0
     )
     speculative_token_map: str | None = argument(
         None,
-        "File of the ids that an EAGLE head may draft: .json, .npy, .safetensors or .pt (FR-Spec)",
+        "File with the token ids that an EAGLE head may draft (FR-Spec): .json, .npy, "
+        ".safetensors or .pt",
         _SPECULATION,
         is_local=True,
     )
     speculative_draft_noise: bool = argument(
         True,
-        "Drafts plain top-k: the same text, fewer accepted drafts; for measurements",
+        "Draft plain top-k without the target's noise: the same text, fewer accepted drafts; "
+        "for measurements",
         _SPECULATION,
     )
     speculative_ngram_min_match_window_size: int = argument(
         1,
-        "Tokens at a row's end that must have occurred before, for NGRAM to propose what followed",
+        "Minimum number of trailing tokens that must occur earlier for NGRAM to draft what "
+        "followed them",
         _SPECULATION,
     )
     speculative_ngram_max_match_window_size: int = argument(
-        12, "Tokens that it looks for at most", _SPECULATION, low=1, high=MAX_MATCH_WINDOW
+        12,
+        "Maximum number of trailing tokens that NGRAM matches",
+        _SPECULATION,
+        low=1,
+        high=MAX_MATCH_WINDOW,
     )
     speculative_ngram_external_corpus_path: str | None = argument(
         None,
-        "What NGRAM looks up where the row itself has nothing: a text, a directory of texts, "
-        '.jsonl with a "text" field, or token ids (.npy, or a text of integers)',
+        "Corpus that NGRAM searches if the row itself has no match: a text file, a directory "
+        'of them, .jsonl with a "text" field, or token ids (.npy, or a text file of integers)',
         _SPECULATION,
         is_local=True,
     )
     speculative_ngram_external_corpus_max_tokens: int = argument(
-        10_000_000, "Tokens read of it", _SPECULATION, low=2, high=2**31 - 1
+        10_000_000, "Maximum tokens read from that corpus", _SPECULATION, low=2, high=2**31 - 1
     )
     simulate_acceptance: float | None = argument(
         None,
-        "Every verification emits this many tokens on average, 1 to S + 1, whatever the target "
-        "chose; to measure speed only, the text means nothing",
+        "Emit this many tokens per verification on average, 1 to S + 1, whatever the target "
+        "chose; for speed measurements only, the text is meaningless",
         _SPECULATION,
         expected="a number from 1 to S + 1, tokens emitted a verification, bonus included",
     )
     engine_process: bool = argument(
-        False, "Devices and steps in a process of their own, begun anew if it ends", _MEMORY
+        False, "Run the device loop in a separate process and restart it if it exits", _MEMORY
     )
     mem_fraction_static: float = argument(
         0.85,
-        "Share of a device's memory for weights and KV, if --max-total-tokens is unset",
+        "Fraction of device memory for weights and KV cache if --max-total-tokens is unset",
         _MEMORY,
         above=0,
         high=1,
     )
     max_total_tokens: int | None = argument(
         None,
-        "Tokens that the KV pool holds, drafts not counted; unset: what memory allows",
+        "Size of the KV pool in tokens, drafts not counted; unset: as memory allows",
         _MEMORY,
         low=1,
     )
     page_size: int | None = argument(
-        None, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)", _MEMORY, low=1
+        None, "Tokens per KV page (64 with a TPU's or Hopper's kernels, else 16)", _MEMORY, low=1
     )
     max_running_requests: int | None = argument(
-        None, "Sequences decoded together (8 on a CPU, else 48)", _MEMORY, low=1
+        None, "Maximum sequences decoded together (8 on a CPU, else 48)", _MEMORY, low=1
     )
     max_queued_requests: int | None = argument(
         None,
-        "Sequences that may wait, and that a call of generate() feeds at once; beyond: 503 "
-        "(1024, or as many as run)",
+        "Maximum sequences that wait, and that one call of generate() submits at once; "
+        "beyond: 503 (1024, at least --max-running-requests)",
         _MEMORY,
         low=1,
     )
     chunked_prefill_size: int | None = argument(
         None,
-        "Most prompt tokens of a step (256 on a CPU, 8192 on an H200, else 2048)",
+        "Maximum prompt tokens per step (256 on a CPU, 8192 on an H200, else 2048)",
         _MEMORY,
         low=1,
     )
     enable_priority_scheduling: bool = argument(
-        False, "Requests with a higher `priority` go first; nobody waits for ever", _MEMORY
+        False, "Schedule requests with a higher `priority` first, with aging", _MEMORY
     )
     schedule_low_priority_values_first: bool = argument(
-        False, "With it: those with a lower one do, as in vLLM", _MEMORY
+        False, "With --enable-priority-scheduling: schedule lower values first, as in vLLM", _MEMORY
     )
     queue_time_limit: float | None = argument(
         None,
-        "Seconds that a request may wait before it first runs; beyond: 503. Unset: any number",
+        "Maximum seconds that a request waits before it first runs; beyond: 503; unset: no limit",
         _MEMORY,
         above=0,
         expected="seconds, more than 0",
     )
     prefill_budget_tokens: int | None = argument(
         None,
-        "Prompt tokens computed between two decode steps while rows decode, up to twelve times as "
-        "many in a burst (a quarter of --chunked-prefill-size; all of it on a CPU)",
+        "Prompt tokens computed between two decode steps, up to twelve times as many in a "
+        "burst (a quarter of --chunked-prefill-size; all of it on a CPU)",
         _MEMORY,
         low=1,
     )
     prefill_budget_ms: float | None = argument(
         None,
-        "Milliseconds instead of tokens: that prompts take between two decode steps, in bursts "
-        "too, by what the last ones took",
+        "Milliseconds of prefill between two decode steps, instead of tokens, estimated from "
+        "the last prefills; also limits bursts",
         _MEMORY,
         above=0,
     )
     prefill_max_requests: int | None = argument(
-        None, "Most prompts of a prefill step (4 on a CPU, else 16)", _MEMORY, low=1
+        None, "Maximum prompts per prefill step (4 on a CPU, else 16)", _MEMORY, low=1
     )
     overlap_depth: int = argument(
         1,
-        "Steps dispatched before the one being read, 0 to 3: the same tokens",
+        "Steps dispatched ahead of the one being read, 0 to 3; the tokens are the same",
         _MEMORY,
         low=0,
         high=3,
         shorthands=(
-            Shorthand(
-                flag="--disable-overlap-schedule", value=0, text="The same as --overlap-depth 0"
-            ),
+            Shorthand(flag="--disable-overlap-schedule", value=0, text="Same as --overlap-depth 0"),
         ),
     )
     disable_radix_cache: bool = argument(
         False,
-        "No prefix cache: pages are freed with their request, and every prompt is computed whole",
+        "Disable the prefix cache: pages are freed with their request and every prompt is "
+        "computed in full",
         _MEMORY,
     )
-    disable_cascade_attn: bool = argument(False, "Shared prefixes are read row by row", _MEMORY)
+    disable_cascade_attn: bool = argument(
+        False, "Read shared prefixes separately for each row", _MEMORY
+    )
     disable_logprobs: bool = argument(
         False,
-        "No log-probabilities: requests for them are refused, and two programs fewer are compiled",
+        "Refuse requests for log-probabilities; compiles two programs fewer",
         _MEMORY,
     )
-    # Rounds are unrolled: a program of more would compile for minutes and gain nothing.
+    # Rounds are unrolled: programs with more rounds compile for minutes and are not faster.
     num_continuous_decode_steps: int = argument(
         1,
-        "Verifications of one dispatched decode step, see below: the same text in lumps",
+        "Decode rounds per dispatch; output arrives in larger chunks",
         _MEMORY,
         low=1,
         high=16,
@@ -283,8 +296,8 @@ class EngineArgs:
     )
     attention_backend: str = argument(
         "auto",
-        "xla, pallas (the platform's own kernels), or auto: those on a TPU, and on a Hopper GPU "
-        "where they serve model and dtype; SGLang's names mean auto",
+        "xla, pallas (the platform's own kernels), or auto (pallas on a TPU, and on a Hopper "
+        "GPU if it supports model and dtype); SGLang's names mean auto",
         _MEMORY,
         choices=("auto", "xla", "pallas"),
         replaced=dict.fromkeys(SGLANG_ATTENTION, "auto"),
@@ -304,7 +317,6 @@ class EngineArgs:
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
 
     def _check_drafter(self) -> None:
-        """What the algorithm needs to be given, and what it must not be."""
         algorithm, path = self.algorithm, self.speculative_draft_model_path
         if algorithm.drafting.has_model and self.bundled_draft is None:
             in_target = algorithm.drafting.in_target and self.model_path is not None
@@ -330,7 +342,7 @@ class EngineArgs:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:
-        """Raises ConfigError for a name that is not an argument, suggesting the nearest one."""
+        """Build from a mapping. Raises ConfigError for an unknown name, with a suggestion."""
         return of_names(cls, values)
 
     @classmethod
@@ -339,10 +351,9 @@ class EngineArgs:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm asked for; a checkpoint's own layers decide between NEXTN and
-        MULTI_LAYER_EAGLE (`ResolvedConfig.algorithm`).
+        """The requested algorithm. Raises ConfigError for an unknown name.
 
-        Raises ConfigError for a name that is not implemented.
+        The checkpoint decides between NEXTN and MULTI_LAYER_EAGLE (`ResolvedConfig.algorithm`).
         """
         name = self.speculative_algorithm
         if name is None:
@@ -364,7 +375,6 @@ class EngineArgs:
 
     @property
     def priority_order(self) -> PriorityOrder:
-        """Whose request goes first."""
         if not self.enable_priority_scheduling:
             return PriorityOrder.OFF
         is_low = self.schedule_low_priority_values_first
@@ -372,13 +382,13 @@ class EngineArgs:
 
     @property
     def bundled_draft(self) -> str | None:
-        """The folder of the bundled target's own draft, where that is the one; see Algorithm."""
+        """Folder of the bundled target's draft, if it is used."""
         is_named = self.model_path is not None or self.speculative_draft_model_path is not None
         return None if is_named else self.algorithm.bundled_draft
 
     @property
     def speculative(self) -> SpeculativeConfig:
-        """S/K/N in force. Raises ConfigError for an impossible one."""
+        """S/K/N in force. Raises ConfigError for invalid ones."""
         names = ("num_steps", "eagle_topk", "num_draft_tokens")
         given = {f"speculative_{name}": getattr(self, f"speculative_{name}") for name in names}
         if self.algorithm is Algorithm.NONE:

@@ -1,4 +1,4 @@
-"""Frozen configuration, by composition. Nothing here knows a file format or jax.
+"""Static sizes of an engine, frozen. Independent of file formats and jax.
 
 Models are in `spec.model_spec`; `models/families/` reads Hugging Face's `config.json`.
 """
@@ -23,17 +23,14 @@ LEAST_DEFERRED, MOST_DEFERRED = 16, 64
 
 @dataclass(frozen=True, slots=True, order=True)
 class WindowSpace:
-    """The page space of the layers with one window: a query sees `window` keys, itself included.
-
-    num_pages counts usable pages (the dummy page 0 is extra).
-    """
+    """Page space of the layers with a window of keys. num_pages excludes the dummy page 0."""
 
     window: int
     num_pages: int
 
 
 class PriorityOrder(enum.Enum):
-    """Whose request goes first: that of the higher number is SGLang's order, vLLM's the other."""
+    """Which requests go first: SGLang's order is HIGH_FIRST, vLLM's LOW_FIRST."""
 
     OFF = "off"
     HIGH_FIRST = "high first"
@@ -44,20 +41,21 @@ class PriorityOrder(enum.Enum):
 class ServeLimits:
     """Static sizes of one engine: what the host may plan and what the device has compiled.
 
-    num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages of the
-    full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
-    decode_buckets and prefill_buckets ascend: B and T of the programs.
-    prefill_budget: prompt tokens between two decode steps, while there is something to decode
-    (`scheduler/policy.py`); 0 is chunk_size. prefill_seconds: instead of that what they may take,
-    once it is known; None: they are counted.
-    num_rounds: verifications of one decode step, one after the other without the host.
-    prefix_cache: whether pages are kept after their rows, for texts that begin alike.
-    logprobs: whether there are programs that say log-probabilities.
-    vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
-    hidden: how hidden states travel; None: nobody may ask for them.
-    sharing: when rows that begin in the same pages read them together; None: never.
-    other_shapes: what a decode step may be beside `spec`, which is the largest (`shapes`): a plan
-    names one. Scratch is reserved for `spec`, so that it does for each.
+    num_slots: usable rows, without the dummy slot 0
+    num_pages: usable pages of the full space, without the dummy page 0
+    windows: the other page spaces, by ascending window
+    decode_buckets, prefill_buckets: B and T of the programs, ascending
+    prefill_budget: prompt tokens between two decode steps while rows decode
+        (`scheduler/policy.py`); 0: chunk_size
+    prefill_seconds: time limit that replaces the budget once prefill times are known
+    num_rounds: verifications of one decode step without the host in between
+    prefix_cache: keep pages after their rows for prompts with a common prefix
+    logprobs: there are programs with log-probabilities
+    vocab_size: V, for grammar masks; 0: no grammars
+    hidden: encoding of hidden states; None: they cannot be requested
+    sharing: when rows read shared prefixes together; None: never
+    other_shapes: smaller shapes that a plan may choose instead of `spec`, the largest.
+        Scratch is reserved for `spec`, which suffices for all.
     """
 
     spec: SpeculativeConfig
@@ -132,12 +130,12 @@ class ServeLimits:
 
     @property
     def shapes(self) -> tuple[SpeculativeConfig, ...]:
-        """What a decode step may be; `spec` is the last."""
+        """All shapes of a decode step; `spec` is the last."""
         return (*self.other_shapes, self.spec)
 
     @property
     def deferred_tokens(self) -> int:
-        """W: most tokens of a row that its drafter has not been told of. 0: it is told at once."""
+        """W: most pending tokens of a row. 0: the drafter gets all tokens at once."""
         if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
         of_page = min(max(self.page_size, LEAST_DEFERRED), MOST_DEFERRED)
@@ -145,20 +143,20 @@ class ServeLimits:
 
     @property
     def recall_size(self) -> int:
-        """Most ids that one recall step tells of cached tokens."""
+        """Most ids of one recall step (draft prefill of cached tokens)."""
         return min(self.context_length, MAX_RECALL)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the pool holds: prompt and output of one sequence, whatever it drafts."""
+        """Most prompt and output tokens of one sequence in the pool, however it drafts."""
         return (self.num_pages - self.spec.num_scratch_pages(self.page_size)) * self.page_size
 
     @property
     def pages_per_row(self) -> int:
-        """P: width of the page table; holds the context and the scratch after it, or the pool.
+        """P: width of the page table, for the context and its scratch, or for the pool.
 
-        And what the later rounds of a step may write after a row's end: nothing is reserved for
-        them (`budget.pages_for_decode`), so they are on page 0, but no index leaves the table.
+        Later rounds of a step may write past a row's end. No pages are reserved for them
+        (`budget.pages_for_decode`), so they write to page 0, but their index must be in the table.
         """
         widest = self.reserved_tokens_at_most(self.context_length)
         after_end = (self.num_rounds - 1) * self.spec.max_emitted
@@ -171,43 +169,42 @@ class ServeLimits:
         return indexing.num_pages(self.reserved_tokens_at_most(0), self.page_size) + 1
 
     def pages_of(self, window: int | None) -> int:
-        """Usable pages of a pool of layers with this window; without a space of its own, full."""
+        """Usable pages of layers with this window: of its space, or else the full space."""
         own = [space.num_pages for space in self.windows if space.window == window]
         return own[0] if own else self.num_pages
 
     def window_pages_per_row(self, window: int) -> int:
-        """Most pages of a window space that a row holds between two plans, however long it is.
+        """Most pages of a window space that a row has between two plans, at any length.
 
-        From the oldest key that its next query sees to the end of what is reserved for it: window
-        - 1 tokens before the committed length, or before what its drafter was told of or its last
-        layer lags behind, and the reserved ones after it, wherever pages end.
+        They cover the oldest key that its next query sees to the end of its reservation: window - 1
+        tokens before the committed length (less pending tokens and the lag of the drafter's last
+        layer), plus the reserved ones after it, at any offset to the page boundaries.
 
-            worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
+            worked example: page_size 4, window 8, 10 reserved: 17 positions are on up to 5 pages
         """
         before = window - 1 + self.deferred_tokens + self.spec.lag
         span = before + self.reserved_tokens_at_most(0)
         return indexing.num_pages(span - 1, self.page_size) + 1
 
     def tail_pages(self, window: int) -> int:
-        """Most pages of a window space that a row finds cached: what its first query, at a page's
-        beginning, sees before it.
+        """Most cached window pages that a row reuses: keys of a first query at a page start.
 
-            worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
+        worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
         """
         return indexing.num_pages(window - 1, self.page_size)
 
     def window_grants_of_prefill(self, num_tokens: int) -> int:
-        """Most page grants of one window space that a prefill of num_tokens brings."""
+        """Most page grants of one window space in a prefill of num_tokens."""
         found = self.prefix_cache * max(
             (self.tail_pages(s.window) for s in self.windows), default=0
         )
         return self.pages_of_chunks(num_tokens) + found * self.prefill_rows
 
     def pages_of_chunks(self, num_tokens: int) -> int:
-        """Most pages that the chunks of one prefill step begin, num_tokens of all rows together."""
+        """Most pages that the chunks of one prefill step start, with num_tokens over all rows."""
         return indexing.num_pages(num_tokens, self.page_size) + self.prefill_rows
 
     def reserved_tokens_at_most(self, committed: int) -> int:
-        """Positions after which no round writes: the last one of a step, the others unread."""
+        """Bound on positions written: the last round of a step, all others unread."""
         unread = (self.overlap_depth + 1) * self.num_rounds - 1
         return self.spec.reserved_tokens(committed, unread_rounds=unread)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# A flag of vLLM's, and what to write instead.
+# vLLM's flags, and what to write instead.
 OF_VLLM: Mapping[str, str] = {
     "--gpu-memory-utilization": "write --mem-fraction-static",
     "--max-num-seqs": "write --max-running-requests",

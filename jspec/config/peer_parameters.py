@@ -1,4 +1,4 @@
-"""What sampling parameters are called elsewhere, for who writes a name by habit.
+"""Sampling parameters of other APIs and jspec's equivalents.
 
 Sources: OpenAI's API reference, vLLM 0.25's SamplingParams, transformers' GenerationConfig.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from jspec.errors import nearest
 
-# A name, and what to write instead, as a message goes on after "did you mean".
+# A name, and what follows "did you mean" in the message about it.
 PEER_PARAMETERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_length"),
@@ -32,5 +32,5 @@ PEER_PARAMETERS: Mapping[str, str] = {
 
 
 def meant_parameter(name: str, known: Collection[str]) -> str:
-    """What was meant by a name that is not in `known`; empty if nobody can tell."""
+    """Return the intended parameter for a name that is not in `known`; empty if unclear."""
     return PEER_PARAMETERS.get(name) or nearest(name, known)

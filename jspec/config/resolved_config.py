@@ -1,4 +1,4 @@
-"""What an engine is built from: its arguments with nothing left open, and what follows."""
+"""The resolved configuration that an engine is built from."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from jspec.config.limits import Algorithm, SpeculativeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineArgs):
-    """The arguments as they run, under their own names, and what follows from them.
+    """Engine arguments with all choices made, and what follows from them.
 
     `engine.resolving.resolve` makes it, once, before a weight is read. The fields that are named
     again here were open, and no longer are; "auto" is the value of none. Where None is left it is
     a value: no rope theta beside the checkpoint's, no corpus, nothing simulated, no seed;
     and max_total_tokens is None until the pool is made, which takes what the weights leave.
 
-    tokenizer_path is a directory also if no tokenizer is wanted. compilation_cache_dir is "" where
-    nothing is kept, also because nothing could be.
-    speculative_algorithm is the flag's name; drafts_as is the Algorithm in force, which may be the
-    checkpoint's to say.
-    kernels: the bundle's name in `pallas_kernels.choose.OPS`. by_columns: whether weights lie by
-        columns where its kernels can read them so.
-    decode_buckets, prefill_buckets: B and T of the programs, ascending. prefill_rows: most rows of
-        a prefill step. other_shapes: what a decode step may be beside S/K/N.
+        tokenizer_path: a directory even if no tokenizer is loaded
+        compilation_cache_dir: "" if programs are not kept, or cannot be
+        speculative_algorithm: the flag's name
+        drafts_as: the Algorithm in force, which may depend on the checkpoint
+        kernels: the bundle's name in `pallas_kernels.choose.OPS`
+        by_columns: store weights column-major where the kernels can read them so
+        decode_buckets, prefill_buckets: B and T of the programs, ascending
+        prefill_rows: most rows of a prefill step
+        other_shapes: shapes of a decode step besides S/K/N
     """
 
     model_path: str
@@ -49,16 +50,15 @@ class ResolvedConfig(EngineArgs):
     other_shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        """What it is made from was checked as EngineArgs; S/K/N is 0/1/1 without a drafter."""
+        """Skip EngineArgs' checks, which its source passed; without a drafter S/K/N is 0/1/1."""
 
     @property
     def logprobs(self) -> bool:
-        """Whether there are programs that say log-probabilities."""
         return not self.disable_logprobs
 
     @property
     def algorithm(self) -> Algorithm:
-        """The one in force, whatever the flag calls it."""
+        """The algorithm in force, whatever the flag calls it."""
         return Algorithm(self.drafts_as)
 
     @property
@@ -72,6 +72,6 @@ class ResolvedConfig(EngineArgs):
         )
 
     def values(self) -> dict[str, Any]:
-        """Every field by its name, for /server_info and the log."""
+        """Return all fields by name, for /server_info and the log."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**found, "other_shapes": tuple(map(str, self.other_shapes))}

@@ -1,4 +1,4 @@
-"""The set of shapes that an adaptive engine is built with."""
+"""The set of shapes of an adaptive engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jspec.errors import ConfigError
 def shapes_for(
     spec: SpeculativeConfig, steps: tuple[int, ...] | None = None
 ) -> tuple[SpeculativeConfig, ...]:
-    """The shapes of an adaptive engine whose largest is `spec`, smallest first.
+    """Return the shapes of an adaptive engine whose largest is `spec`, smallest first.
 
     steps: levels of drafts to choose from, 0 is plain decoding; those beyond S are left out.
     Without them plain, one level, half of four or more, and `spec`; for trees also the chain as

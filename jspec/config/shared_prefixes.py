@@ -1,7 +1,7 @@
-"""Rows of a decode whose texts begin in the same pages: what the host knows, and tells the device.
+"""Prefixes shared by rows of a decode, as the host plans them for the device.
 
-It is a hint. A kernel may read such pages once for all of these rows (cascade attention); one that
-does not reads the same keys of each row's own page table.
+They are a hint. A kernel may read the shared pages once for all of these rows (cascade attention);
+without that it reads the same keys through each row's own page table.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-UNIT = 128  # keys: a shared prefix is whole blocks of every kernel
+UNIT = 128  # keys; shared prefixes are multiples, whole blocks in every kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingLimits:
-    """When a decode is told of shared prefixes. rows_a_pack: rows of which a kernel reads a prefix
-    at once. pays_from: keys that need not be read, over all rows; fewer are not worth it.
-    least_rows: of a program that is told. unit: of which shared prefixes are multiples."""
+    """When a decode uses shared prefixes.
+
+    rows_a_pack: rows for which a kernel reads a prefix at once
+    pays_from: least number of keys saved, over all rows, for which sharing pays
+    least_rows: smallest batch with programs for sharing
+    unit: shared prefixes are multiples of it
+    """
 
     rows_a_pack: int
     pays_from: int
@@ -25,8 +29,11 @@ class SharingLimits:
 
 
 class SharedPrefix(NamedTuple):
-    """Of one row of a plan. leader: the first row of the plan that begins in the same pages, maybe
-    itself. num_keys: of its prefix, as many for each row with that leader; 0: it shares none."""
+    """Shared prefix of one row of a plan.
+
+    leader: the first row of the plan that starts in the same pages, possibly itself
+    num_keys: length of the prefix, equal for all rows with that leader; 0: none
+    """
 
     leader: int
     num_keys: int

@@ -1,4 +1,4 @@
-"""What drafts, and in which shape: S/K/N. Host data; SGLang's names for the algorithms."""
+"""Draft algorithms and draft shapes S/K/N. Host data; SGLang's names for the algorithms."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ class Algorithm(enum.Enum):
     EAGLE3 = "EAGLE3"
     NGRAM = "NGRAM"
     STANDALONE = "STANDALONE"
-    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run again for every level
-    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one a level; no flag's name: the
-    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, is
+    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run at every level
+    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one per level. Not a flag value: the
+    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, means
 
     @property
     def drafting(self) -> Drafting:
-        """What the host must know of it."""
         return _DRAFTING[self]
 
     @property
     def bundled_draft(self) -> str | None:
-        """The folder of the draft that the bundled target brings for this, if any."""
+        """Folder of the bundled target's draft for this algorithm, if any."""
         return _BUNDLED_DRAFTS.get(self)
 
     def filled_in(
         self, steps: int | None, topk: int | None, nodes: int | None
     ) -> tuple[int, int, int]:
-        """S/K/N where some of them are named: 3/1/4, and as many nodes as S and K want."""
+        """Return S/K/N with defaults for None: 3/1/4, and as many nodes as suit S and K."""
         topk = 1 if topk is None else topk
         if steps is None:
             steps = DEFAULT_STEPS
             if self is Algorithm.NGRAM and topk == 1 and nodes is not None:
-                steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
+                steps = max(nodes - 1, 1)  # like SGLang, whose flags give only N
         if nodes is None:
             pool = self.drafting.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
@@ -71,7 +70,7 @@ _DRAFTING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """S/K/N: num_steps levels, topk branches a level, num_draft_tokens nodes, root included.
+    """S/K/N: num_steps levels, topk branches per level, num_draft_tokens nodes, root included.
 
     Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
     every verification emits this many tokens on average, whatever the target chose; the text is
@@ -129,7 +128,7 @@ class SpeculativeConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is drafted: a tree of one node."""
+        """True if nothing is drafted: a tree of one node."""
         return self.algorithm is Algorithm.NONE
 
     def __str__(self) -> str:
@@ -137,8 +136,7 @@ class SpeculativeConfig:
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
-        """Whether a drafter and the pages for `other` do for this one as well: it is plain, or of
-        the same drafter and no larger in any of S, K and N."""
+        """True if plain, or of the same drafter and no larger than `other` in S, K and N."""
         return self.is_plain or (
             self.algorithm is other.algorithm
             and self.num_steps <= other.num_steps
@@ -149,12 +147,11 @@ class SpeculativeConfig:
 
     @property
     def pool_size(self) -> int:
-        """Candidates of the draft tree."""
         return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
 
     @property
     def tokens_ahead(self) -> int:
-        """What the drafter caches at position i depends on tokens up to i + this."""
+        """n such that the drafter's cache at position i depends on tokens up to i + n."""
         return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
 
     @property
@@ -164,12 +161,11 @@ class SpeculativeConfig:
 
     @property
     def max_emitted(self) -> int:
-        """M = S + 1."""
         return indexing.max_emitted(self.num_steps)
 
     @property
     def num_scratch_rows(self) -> int:
-        """Rows after L that one step may write."""
+        """KV slots after L that one step may write."""
         drafting = self.algorithm.drafting
         return indexing.num_scratch_rows(
             self.num_draft_tokens,
@@ -179,20 +175,20 @@ class SpeculativeConfig:
 
     @property
     def num_root_rows(self) -> int:
-        """Rows that a drafter writes after a prompt: 1 where it keeps the root's own."""
+        """KV slots that a drafter writes after a prompt: 1 if it keeps a row for the root."""
         rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:
-        """Pages that a pool has beside those of its tokens, so that scratch costs no token.
+        """Pages of a pool in addition to those of its tokens, so that scratch costs no token.
 
-        They hold what a row writes after its last token: all scratch but the root's row, which is
-        that token's own. None for plain decoding.
+        They have what a row writes after its last token: all scratch but the root's row, which is
+        that token's own. 0 for plain decoding.
         """
         return indexing.num_pages(self.num_scratch_rows - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
-        """Positions that a row must own for its next round after unread ones of this shape."""
+        """Positions that a row must own for its next round after unread rounds of this shape."""
         return indexing.reserved_tokens(
             committed,
             unread_rounds=unread_rounds,

@@ -1,6 +1,6 @@
-"""What one step receives and what it hands on: immutable pytrees and their packed form.
+"""Inputs and outputs of one step as immutable pytrees, and their packed form.
 
-The host sends one flat i32 array a step (`PackedLayout`), the device cuts it apart again.
+The host sends one flat i32 array per step (`PackedLayout`); the device unpacks it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.messages.sampling_fields import PREFIX, SamplingTable, rows_of
 
 @pytree
 class SharedPrefixes:
-    """`config.shared_prefixes.SharedPrefix` of all rows of a step."""
+    """`config.shared_prefixes.SharedPrefix` for all rows of a step."""
 
     leaders: jax.Array  # i32[B], in [0, B)
     num_keys: jax.Array  # i32[B], multiples of UNIT, at most L
@@ -25,7 +25,7 @@ class SharedPrefixes:
 
 @pytree
 class DecodeBatch:
-    """B rows to advance by the rounds of a step."""
+    """B rows to decode for the rounds of one step."""
 
     slots: jax.Array  # i32[B], 0 = padding
     grants: jax.Array  # i32[X, 3], (slot, index, page) of the full space; slot 0 = padding
@@ -34,7 +34,7 @@ class DecodeBatch:
 
 
 def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
-    """The batch from the fields of a `decode_layout`."""
+    """Build the batch from the fields of a `decode_layout`."""
     shared = None
     if "leaders" in fields:
         shared = SharedPrefixes(leaders=fields["leaders"], num_keys=fields["shared_keys"])
@@ -48,21 +48,21 @@ def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
 
 @pytree
 class SettleBatch:
-    """Rows of a DecodeBatch, whose trees are on the device, with what the host says of them."""
+    """Rows of a DecodeBatch, whose trees are on the device, with the host's grammar masks."""
 
     slots: jax.Array  # i32[B], 0 = padding
     allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows after each node
 
 
 def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
-    """The batch from the fields of a `settle_layout`."""
+    """Build the batch from the fields of a `settle_layout`."""
     allowed = jax.lax.bitcast_convert_type(fields["allowed"], jnp.uint32)
     return SettleBatch(slots=fields["slots"], allowed=allowed)
 
 
 @pytree
 class PrefillBatch:
-    """R chunks, packed into T tokens; a chunk may bring its whole new row along."""
+    """R chunks, packed into T tokens; a chunk may bring its new row."""
 
     slots: jax.Array  # i32[R], 0 = padding
     starts: jax.Array  # i32[R], tokens of the row already in the KV
@@ -75,20 +75,20 @@ class PrefillBatch:
     page_table: jax.Array  # i32[R, P]
     window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
     allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows after each chunk
-    sampling: SamplingRows  # of the rows that are new, neutral elsewhere
+    sampling: SamplingRows  # for new rows; neutral for all others
 
 
 @pytree
 class CatchUpBatch:
-    """B rows of which a drafter is told what plain steps left out."""
+    """B rows whose drafter gets the tokens that plain steps left pending."""
 
     slots: jax.Array  # i32[B], 0 = padding
-    counts: jax.Array  # i32[B], the last so many committed tokens of each
+    counts: jax.Array  # i32[B], pending tokens: the last `counts` committed ones
 
 
 @pytree
 class RecallBatch:
-    """Ids of R rows that stand in cached pages, packed into T ids; at most one piece a row."""
+    """Token ids in cached pages of R rows, packed into T ids; at most one piece per row."""
 
     slots: jax.Array  # i32[R], 0 = padding
     starts: jax.Array  # i32[R], position of the piece's first id
@@ -100,7 +100,7 @@ class RecallBatch:
 
 
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
-    """The batch from the fields of a `prefill_layout`."""
+    """Build the batch from the fields of a `prefill_layout`."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
     if "allowed" in others:
         others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)
@@ -110,7 +110,7 @@ def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
 def sampling_rows(
     fields: dict[str, jax.Array], *, table: SamplingTable = SAMPLING_FIELDS
 ) -> dict[str, jax.Array]:
-    """SamplingRows' arrays, by name, from the i32 bits of a packed batch."""
+    """Return the arrays of SamplingRows by name, from the i32 bits of a packed batch."""
     return {
         name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
         for name, row in rows_of(table).items()
@@ -118,10 +118,9 @@ def sampling_rows(
 
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
-    """i32[B, width] of fields [B, *shape], to be read by `columns.unpack` on the host; of floats
-    their bits.
+    """Pack fields [B, *shape] into i32[B, width] for `columns.unpack` on the host; floats as bits.
 
-    Raises ValueError unless there is each field, in its shape, and no other.
+    Raises ValueError unless `values` has exactly the fields of `columns`, in their shapes.
     """
     shapes = {name: array.shape[1:] for name, array in values.items()}
     if shapes != dict(columns.fields):
@@ -150,26 +149,23 @@ class DraftTree:
 
 @pytree
 class Features:
-    """What the target lets a drafter see of its rows; of width 0 where nobody asked for it."""
+    """The target's hidden states that a drafter reads; width 0 where it reads none."""
 
     hidden: jax.Array  # [..., E or 0], the last hidden after the final norm
-    aux_hidden: jax.Array  # [..., A or 0], the residual at the layers asked for, side by side
+    aux_hidden: jax.Array  # [..., A or 0], the residuals at the aux layers, concatenated
 
 
 @pytree
 class Scored:
-    """What the target says of every node of every row, before anything is chosen."""
+    """The target's output for every node of every row, before a token is chosen."""
 
-    logits: jax.Array  # f32[B, N, V], raw; V of this device's vocabulary shard
+    logits: jax.Array  # f32[B, N, V], raw; V is this device's vocabulary shard
     features: Features  # [B, N, .]
 
 
 @pytree
 class Verified:
-    """What one verification settled.
-
-    Rows of `emitted_ids` after num_accepted are 0; `node_path` is 0 there (never used).
-    """
+    """Result of one verification; unused entries after num_accepted are 0."""
 
     emitted_ids: jax.Array  # i32[B, M], accepted drafts and then the bonus token
     bonus_ids: jax.Array  # i32[B], the last of each row's emitted ids

@@ -1,14 +1,13 @@
 """Gumbel noise g(seed, position, token id) from a counter-based hash.
 
-Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick), and every program that
-chooses the token of position p of a request with seed s sees the same g. That is what makes the
-text a function of (model, prompt, seed) alone. Nothing is stored: g is computed inside whatever
-reduction consumes it.
+Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick). Every program that
+chooses the token at position p of a request with seed s uses the same g, which makes the text a
+function of (model, prompt, seed). Nothing is stored: g is computed in the reduction that uses it.
 
 Seed, position and token id each pass through full rounds of MurmurHash3's 32-bit finaliser
-(Appleby, public domain). (seed, position) makes 64 key bits: for one position, different seeds
-have different keys; for one seed, different positions have. Few operations on purpose: the hash
-is compiled into every reduction over the vocabulary, several times a step.
+(Appleby, public domain). (seed, position) gives a 64-bit key: at one position, different seeds have
+different keys; for one seed, different positions have. The hash uses few operations because it is
+compiled into every reduction over the vocabulary, several times per step.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-# Dividing by less could take a logit out of float32's range; down here only the maximum is left.
+# Dividing by less could overflow float32; at this temperature only the maximum has any weight.
 COLDEST = 1e-6
 
 
 def mix32(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finaliser: a bijection on u32 in which every input bit moves every output."""
+    """MurmurHash3's finaliser: a bijection on u32; every input bit affects every output bit."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))
@@ -31,10 +30,10 @@ def mix32(x: jax.Array) -> jax.Array:
 def position_key(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """The 64 key bits of one (seed, position); seed is (high word, low word).
+    """Return the 64 key bits of (seed, position); seed is (high word, low word).
 
-    low -> h0 -> k0 and high -> h1 -> k1 can be undone one after the other given the position, so
-    no two seeds share a key.
+    Given the position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share
+    a key.
     """
     return key_of_words(seed[..., 0], seed[..., 1], position)
 
@@ -42,7 +41,7 @@ def position_key(
 def key_of_words(
     high: UInt32[Array, "*b"], low: UInt32[Array, "*b"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """`position_key` of a seed whose words come apart: a kernel reads them as scalars."""
+    """`position_key` with the seed's words as separate arguments, scalars in a kernel."""
     h0 = mix32(low ^ jnp.uint32(0x9E3779B9))
     h1 = mix32(high ^ h0)
     k0 = mix32(h0 ^ mix32(position.astype(jnp.uint32) + h1))
@@ -52,15 +51,15 @@ def key_of_words(
 def noise_bits(
     key: tuple[jax.Array, jax.Array], token_ids: Int[Array, "..."]
 ) -> UInt32[Array, "..."]:
-    """32 hash bits of (key, token id); key words and token ids broadcast."""
+    """Return 32 hash bits of (key, token id); key words and token ids broadcast."""
     return mix32(mix32(token_ids.astype(jnp.uint32) + key[1]) ^ key[0])
 
 
 def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """Maps 32 uniform bits to a standard Gumbel in float32: finite, right down to odds of 1e-8.
+    """Map 32 uniform bits to a finite standard Gumbel in float32, accurate down to odds of 1e-8.
 
-    u = (bits + 1/2) / 2**32 keeps its relative precision near 0, which is where -log1p(-u), an
-    exponential variable, is small and the Gumbel large: the tail that decides rare tokens.
+    u = (bits + 1/2) / 2**32 keeps its relative precision near 0, where the exponential variable
+    -log1p(-u) is small and the Gumbel is large: the tail that decides rare tokens.
     """
     u = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
@@ -70,6 +69,6 @@ def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 def gumbel(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"], token_ids: Int[Array, "v"]
 ) -> Float[Array, "*b v"]:
-    """g(seed, position, v) for each v of `token_ids`, in float32."""
+    """Return g(seed, position, v) for each v of `token_ids`, in float32."""
     k0, k1 = position_key(seed, position)
     return gumbel_from_bits(noise_bits((k0[..., None], k1[..., None]), token_ids))

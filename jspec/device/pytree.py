@@ -1,8 +1,8 @@
 """`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
 
-Fields are arrays or nested pytrees. Compile-time settings do not live in a pytree; they are
-arguments of the function that is compiled. The one exception is a field that says how the arrays
-beside it are laid out: `static()` makes it part of the tree's structure.
+Fields are arrays or nested pytrees. Compile-time settings are arguments of the compiled function,
+not fields. The one exception is a field that describes the memory layout of the other fields:
+`static()` makes it part of the tree's structure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """A field that is compiled in: hashable, and equal for arrays laid out alike."""
+    """Declare a field that is compiled in: hashable, and equal for arrays of equal layout."""
     return dataclasses.field(metadata={"static": True}, default=default)
 
 
@@ -24,7 +24,7 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
     kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, static)
 )
 def pytree(cls: type[T]) -> type[T]:
-    """Class decorator: freezes `cls`, makes its fields keyword-only, registers it with jax."""
+    """Freeze `cls`, make its fields keyword-only and register it with jax."""
     data = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     names: dict[bool, list[str]] = {False: [], True: []}
     for field in dataclasses.fields(data):  # type: ignore[arg-type]

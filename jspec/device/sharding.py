@@ -1,9 +1,8 @@
-"""One mesh, and one rule for every array of the state: how it is split over the `tensor` axis.
+"""The device mesh, and how each array of the engine state is sharded over its `tensor` axis.
 
-A weight's rule follows from its parameter table (models.placement).
-
-A whole step runs inside one shard_map, so every device executes the same program on its shard and
-the collectives are written out where they happen (layers/linear.py, sampling/).
+How a weight is sharded follows from its parameter table (models.placement). A whole step runs
+inside one shard_map: every device executes the same program on its shard, and collectives are
+written where they happen (layers/linear.py, sampling/).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _STATE_RULES: dict[str, PartitionSpec] = {
 
 
 def make_mesh(devices: list[jax.Device]) -> Mesh:
-    """The engine's mesh: all devices on the tensor axis; data and expert are 1 so far."""
+    """Return the engine's mesh: all devices on the tensor axis; data and expert have size 1."""
     return Mesh(np.array(devices).reshape(1, 1, -1), (DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS))
 
 
@@ -34,7 +33,7 @@ def _names(path: tuple[Any, ...]) -> list[str]:
 
 
 def state_specs(state: Any) -> Any:
-    """The PartitionSpec of every array of an EngineState."""
+    """Return the PartitionSpec of every array of an EngineState."""
 
     def rule(path: tuple[Any, ...], _: Any) -> PartitionSpec:
         for name in _names(path):
@@ -46,7 +45,7 @@ def state_specs(state: Any) -> Any:
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """NamedShardings for a tree of PartitionSpecs."""
+    """Return NamedShardings for a tree of PartitionSpecs."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,

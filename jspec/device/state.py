@@ -1,7 +1,7 @@
-"""What is on the device between two steps: immutable pytrees, donated from step to step.
+"""Device state between two steps: immutable pytrees, donated from step to step.
 
-Row 0 of every per-slot array is the dummy slot: padding rows of a batch read and write it. Page 0
-of every pool is the dummy page. Nothing ever depends on what they hold.
+Row 0 of every per-slot array is the dummy slot, which padding rows read and write. Page 0 of every
+pool is the dummy page. No result depends on their contents.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jspec.messages.sampling_fields import rows_of
 
 @pytree
 class SamplingRows:
-    """How each row is sampled; arrays, never static, so that no setting compiles anything.
+    """Sampling parameters of each row; as arrays, so that no setting causes a compilation.
 
-    Indexed by slot inside RowState, by batch row once gathered. One array for each row that
+    Indexed by slot inside RowState, by batch row once gathered. It has one array for each row that
     SAMPLING_FIELDS sends to the device, in its order (a test compares them).
     """
 
@@ -37,14 +37,14 @@ class SamplingRows:
     logit_bias: jax.Array  # i32[., 300, 2], token id and the bits of its bias, padded with V
     seed: jax.Array  # u32[., 2], high and low word
     stop_ids: jax.Array  # i32[., 16], padded with V (no token)
-    logprob_start: jax.Array  # i32[.], first prompt position whose log-probability is asked for
+    logprob_start: jax.Array  # i32[.], first prompt position with a log-probability
     logprob_ids: jax.Array  # i32[., 32], padded with V
     speculative: jax.Array  # i32[.], 0: no draft is accepted
 
 
 @pytree
 class Seen:
-    """Which ids a row has, for penalties; sharded over V."""
+    """Token ids in output and prompt of each row, for penalties; sharded over V."""
 
     output_counts: jax.Array  # i32[slots, V], how often each id was emitted
     prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
@@ -52,7 +52,7 @@ class Seen:
 
 @pytree
 class RowState:
-    """One row per slot."""
+    """State of every slot."""
 
     root_ids: jax.Array  # i32[slots], last emitted token, whose KV is not yet written
     seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
@@ -60,17 +60,21 @@ class RowState:
     page_table: jax.Array  # i32[slots, P] of the full space, 0 = the dummy page
     sampling: SamplingRows
     seen: Seen
-    # By window, those of the window spaces: i32[slots, P]. Entries of pages that were given back
-    # stay as they are. A kernel may load such a page, which then holds another row's numbers; they
-    # are finite (kv_write) and masked, and all writes go to L and after, where every
-    # entry is the row's own or 0.
+    # Page tables of the window spaces, by window: i32[slots, P]. Entries of freed pages are not
+    # cleared. A kernel may load such a page, which then has another row's KV; it is finite
+    # (kv_write) and masked, and all writes go to L and after, where every entry is the row's
+    # own page or 0.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @pytree
 class EngineState:
-    """Everything a step reads and replaces. `draft` is whatever pytree the drafter chose;
-    `deferred` is speculative.deferred's, None where no step of a drafting engine is a plain one."""
+    """Everything that a step reads and replaces.
+
+    draft: the drafter's own pytree
+    deferred: pending tokens (speculative/drafters/deferred.py); None unless an engine with a
+        drafter also runs plain steps
+    """
 
     kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]
     draft_kv: tuple[jax.Array, ...]
@@ -80,8 +84,8 @@ class EngineState:
 
 
 def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
-    """Greedy rows that stop nowhere: the neutral values of SAMPLING_FIELDS."""
-    neutral = {  # numpy's: jnp.full would compile a program for each shape and type
+    """Return greedy rows without stop ids: the neutral values of SAMPLING_FIELDS."""
+    neutral = {  # numpy: jnp.full would compile a program per shape and dtype
         name: np.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
         for name, row in rows_of(SAMPLING_FIELDS).items()
     }
@@ -91,7 +95,7 @@ def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
 def empty_rows(
     num_slots: int, *, pages_per_row: int, vocab_size: int, windows: tuple[int, ...] = ()
 ) -> RowState:
-    """`num_slots` includes the dummy slot 0. windows: those with a page space of their own."""
+    """Return the state without requests; num_slots includes the dummy slot 0."""
     table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
     return RowState(
         root_ids=jnp.zeros((num_slots,), jnp.int32),
@@ -108,17 +112,17 @@ def empty_rows(
 
 
 def empty_seen(seen: Seen, slots: jax.Array) -> Seen:
-    """seen without anything in the rows `slots`."""
+    """Return `seen` with the rows `slots` set to zero."""
     return jax.tree.map(lambda x: x.at[slots].set(0, mode="promise_in_bounds"), seen)
 
 
 def take_rows(tree: Any, slots: jax.Array) -> Any:
-    """Row `slots[b]` of every per-slot array of `tree`."""
+    """Gather row `slots[b]` of every per-slot array of `tree`."""
     return jax.tree.map(lambda x: x.at[slots].get(mode="promise_in_bounds"), tree)
 
 
 def put_rows(tree: Any, slots: jax.Array, values: Any) -> Any:
-    """Row slots[b] = values[b] in every per-slot array."""
+    """Scatter values[b] to row slots[b] of every per-slot array."""
     return jax.tree.map(
         lambda x, v: x.at[slots].set(v.astype(x.dtype), mode="promise_in_bounds"), tree, values
     )

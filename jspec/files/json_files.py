@@ -1,8 +1,8 @@
-"""JSON files that others wrote: read within bounds, and their fields with their types checked.
+"""JSON files of checkpoints, read within limits and with checked types.
 
-A checkpoint is foreign data. A path may lead to a pipe that never ends, a file may be of any size,
-nested without end, or hold NaN where a size belongs. All of it is a CheckpointError that names the
-file and what was found, before anything is built from it.
+A checkpoint is untrusted. A path may be a pipe that never ends; a file may be of any size, nested
+without limit, or have NaN as a size. All of that is a CheckpointError with the file and the value,
+raised before anything is built from it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from jspec.errors import CheckpointError, ConfigError, reason_of
 
 MIB = 2**20
-MAX_CONFIG_BYTES = 16 * MIB  # the largest known, with a chat template in it, has well below one
-# float32's normal range: outside it a number would be 0 or inf where it is used
+MAX_CONFIG_BYTES = 16 * MIB  # the largest known one, with a chat template, is well below 1 MiB
+# float32's normal range: other numbers would become 0 or inf
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _TOO_LONG = re.compile(r"limit \((\d+) digits\) for integer .* has (\d+) digits")
 _SHOWN = 200  # characters of a value in a message
-# Far above every model there is, and low enough that nothing overflows or takes minutes.
+# Far above every existing model, and low enough to prevent overflows and minute-long checks.
 MOST = {
     "vocab_size": 2**24,
     "draft_vocab_size": 2**24,
@@ -36,18 +36,18 @@ MOST = {
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
-    # of heads and widths under the names of some families
+    # other families' names of heads and widths
     "num_attention_groups": 2**16,
     "swa_num_key_value_heads": 2**16,
     "v_head_dim": 2**16,
     "moe_intermediate_size": 2**22,
     "share_expert_dim": 2**22,
-    # of a layer; each expert may have names of its own (models/files/checkpoint.py bounds all)
+    # per layer; experts may have own tensors (models/files/checkpoint.py bounds their number)
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4096),
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k"), 4096),
     "n_shared_experts": 256,
-    # of drafts
+    # drafts
     "num_nextn_predict_layers": 64,
     "mtp_num_hidden_layers": 64,
     "num_aux_hidden_states": 1024,
@@ -57,7 +57,7 @@ _MOST_ELSEWHERE = 2**31 - 1
 
 @contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """A ConfigError of what is made from a file's values names the file, if it does not already."""
+    """Add the file's path to a ConfigError raised inside, unless it has it already."""
     try:
         yield
     except ConfigError as error:
@@ -76,10 +76,10 @@ def exists(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> int:
-    """The size in bytes of a regular file (or of what a link leads to).
+    """Return the size in bytes of a regular file (links are followed).
 
-    Raises CheckpointError where there is none, or a directory, a pipe, a socket, a device: opening
-    one of those can wait for ever.
+    Raises CheckpointError for a missing file, directory, pipe, socket or device: opening one of
+    those can block forever.
     """
     try:
         found = path.stat()
@@ -91,13 +91,13 @@ def check_regular(path: Path) -> int:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """The UTF-8 text of a regular file of at most `max_bytes`. Raises CheckpointError."""
+    """Read a regular UTF-8 file of at most `max_bytes`. Raises CheckpointError."""
     too_large = f"{path}: is larger than {max_bytes} bytes; expected at most that"
     if check_regular(path) > max_bytes:
         raise CheckpointError(too_large)
     try:
         with path.open("rb") as file:
-            data = file.read(max_bytes + 1)  # it may have grown
+            data = file.read(max_bytes + 1)  # it may have grown meanwhile
         if len(data) > max_bytes:
             raise CheckpointError(too_large)
         return data.decode("utf-8")
@@ -106,7 +106,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> str:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError."""
+    """Read a JSON file with an object. Raises CheckpointError."""
     text = read_text(path, max_bytes=max_bytes)
     try:
         values = json.loads(text)
@@ -120,26 +120,27 @@ def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, A
 
 
 def json_fault(error: ValueError) -> str:
-    """What is wrong with a text of which json.loads raised this, after the text's name: it "is not
-    JSON", or has an integer of more digits than Python converts, whose own words are about Python.
+    """Return the message for an error of json.loads, to follow the text's name.
+
+    An integer with more digits than Python converts gets its own message, since Python's is about
+    Python.
     """
     found = long_integer(error)
     return f"cannot be read as JSON: it has {found}" if found else f"is not JSON: {error}"
 
 
 def long_integer(error: Exception) -> str:
-    """The integer that has too many digits to be read, if that is what the error is about."""
+    """Describe the integer that has too many digits, if the error is about one; else ""."""
     found = _TOO_LONG.search(str(error))
     return f"an integer of {found[2]} digits; expected at most {found[1]}" if found else ""
 
 
 def read_fields(path: Path) -> Fields:
-    """`read_object` as Fields."""
     return Fields(path, read_object(path))
 
 
 def shown(value: object) -> str:
-    """repr(value) for a message, cut where it is long."""
+    """Return repr(value) for a message, shortened."""
     try:
         text = repr(value)
     except RecursionError:
@@ -149,10 +150,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object and the file it came from; null counts as absent, types are checked.
-
-    Raises CheckpointError naming the file, the field and its value.
-    """
+    """A JSON object and its file. null counts as absent. Raises CheckpointError for wrong types."""
 
     path: Path
     values: Mapping[str, Any]
@@ -161,7 +159,7 @@ class Fields:
         return self.values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer, at most what MOST says for its name."""
+        """Return a positive integer, at most MOST[name]."""
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._unfit(name, value, "a positive integer")
@@ -171,13 +169,13 @@ class Fields:
         return value
 
     def token_id(self, name: str, value: Any) -> int:
-        """`value` of the field, or one out of its list, as an id."""
+        """Check `value`, the field's value or an item of its list, as a token id."""
         if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _MOST_ELSEWHERE:
             raise self._unfit(name, self.get(name), "an integer or a list of them")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number that float32 can hold; not NaN, not infinite."""
+        """Return a positive finite number that float32 can represent."""
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self._unfit(name, value, "a positive number")
@@ -192,7 +190,7 @@ class Fields:
         return value
 
     def table(self, name: str) -> Fields:
-        """The object under `name`, an empty one if it is absent."""
+        """Return the object under `name`, empty if absent."""
         value = self.get(name)
         if value is None:
             value = {}
@@ -201,21 +199,21 @@ class Fields:
         return Fields(self.path, value)
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """The list of strings under `name`, none if it is absent."""
+        """Return the list of strings under `name`, empty if absent."""
         value = [] if self.get(name) is None else self.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._unfit(name, value, "a list of strings")
         return tuple(value)
 
     def architecture(self) -> str:
-        """The first name: others say who else may read the checkpoint."""
+        """Return the first architecture; the others name further readers of the checkpoint."""
         names = self.strings("architectures")
         if not names:
             raise self._unfit("architectures", self.get("architectures"), "a list of names")
         return names[0]
 
     def refuse(self, name: str, *, allowed: tuple[Any, ...], why: str) -> None:
-        """ConfigError unless the field is absent or one of the `allowed` values."""
+        """Raise ConfigError unless the field is absent or has one of the `allowed` values."""
         value = self.get(name)
         if value is not None and value not in allowed:
             expected = " or ".join(repr(item) for item in allowed) or "no such key"

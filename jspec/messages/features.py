@@ -1,7 +1,7 @@
-"""What a step must be able to do beyond choosing a token: a set that selects a compiled program.
+"""Step features: what a step computes beyond choosing a token. They select a compiled program.
 
-Each request needs some features, a plan the union of its rows', and a program has those that were
-compiled in. A program serves every plan whose features it covers; one with none is the fastest.
+A request needs some features, a plan the union over its rows. A program can serve every plan whose
+features it covers; one without features is the fastest.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 
 class Feature(enum.Enum):
-    """One that costs time in a step, and is compiled in or left out."""
+    """An optional part of a step that costs time and is compiled in or left out."""
 
-    # Each step looks programs up by these; Enum's own hash is of the name, and made in Python.
+    # Every step looks programs up by features; Enum's own hash runs in Python.
     __hash__ = object.__hash__
 
     FILTERS = "filters"  # top-k, top-p, min-p
-    PENALTIES = "penalties"  # what changes logits by token ids: penalties, bias, minimum length
-    LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts
-    HIDDEN = "hidden"  # hidden states of what is emitted, and of prompts
-    GRAMMAR = "grammar"  # tokens that a grammar allows, told by the host for every node
-    SHARED = "shared prefixes"  # keys that several rows begin with, read once; no request needs it
+    PENALTIES = "penalties"  # changes of logits by token id: penalties, bias, minimum length
+    LOGPROBS = "logprobs"  # log-probabilities of emitted and prompt tokens
+    HIDDEN = "hidden"  # hidden states of emitted and prompt tokens
+    GRAMMAR = "grammar"  # masks of allowed tokens, sent by the host for every node
+    SHARED = "shared prefixes"  # prefix KV read once for several rows; no request needs it
 
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
-    """An immutable set of features; iterates, and reads as text, in the order of `Feature`."""
+    """An immutable set of features; iterates and prints in the order of `Feature`."""
 
     members: frozenset[Feature] = frozenset()
 
@@ -40,11 +40,11 @@ class StepFeatures:
     def __len__(self) -> int:
         return len(self.members)
 
-    def __repr__(self) -> str:  # part of a stored program's name: the same in every process
+    def __repr__(self) -> str:  # part of a stored program's name: stable across processes
         return f"StepFeatures({self})"
 
     def __str__(self) -> str:
-        """plain, sampling (SAMPLING), all, or the names."""
+        """ "plain", "sampling" (SAMPLING), "all", or the names joined by +."""
         if self.members == ALL.members:
             return "all"
         if self.members == SAMPLING.members:
@@ -52,11 +52,11 @@ class StepFeatures:
         return "+".join(feature.value for feature in self) or "plain"
 
     def covers(self, other: StepFeatures) -> bool:
-        """Whether a program with these serves a plan that needs `other`."""
+        """Return whether a program with these features can serve a plan that needs `other`."""
         return other.members <= self.members
 
     def union(self, others: Iterable[StepFeatures]) -> StepFeatures:
-        """These and all of the others'. Most add nothing, and cost one comparison."""
+        """Return the union with all others. Most add nothing and cost one comparison."""
         members = self.members
         for other in others:
             if not other.members <= members:
@@ -65,7 +65,7 @@ class StepFeatures:
 
 
 PLAIN = StepFeatures()
-# All that changes which token is chosen. Log-probabilities are apart: they cost more than these.
+# Everything that changes which token is chosen. Log-probabilities cost more and are separate.
 SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
-# All that an engine has from its start: the rest is made when somebody asks.
+# Features compiled at start; programs for the others are compiled on demand.
 ALL = StepFeatures(frozenset({*SAMPLING, Feature.LOGPROBS}))

@@ -1,6 +1,6 @@
-"""What a grammar is to the engine: it says which tokens may come next.
+"""Interface of a grammar: it gives the tokens that may come next.
 
-Who compiles one is `text.grammar.grammars`; the scheduler carries it, the runner asks it.
+`text.grammar.grammars` compiles it, the scheduler carries it, the runner queries it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from jspec.errors import RequestError
 
-WORD_BITS = 32  # tokens of one word of a mask
+WORD_BITS = 32  # tokens per mask word
 
 
 class GrammarKind(enum.Enum):
-    """How a grammar is written; the values are SGLang's sampling parameters."""
+    """Syntax of a grammar; the values are SGLang's sampling parameters."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -27,7 +27,7 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar as it was asked for."""
+    """A grammar as written in the request."""
 
     kind: GrammarKind
     text: str
@@ -35,9 +35,11 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around the reasoning in front of a grammar's text. close: what ends it.
+    """Strings around the reasoning that precedes a grammar's text.
 
-    open: reasoning begins with this, or there is none; None: the answer begins inside.
+    close: ends the reasoning
+    open: begins it; text that does not start with this has none. None: the answer begins
+        inside the reasoning.
     """
 
     close: str
@@ -45,7 +47,7 @@ class ReasoningMarks:
 
 
 def grammar_of(sampling: object) -> GrammarSource | None:
-    """The grammar among sampling parameters, which have an attribute of each kind's name."""
+    """Return the grammar among sampling parameters, which have one attribute per kind."""
     for kind in GrammarKind:
         text = getattr(sampling, kind.value)
         if text is not None:
@@ -54,7 +56,7 @@ def grammar_of(sampling: object) -> GrammarSource | None:
 
 
 def check_grammar(sampling: object, *, ignore_eos: bool) -> None:
-    """Raises RequestError for two grammars, and for one whose end is to be ignored."""
+    """Raise RequestError for two grammars, and for a grammar combined with ignore_eos."""
     given = [kind.value for kind in GrammarKind if getattr(sampling, kind.value) is not None]
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)} are given; expected one grammar at most")
@@ -69,7 +71,7 @@ class Constraint(Protocol):
     """A grammar's state along one sequence. Used by one thread at a time."""
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """Writes which tokens may follow each node of a tree; the state stays where it is.
+        """Write the tokens allowed after each node of a tree; does not change the state.
 
         tokens, parents: i32[N], node 0 is the root, which the state has seen, parents[0] = -1.
         allowed: u32[N, W], bit v % 32 of word v // 32 is token v. A node that the grammar cannot
@@ -78,17 +80,17 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
-        """Goes on after these tokens."""
+        """Advance the state by these tokens."""
         ...
 
     @property
     def failed(self) -> str:
-        """Why it knows no further (a grammar that grew too complex); empty while it does."""
+        """Error message if the grammar cannot continue (it became too complex), else empty."""
         ...
 
 
 class Grammar(Protocol):
-    """Compiled, and shared by all sequences that were asked to follow it."""
+    """A compiled grammar, shared by all sequences that follow it."""
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
         """The state in front of the first token. goes_on: text stands before it."""
@@ -96,5 +98,5 @@ class Grammar(Protocol):
 
 
 def num_words(vocab_size: int) -> int:
-    """W: words of a mask."""
+    """Return W, the words of a mask."""
     return -(-vocab_size // WORD_BITS)

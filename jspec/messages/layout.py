@@ -1,5 +1,4 @@
-"""One flat i32 array for everything a step needs from the host (one put instead of a dozen), and
-one for what it hands back (one get)."""
+"""Flat i32 layouts of a step's input (one transfer instead of a dozen) and output (one get)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from jspec.messages.sampling_fields import SamplingTable, packed_fields
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Named i32 fields, laid one after the other in the order given."""
+    """Named i32 fields, concatenated in order."""
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -25,7 +24,7 @@ class PackedLayout:
         return sum(math.prod(shape) for _, shape in self.fields)
 
     def pack(self, values: dict[str, np.ndarray]) -> np.ndarray:
-        """i32[size]; every field must be there, in its shape."""
+        """Return i32[size]. Raises ValueError for a field of another shape or dtype."""
         parts = []
         for name, shape in self.fields:
             array = values[name]
@@ -35,7 +34,7 @@ class PackedLayout:
         return np.concatenate(parts)
 
     def unpack(self, flat: Any) -> dict[str, Any]:
-        """The fields again, of a numpy or a jax array alike."""
+        """Return the fields of a numpy or jax array."""
         out = {}
         offset = 0
         for name, shape in self.fields:
@@ -47,9 +46,9 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class OutputColumns:
-    """What a row of a step's packed output holds: named i32 columns, side by side, in this order.
+    """Named i32 columns of one row of a step's packed output, in order.
 
-    A shape of () is one column, (n,) is n of them. `device.batch.pack_output` packs on the device.
+    A shape of () is one column, (n,) is n columns. `device.batch.pack_output` packs them.
     """
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,7 +58,7 @@ class OutputColumns:
         return sum(math.prod(shape) for _, shape in self.fields)
 
     def unpack(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """i32[..., width] → each field, [..., *its shape]; views. Raises ValueError for others."""
+        """Split i32[..., width] into views [..., *shape]. Raises ValueError for another width."""
         if packed.shape[-1] != self.width:
             raise ValueError(f"the output is {packed.shape}; expected {self.width} columns")
         out = {}
@@ -119,12 +118,12 @@ def decode_layout(
 
 
 def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
-    """A SettleBatch's; `device.batch.settle_batch` makes one of the fields. words: W of a mask."""
+    """Return the layout that `device.batch.settle_batch` unpacks. words: W of a mask."""
     return PackedLayout((("slots", (batch,)), ("allowed", (batch, nodes, words))))
 
 
 def catch_up_layout(*, batch: int) -> PackedLayout:
-    """A CatchUpBatch's."""
+    """Return the layout of a CatchUpBatch."""
     return PackedLayout((("slots", (batch,)), ("counts", (batch,))))
 
 
@@ -138,10 +137,11 @@ def prefill_layout(
     words: int = 0,
     table: SamplingTable = SAMPLING_FIELDS,
 ) -> PackedLayout:
-    """A PrefillBatch's; `device.batch.prefill_batch` makes one of the fields.
+    """Return the layout that `device.batch.prefill_batch` unpacks.
 
-    num_grants: of each page space beside the full one, of which there are num_windows. words: W of
-    a mask; 0: there are none.
+    num_windows: page spaces of windows
+    num_grants: page grants of each window space
+    words: W of a mask; 0: no masks
     """
     return PackedLayout(
         (
@@ -162,7 +162,7 @@ def prefill_layout(
 
 
 def recall_layout(*, tokens: int, rows: int) -> PackedLayout:
-    """A RecallBatch's."""
+    """Return the layout of a RecallBatch."""
     return PackedLayout(
         (
             ("slots", (rows,)),
@@ -177,5 +177,4 @@ def recall_layout(*, tokens: int, rows: int) -> PackedLayout:
 
 
 def _window_grants(num_windows: int, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Without windows there is no such field, and nothing is sent."""
     return (("window_grants", (num_windows, num_grants, 3)),) if num_windows else ()

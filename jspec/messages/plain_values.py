@@ -1,7 +1,7 @@
-"""Numbers and arrays of other libraries, numpy's above all, as Python's own.
+"""Convert numbers and arrays of numpy and other libraries to plain Python.
 
-What Python callers give is pickled, compared and written as JSON later, which other numbers are not
-made for. Which values are right is not known here.
+Values that Python callers pass are later pickled, compared and written as JSON, which does not work
+for all such types. Values are not checked here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def plain(value: Any) -> Any:
-    """A number, or a truth value of numpy's, as int, float or bool; anything else as it is."""
+    """Return a number, or a numpy bool, as int, float or bool; any other value unchanged."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.bool_):
@@ -27,21 +27,20 @@ def plain(value: Any) -> Any:
 
 
 def plain_items(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Each of them as `plain`; quick where all are so already, or of one kind of numpy's."""
+    """Apply `plain` to each item; fast if all are plain, or all of one numpy integer type."""
     found = tuple(values)
     if _PLAIN.issuperset(kinds := set(map(type, found))):
         return found
-    if len(kinds) == 1 and issubclass(kinds.pop(), np.integer):  # of two, numpy would make floats
+    if len(kinds) == 1 and issubclass(kinds.pop(), np.integer):  # mixed: floats
         return tuple(np.array(found).tolist())
     return tuple(map(plain, found))
 
 
 def is_array(value: Any) -> bool:
-    """Whether another library's array, numpy's or jax's, with an axis at least."""
+    """Return whether `value` is an array of another library (numpy, jax) with at least one axis."""
     return hasattr(value, "__array__") and bool(getattr(value, "ndim", 0))
 
 
 def listed(value: Any) -> Any:
-    """An array as a list of Python's own numbers (of lists, if it has more axes than one), made as
-    a whole; anything else as it is."""
+    """Return an array as a (nested) list of Python numbers; any other value unchanged."""
     return np.asarray(value).tolist() if is_array(value) else value

@@ -1,7 +1,7 @@
-"""The messages between the scheduler and the runner: frozen, picklable, host only.
+"""Messages between the scheduler and the runner: frozen, picklable, host only.
 
 A plan names rows by (slot, epoch). The device knows slots only; the epoch stays on the host, so
-that a result that arrives for a former tenant of a slot is recognised and dropped.
+that a result for a former tenant of a slot is recognised and dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jspec.messages.request import Request, SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True, order=True)
 class RowRef:
-    """A tenancy of a slot. Slot 0 is the dummy and never appears here."""
+    """One tenancy of a slot. Never slot 0, which is the dummy."""
 
     slot: int
     epoch: int
@@ -29,13 +29,14 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A whole new row: written to the device's state before the step that carries it runs.
+    """A new row, written to the device's state before the step that carries it runs.
 
-    fill_ids: prompt and, after a retraction, what was already emitted. prompt_len counts the
-    prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size) of the full
-    space; in every other one the row owns what is granted to it, and nothing before.
-    cached_len: tokens of the fill whose KV is in the first pages already, a multiple of the page
-    size: those pages are shared and only read, and the first chunk starts after them.
+    prompt_len: length of the prompt alone
+    fill_ids: the prompt and, after a retraction, the tokens already emitted
+    page_ids: page_ids[i] has positions [i * page_size, (i + 1) * page_size) of the full space.
+        In all other spaces the row starts without pages and gets them by grants.
+    cached_len: tokens of fill_ids whose KV is already in the first pages, a multiple of the
+        page size. Those pages are shared and read-only; the first chunk starts after them.
     """
 
     row: RowRef
@@ -50,8 +51,8 @@ class Admission:
 class PrefillChunk:
     """Tokens fill_ids[start : start + len(token_ids)] of one row.
 
-    next_id: the fill token right after the chunk, or None when the chunk is the last one, in
-    which case the device samples it: it becomes the root and the row's first emitted token.
+    next_id: the fill token after the chunk. None for the last chunk: the device then samples that
+    token, which becomes the root and the row's first emitted token.
     """
 
     row: RowRef
@@ -68,7 +69,7 @@ class PrefillChunk:
 class PageGrant:
     """page_table[slot, index] = page, applied before the step runs.
 
-    space: whose table. 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
+    space: 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
     """
 
     slot: int
@@ -78,11 +79,14 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
-    """The last five are no plan's. The runner puts RECALL before a prefill whose rows need it,
-    CATCH_UP before a decode that says so, and runs PROPOSE, SCORE and SETTLE for a decode in which
-    a row follows a grammar."""
+    """Kind of a step. Plans are PREFILL or DECODE; the runner inserts the others.
 
-    __hash__ = object.__hash__  # as Feature's
+    RECALL (draft prefill of cached tokens) runs before a prefill whose rows need it, CATCH_UP
+    before a decode with pending tokens. PROPOSE, SCORE and SETTLE replace DECODE when a row follows
+    a grammar.
+    """
+
+    __hash__ = object.__hash__  # fast, as in Feature
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -97,13 +101,15 @@ class StepKind(enum.Enum):
 class StepPlan:
     """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows`.
 
-    features: what the rows need, all of them together. grants: of all spaces in a decode; of the
-    window spaces in a prefill, whose admissions bring the pages of the full space. constraints: of
-    `row_refs`, or empty where no row follows a grammar; such rows have nothing unread.
-    shape: of a decode, one of the engine's; None: its own, `ServeLimits.spec`. owed: tokens of each
-    row that its drafter is told of right before this decode, because plain steps left that out;
-    empty: nothing is told now. shared: of each row of a decode, the prefix that it shares; empty:
-    none does, or too little to gain.
+    features: union of the features that the rows need
+    grants: of all spaces in a decode; of the window spaces in a prefill, whose admissions
+        bring the pages of the full space
+    constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
+        grammar have no unread results.
+    shape: the decode's S/K/N, one of the engine's shapes; None: `ServeLimits.spec`
+    owed: pending tokens of each row, given to its drafter right before this decode; empty:
+        none are given now
+    shared: the shared prefix of each row of a decode; empty: none, or too short to pay
     """
 
     step: int
@@ -119,18 +125,18 @@ class StepPlan:
     shared: tuple[SharedPrefix, ...] = ()
 
     def spec(self, limits: ServeLimits) -> SpeculativeConfig:
-        """S/K/N of a decode."""
+        """Return S/K/N of a decode."""
         return limits.spec if self.shape is None else self.shape
 
     def decode_rounds(self, limits: ServeLimits) -> tuple[int, int]:
-        """Verifications of a decode, and tokens that a row can emit in all of them; no others."""
+        """Return (verifications, most tokens that a row can emit in them); (0, 0) for a prefill."""
         if self.kind is StepKind.PREFILL:
             return 0, 0
         num_rounds = self.num_rounds(limits)
         return num_rounds, num_rounds * self.spec(limits).max_emitted
 
     def num_rounds(self, limits: ServeLimits) -> int:
-        """Verifications of a decode: one where the host must look at every tree. A prefill is 1."""
+        """Verifications of a decode; 1 with a grammar, since the host reads every tree."""
         is_one = self.kind is StepKind.PREFILL or self.constraints
         return 1 if is_one else limits.num_rounds
 
@@ -144,8 +150,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """What a step says of tokens, as it came from the device: arrays [rows, M, .], of which a row's
-    first ones count. `messages.layout.output_columns` has their shapes."""
+    """A step's log-probabilities [rows, M, .], shaped as in `messages.layout.output_columns`."""
 
     logprobs: np.ndarray  # f32
     top_logprobs: np.ndarray  # f32
@@ -153,11 +158,11 @@ class StepLogprobs:
     watched_logprobs: np.ndarray  # f32
 
     def of_row(self, row: int, count: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
-        """Of the first `count` tokens of a row, what its request asked for."""
+        """Return the requested log-probabilities of the first `count` tokens of a row."""
         return self._tokens((row, slice(count)), sampling)
 
     def of_rows(self, first: int, end: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
-        """Of the first token of each of some rows."""
+        """Return the requested log-probabilities of the first token of some rows."""
         return self._tokens((slice(first, end), 0), sampling)
 
     def _tokens(
@@ -194,7 +199,7 @@ class RoundResult:
 
     @classmethod
     def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:
-        """From each row's ids."""
+        """Build a result from each row's ids."""
         counts = [len(ids) for ids in emitted_ids]
         table = np.zeros((len(counts), max(counts, default=0)), np.int32)
         for row, ids in zip(table, emitted_ids, strict=True):
@@ -203,14 +208,13 @@ class RoundResult:
 
     @property
     def emitted_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Each row's ids."""
         rows = zip(self.num_emitted.tolist(), self.ids.tolist(), strict=True)
         return tuple(tuple(ids[:count]) for count, ids in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step's rounds: as many as `StepPlan.num_rounds` says."""
+    """The `StepPlan.num_rounds` rounds of one step."""
 
     step: int
     rounds: tuple[RoundResult, ...]

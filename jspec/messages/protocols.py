@@ -1,4 +1,4 @@
-"""What the host half asks of the device half, so that each can be tested without the other."""
+"""Protocols between the host half and the device half, so that each can be tested alone."""
 
 from __future__ import annotations
 
@@ -13,76 +13,79 @@ from jspec.messages.weight_update import Model, WeightUpdate
 
 @runtime_checkable
 class Runner(Protocol):
-    """Owner of all device state. Calls come from one thread; results come back in order."""
+    """Owner of all device state. Called from one thread; results come back in order."""
 
     @property
     def limits(self) -> ServeLimits:
-        """The static sizes that plans must respect."""
+        """Static sizes that plans must respect."""
         ...
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Enqueues one step and returns without waiting for the device."""
+        """Enqueue one step without waiting for the device."""
         ...
 
     def collect(self) -> StepResult:
-        """Waits for the oldest dispatched step and returns its result."""
+        """Wait for the oldest dispatched step and return its result."""
         ...
 
     def restart(self) -> None:
-        """Begins anew, after a call raised: nothing is in flight, no row and no page has anything,
-        weights and programs are as before. Raises what prevents it, and may be tried again; but
-        EngineClosedError where it never can be."""
+        """Restart after a call raised, without rows and pages; weights and programs are kept.
+
+        Raises the error that prevents it, and may then be retried; EngineClosedError if it never
+        can succeed.
+        """
         ...
 
     def give_up(self) -> None:
-        """Lets a restart that is under way fail soon; from any thread. `close` follows."""
+        """Make a restart in progress fail soon; from any thread. `close` follows."""
         ...
 
     def close(self) -> None:
-        """Lets go of all that is on the device. The last call; may come twice."""
+        """Release all device memory. The last call; idempotent."""
         ...
 
 
 class Weights(Protocol):
-    """What serves, seen as weights that can be read and changed."""
+    """The weights in service, readable and replaceable."""
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft with weights of its own."""
+        """True if there is a draft with weights of its own."""
         ...
 
     @property
     def draft_is_in_target(self) -> bool:
-        """Whether the draft was read from the target's own directory."""
+        """True if the draft was read from the target's directory."""
         ...
 
     def prepare(self, update: WeightUpdate) -> Any:
-        """Reads and checks all of it; what serves stays as it is. From any thread, one at a time.
+        """Read and check an update; the weights in service stay.
 
-        Raises CheckpointError or ConfigError, one for all that is wrong.
+        From any thread, one at a time. Raises CheckpointError or ConfigError, one error for all
+        faults.
         """
         ...
 
     def switch(self, prepared: Any) -> None:
-        """Serves what `prepare` gave, on the runner's thread, no step being in flight.
+        """Switch to the weights from `prepare`, on the runner's thread, with no step in flight.
 
-        If it raises, what served before does still; after EngineClosedError nothing does.
+        If it raises, the old weights stay in service; after EngineClosedError none are.
         """
         ...
 
     def tensor(self, name: str, model: Model | None) -> Any:
-        """A numpy array, as a checkpoint would store it. Raises RequestError for an unknown name"""
+        """Return a numpy array in checkpoint layout. Raises RequestError for an unknown name."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:
-    """What TextStream.push made of some ids.
+    """Result of TextStream.push.
 
-    num_ids: how many of the pushed ids belong to the output (all of them, unless a stop string
-    was completed: then through the id that completed it). text: new text that can no longer
-    change (never half a character, never the beginning of a possible stop string).
-    matched: the stop string that was completed, already trimmed from the text.
+    num_ids: pushed ids that belong to the output; all, or up to the id that completed a stop
+        string
+    text: new text that is final: no partial character, no possible start of a stop string
+    matched: the completed stop string, already trimmed from the text
     """
 
     num_ids: int
@@ -92,45 +95,48 @@ class TextCut:
 
 @runtime_checkable
 class TextStream(Protocol):
-    """The text of one sequence as it grows: detokenizer and stop-string matcher in one."""
+    """Detokenizer and stop-string matcher of one growing sequence."""
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Appends ids. With allow_stop False a stop string inside them does not end the text."""
+        """Append ids. With allow_stop False a stop string inside them does not end the text."""
         ...
 
     def flush(self) -> str:
-        """Text still held back, once no more ids will come; it may complete a stop string."""
+        """Return the text still held back at the end; it may complete a stop string."""
         ...
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text, whether push or flush completed it."""
+        """The stop string that ended the text, completed by push or by flush."""
         ...
 
     def watch(self) -> StopWatch | None:
-        """What finds the same stop strings at the same ids by itself, so that the text can be made
-        elsewhere and later; None where only the text can tell. Asked for before the first push."""
+        """Return a StopWatch for the same stop strings, so that another thread can make the text.
+
+        None if stopping needs the text itself. Call it before the first push.
+        """
         ...
 
 
 class StopWatch(Protocol):
-    """A TextStream whose text nobody wants: it is asked only where the output ends.
+    """Finds the end of the output without producing text.
 
-    Without allow_stop False, where its stream would count otherwise."""
+    Used only where all stop strings count, that is without min_new_tokens.
+    """
 
     def passes(self, ids: Sequence[int]) -> bool:
-        """Appends ids if they complete no stop string; else nothing happens, and it is False."""
+        """Append ids; return False, unchanged, if they complete a stop string."""
         ...
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """As TextStream.push, with any text."""
+        """Like TextStream.push; the text is unspecified."""
         ...
 
     def flush(self) -> str:
-        """As TextStream.flush, with any text."""
+        """Like TextStream.flush; the text is unspecified."""
         ...
 
     @property
     def matched(self) -> str | None:
-        """As TextStream.matched."""
+        """Like TextStream.matched."""
         ...

@@ -1,6 +1,6 @@
-"""What a user asks for and what comes back: frozen, picklable, and free of jax.
+"""Requests and their results: frozen, picklable, without jax.
 
-`SamplingParams` uses SGLang's field names. Validation happens here, once, where input enters.
+`SamplingParams` uses SGLang's field names. Requests are validated here, once, on entry.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from jspec.messages.seeds import MAX_SEED
 from jspec.messages.verified_tree import JudgedTree
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
-DEFAULT_VERSION = "default"  # of the weights, SGLang's name
-MAX_MASKED_STOP_IDS = 16  # of a row, while fewer than min_new_tokens are out
-# What one request may carry: matching costs nothing beyond, but building what matches does.
+DEFAULT_VERSION = "default"  # SGLang's name of the initial weights
+MAX_MASKED_STOP_IDS = 16  # stop ids masked in a row until min_new_tokens are out
+# Limits of one request. Matching stays cheap beyond them, but building the automaton does not.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
 MAX_STOP_IDS = 4096
-MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
+MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each is run on every character
 GRAMMAR = Source(262144)
 SCHEMA, TAG = replace(GRAMMAR, as_json=("object", "boolean")), replace(GRAMMAR, as_json=("object",))
 MAX_CHOICES = 128  # n
-MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
-# What of log-probabilities a step's output has room for, for each token.
+MAX_BIASES = 300  # of logit_bias: OpenAI's limit, and the device's size of a row
+# Log-probabilities per token in a step's output.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_LOGPROB_IDS = 32  # of token_ids_logprob
 
@@ -54,11 +54,11 @@ MAX_LOGPROB_IDS = 32  # of token_ids_logprob
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 
 
-# How a parameter reaches the device where its value is not sent as it is: (request, V) -> value.
+# Encoders of parameters whose value is not sent as is: (request, V) -> value.
 
 
 def _vocab_size(vocab_size: int) -> int:
-    """The neutral top_k, and an id that no token has."""
+    """Neutral top_k, and an id that no token has."""
     return vocab_size
 
 
@@ -68,12 +68,12 @@ def _kept_ids(request: Request, vocab_size: int) -> int:
 
 
 def _seed_words(request: Request, _: int) -> tuple[int, int]:
-    """High and low word of the final seed, not of the `sampling_seed` that was asked for."""
+    """High and low word of the request's final seed, not of `sampling_seed`."""
     return request.seed >> 32, request.seed & 0xFFFFFFFF
 
 
 def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
-    """Nothing is masked without a minimum length, and then the host alone knows what ends a row."""
+    """Stop ids to mask; none without a minimum length, since the host alone then ends rows."""
     return request.stop_ids if request.sampling.min_new_tokens else ()
 
 
@@ -86,7 +86,7 @@ def _biases(request: Request, _: int) -> np.ndarray:
 
 
 def _logprob_start(request: Request, _: int) -> int:
-    """The first prompt token whose log-probability is asked for; beyond every prompt for none."""
+    """First prompt token with a log-probability; MAX_INT for none."""
     sampling = request.sampling
     return sampling.logprob_start_len if sampling.wants_prompt_logprobs else MAX_INT
 
@@ -95,34 +95,35 @@ def _logprob_start(request: Request, _: int) -> int:
 class SamplingParams:
     """How one request is sampled and when it stops.
 
-    Each field is a line of SAMPLING_FIELDS: its default, what it accepts, what the device gets.
+    SAMPLING_FIELDS has each field's default, accepted values and device encoding.
 
-    max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them. 0 emits nothing:
-        the prompt is run, for its log-probabilities or for the prefix cache.
-    min_new_tokens: neither a stop token nor a stop string or regex counts among so many tokens.
-    temperature: 0 means greedy; any other value divides the logits before filtering.
-    top_k (-1 or 0 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
-    repetition_penalty: logits of tokens in prompt or output are divided by it, negative ones
-        multiplied (Keskar et al., 2019); first.
-    frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
-    logit_bias: (token id, number) pairs, added to the logits of those tokens; comes last.
-    sampling_seed: 64 bits, a negative one by its two's complement; None draws one from the
-        operating system when the request enters.
-    stop: strings that end the text (trimmed from it), at most MAX_STOP_STRINGS of MAX_STOP_CHARS
-        characters together; stop_token_ids: ids that end it, at most MAX_STOP_IDS.
-    stop_regex: regular expressions (text/stop/stop_regex.py); the text ends with the first match.
-    no_stop_trim: what ended the text stays in it, a stop token if it has text.
-    skip_special_tokens: special tokens have no text; the one that ends the text never has any.
-    return_logprob: log-probabilities of the output, of the raw logits (before penalties, bias,
-        temperature, filters). The others of the name are of effect only with it.
-    logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
-    top_logprobs_num: of the so many likeliest tokens as well.
-    token_ids_logprob: of these tokens as well.
-    return_hidden_states: the target's last hidden states, after its final norm.
-    return_draft_trees: what each verification drafted (slower: nothing overlaps).
-    json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: one of them
-        at most; the output is a text of that grammar, unless its length ends it.
-    speculative: false accepts no draft: the same text, one token a step; for comparisons.
+        max_new_tokens: None is DEFAULT_NEW_TOKENS, or less if the context is full. 0 emits nothing
+            and runs the prompt alone, for its log-probabilities or for the prefix cache.
+        min_new_tokens: minimum output length; before it no stop token, string or regex counts
+        temperature: 0 is greedy; any other value divides the logits before filtering
+        top_k, top_p, min_p: applied jointly to the same distribution; top_k -1 or 0 keeps all
+        repetition_penalty: divides the logits of tokens in prompt or output, or multiplies
+            negative ones (Keskar et al., 2019); applied first
+        frequency_penalty, presence_penalty: subtracted from the logits of tokens in the output
+        logit_bias: (token id, number) pairs, added to those tokens' logits; applied last
+        sampling_seed: 64 bits, negative ones in two's complement; None: drawn from the operating
+            system when the request enters
+        stop: strings that end the text and are trimmed from it, at most MAX_STOP_STRINGS with
+            MAX_STOP_CHARS characters together
+        stop_token_ids: ids that end the text, at most MAX_STOP_IDS
+        stop_regex: regular expressions (text/stop/stop_regex.py); the first match ends the text
+        no_stop_trim: keep what ended the text in it; a stop token if it has text
+        skip_special_tokens: leave special tokens out of the text; the one that ends it never shows
+        return_logprob: log-probabilities of the output from the raw logits (before penalties,
+            bias, temperature and filters). The other logprob fields need it.
+        logprob_start_len: include the prompt from this token on; -1: no prompt tokens
+        top_logprobs_num: include this many of the most likely tokens
+        token_ids_logprob: include these tokens
+        return_hidden_states: the target's last hidden states, after its final norm
+        return_draft_trees: the tree of each verification (slower: steps do not overlap)
+        json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: at
+            most one; the output follows that grammar unless its length ends it
+        speculative: false accepts no draft: the same text, one token per step; for comparisons
     """
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
@@ -156,7 +157,7 @@ class SamplingParams:
         (),
         Biases(Integer(0, MAX_INT), Number(-100, 100), MAX_BIASES),
         needs=Feature.PENALTIES,
-        row=Row(  # neutral: of no token
+        row=Row(  # neutral: no token
             np.int32, (MAX_BIASES, 2), neutral=_vocab_size, encode=_biases
         ),
     )
@@ -202,12 +203,11 @@ class SamplingParams:
     ebnf: str | None = sampled(None, GRAMMAR, needs=Feature.GRAMMAR)
     structural_tag: str | None = sampled(None, TAG, needs=Feature.GRAMMAR)
     speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
-    # stop_token_ids again, to look an id up: made once for all n sequences.
+    # stop_token_ids as a set for lookups, built once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __new__(cls, *_: Any, **named: Any) -> SamplingParams:
-        """Raises TypeError for a name that it does not have, with what is meant: Python's own says
-        nothing of that."""
+        """Raise TypeError for an unknown name, and suggest the intended one."""
         known = [parameter.name for parameter in table_of(cls)]
         for name in named:
             if name not in known:
@@ -219,9 +219,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
             given = getattr(self, parameter.name)
-            if given is parameter.default:  # most are, and need no look
+            if given is parameter.default:  # true for most; skips the checks
                 continue
-            value = parameter.read(given)  # one stop string, an object
+            value = parameter.read(given)  # e.g. one stop string, a JSON object
             object.__setattr__(self, parameter.name, value)
             parameter.check(value)
         check_grammar(self, ignore_eos=self.ignore_eos)
@@ -230,23 +230,22 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
                 f"is {self.wanted_tokens}"
             )
-        if self.top_k == 0:  # vLLM's word for it; equal settings need equal programs
+        if self.top_k == 0:  # vLLM's spelling; equal settings need equal programs
             object.__setattr__(self, "top_k", -1)
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
 
     @property
     def grammar(self) -> GrammarSource | None:
-        """The grammar that the output follows."""
         return grammar_of(self)
 
     @classmethod
     def from_mapping(
         cls, values: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """Builds params from a JSON object. A field this version does not implement is an error.
+        """Build params from a JSON object.
 
-        defaults: of fields that `values` does not have, or has as null. Raises RequestError naming
-        the field and, for a near miss, the closest known name.
+        defaults: for fields that `values` lacks or has as null. Raises RequestError for an unknown
+        field, with the closest known name.
         """
         if not isinstance(values, Mapping):
             raise RequestError(
@@ -269,12 +268,11 @@ class SamplingParams:
 
     @property
     def wanted_tokens(self) -> int:
-        """max_new_tokens, or its default."""
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def features(self) -> StepFeatures:
-        """What a step must have for this row; computed at each call."""
+        """Features that a step needs for this row; computed at each call."""
         return features_of(self, table_of(type(self)))
 
 
@@ -323,13 +321,13 @@ class Request:
         return tuple(dict.fromkeys((*eos, *self.sampling.stop_token_ids)))
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this id is one of `stop_ids`; costs the same however many there are."""
+        """Return whether `token_id` is in `stop_ids`, in constant time."""
         sampling = self.sampling
         is_eos = not sampling.ignore_eos and token_id in self.eos_token_ids
         return is_eos or token_id in sampling.stop_id_set
 
     def shows(self, token_id: int) -> bool:
-        """Whether this id, which ends the request, has text: its own stop ids, if not trimmed."""
+        """Return whether a token id that ended the request has text."""
         return self.sampling.no_stop_trim and token_id not in self.eos_token_ids
 
 
@@ -343,7 +341,7 @@ class FinishKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """`matched` is the stop string or stop token id that ended a STOP; `message` says why ABORT."""
+    """Why a sequence ended. matched: stop string or id of a STOP; message: for an ABORT."""
 
     kind: FinishKind
     matched: str | int | None = None
@@ -351,7 +349,7 @@ class FinishReason:
     length: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """SGLang's `meta_info.finish_reason`."""
+        """Return SGLang's `meta_info.finish_reason`."""
         out: dict[str, Any] = {"type": self.kind.value}
         for name in ("matched", "length", "message"):
             if getattr(self, name) is not None:
@@ -361,7 +359,7 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecCounters:
-    """What speculation did for one sequence; derived from committed steps only.
+    """Speculation counters of one sequence, from committed steps only.
 
     accept_histogram[i] counts verifications that accepted i drafts (length S + 1).
     `acceptance_length` excludes prefill's token and the last, truncated step.
@@ -382,29 +380,31 @@ class SpecCounters:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What is known of one token: its log-probability, the likeliest tokens' and their ids, and
-    those of the request's token_ids_logprob."""
+    """Log-probabilities at one token: its own, of the top tokens with ids, of the watched ids."""
 
     logprob: float
     top: tuple[tuple[float, int], ...] = ()
     watched: tuple[float, ...] = ()
 
 
-# An id of a prompt, and what is known of it.
+# A prompt token's id and log-probabilities.
 PromptToken = tuple[int, TokenLogprob | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What one round added to one request; the last chunk carries the finish reason.
+    """The output that one round added to one request; the last chunk has the finish reason.
 
-    new_ids: ids that this round emitted, after the cut. num_accepted of them (from the front) were
-    accepted drafts; the rest is the target's own. text: the new text, never half a character.
-    cached_tokens: of the prompt, found in the prefix cache. weight_version: of the last fill's.
-    logprobs: of new_ids, if asked for. prompt_logprobs: of the prompt's ids from logprob_start_len
-    on, with the first chunk; None for the very first token, of which nothing is known.
-    hidden_states: f32[E] of what chose each of new_ids, if asked for; in the place of the first
-    token's f32[prompt, E], of the prompt. draft_tree: what was judged, if asked for.
+    new_ids: ids of this round, after truncation; the first num_accepted were drafts
+    text: new text without partial characters
+    cached_tokens: prompt tokens found in the prefix cache
+    weight_version: weights of the last prefill
+    logprobs: of new_ids, if requested
+    prompt_logprobs: of the prompt's ids from logprob_start_len on, in the first chunk; None
+        for the very first token, which has none
+    hidden_states: f32[E] that chose each of new_ids, if requested; for the first token
+        f32[prompt, E], of the whole prompt
+    draft_tree: the verified tree, if requested
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What a client gets back, as SGLang's JSON: text, output_ids and meta_info.
+"""Responses in SGLang's JSON: text, output_ids and meta_info.
 
 All counters derive from committed chunks. Field names and formulas are SGLang's (0.5.10, 0.5.13
 and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own definition.
@@ -25,7 +25,7 @@ from jspec.messages.request import (
 
 LOGPROB_LISTS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 TokenText = Callable[[int], str]
-# Lists of meta_info that say more with every token.
+# Lists of meta_info that grow with every token.
 GROWING = frozenset(
     {
         *(f"{of}_{which}" for of in ("output", "input") for which in LOGPROB_LISTS),
@@ -36,7 +36,7 @@ GROWING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How much of a sequence was told before: ids of the output, draft trees, ids of the prompt."""
+    """How much of a sequence was already sent: output ids, draft trees, prompt ids."""
 
     ids: int = 0
     trees: int = 0
@@ -47,10 +47,7 @@ NOTHING_TOLD = Told()
 
 
 class LogprobForm:
-    """Log-probabilities in SGLang's form: [log-probability, id, text or null] for each token.
-
-    token_text: the text of one id; None leaves it out.
-    """
+    """Log-probabilities in SGLang's form: [log-probability, id, text or null] for each token."""
 
     def __init__(self, sampling: SamplingParams, *, token_text: TokenText | None = None) -> None:
         self._sampling = sampling
@@ -58,7 +55,6 @@ class LogprobForm:
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, token_text: TokenText | None) -> LogprobForm | None:
-        """None for a request that asks for none."""
         return cls(sampling, token_text=token_text) if sampling.return_logprob else None
 
     def fields(
@@ -67,7 +63,6 @@ class LogprobForm:
         of_output: Sequence[TokenLogprob],
         of_prompt: Sequence[PromptToken],
     ) -> dict[str, Any]:
-        """Those of meta_info."""
         sampling = self._sampling
         outputs = list(zip(output_ids, of_output, strict=False))
         found: dict[str, Any] = {"output_token_logprobs": self._chosen(outputs)}
@@ -108,11 +103,12 @@ class LogprobForm:
 
 
 class Completion:
-    """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds.
+    """One sequence so far: all chunks up to now, folded. `add` takes time linear in the chunk.
 
-    logprobs: how the sequence's log-probabilities are told, if it was asked for any.
-    seed: the final one, with which the same text comes again. token_text: what draft trees call
-    their nodes, if anything. reasoning_tokens: set by a door that tells reasoning apart.
+    logprobs: form of the log-probabilities, if requested
+    seed: the final seed, which reproduces the text
+    token_text: returns the text of a draft tree's node; None: no texts
+    reasoning_tokens: set by an endpoint that separates reasoning
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class Completion:
 
     @classmethod
     def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
-        """token_text: what log-probabilities call a token, if anything."""
+        """Build an empty completion. token_text: for log-probabilities and draft trees."""
         form = LogprobForm.of(request.sampling, token_text=token_text)
         return cls(request.request_id, logprobs=form, seed=request.seed, token_text=token_text)
 
@@ -173,13 +169,13 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All of it, joined where it is asked for."""
+        """All text so far, joined on demand."""
         if len(self.texts) != 1:
             self.texts[:] = ["".join(self.texts)]
         return self.texts[0]
 
     def to_json(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
-        """SGLang's response object; speculation fields only once finished and verified."""
+        """Return SGLang's response object; speculation fields only once finished and verified."""
         return {
             "text": self.text,
             "output_ids": list(self.output_ids),
@@ -188,14 +184,13 @@ class Completion:
 
     @property
     def so_far(self) -> Told:
-        """All that there is to tell now."""
+        """All that can be sent now."""
         return Told(len(self.output_ids), len(self.draft_trees), len(self.prompt_logprobs))
 
     def meta_info(
         self, *, e2e_latency: float | None = None, told: Told = NOTHING_TOLD
     ) -> dict[str, Any]:
-        """What `to_json` says beside text and ids; the lists named in GROWING without what was
-        told before."""
+        """Return meta_info; the lists named in GROWING without the part already sent (`told`)."""
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -214,7 +209,7 @@ class Completion:
             ids, known = self.output_ids[told.ids :], self.logprobs[told.ids :]
             of_prompt = self.prompt_logprobs[told.prompt_ids :]
             meta |= self.logprob_form.fields(ids, known, of_prompt)
-        if self.finish is not None and self.hidden_states:  # of a stream its last event has them
+        if self.finish is not None and self.hidden_states:  # a stream has them in its last event
             meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
         if self.draft_trees:
             meta["draft_trees"] = self.draft_trees[told.trees :]
@@ -224,10 +219,10 @@ class Completion:
 
 
 def spec_fields(counters: SpecCounters, *, completion_tokens: int) -> dict[str, Any]:
-    """SGLang's speculation fields under all the names its clients read.
+    """Return SGLang's speculation fields under all names that its clients read.
 
-    spec_accept_length is completion tokens over verifications, without those that plain steps
-    emitted. A verification that was not cut emitted its accepted drafts and one more.
+    spec_accept_length is completion tokens per verification, without the tokens of plain steps. A
+    verification that was not truncated emitted its accepted drafts and one more token.
     """
     of_verifications = min(completion_tokens, 1 + counters.num_accepted + counters.full_verify_ct)
     rate = counters.num_accepted / counters.num_proposed if counters.num_proposed else 0.0

@@ -1,9 +1,9 @@
-"""How a sampling parameter is declared, once: what it accepts, and what of it the device gets.
+"""Declaration of sampling parameters: accepted values and device encoding, in one place.
 
 `SamplingParams` in messages/request.py declares its fields by `sampled(...)`; `table_of` reads them
-back as the table SAMPLING_FIELDS. From the table derive the checks of a request, the names that the
-HTTP doors read, the packed layout, packing here and unpacking on the device (device/batch.py), and
-the neutral rows (device/state.py).
+back as the table SAMPLING_FIELDS. The table gives the checks of a request, the names in the HTTP
+APIs, the packed layout, packing here and unpacking on the device (device/batch.py), and the neutral
+rows (device/state.py).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jspec.errors import RequestError, shown
 from jspec.messages.features import Feature, StepFeatures
 from jspec.messages.plain_values import listed, plain, plain_items
 
-# What a packed layout calls the device's rows: PREFIX and the row's name.
+# Fields of a packed layout are named PREFIX and the row's name.
 PREFIX = "sampling."
-MAX_ID_CHARS = 10  # of a token id as text: no int() of what is long
-_KEY = "sampling_field"  # of a dataclass field's metadata
+MAX_ID_CHARS = 10  # of a token id as text; bounds the cost of int()
+_KEY = "sampling_field"  # in a dataclass field's metadata
 
 
 class HasSampling(Protocol):
-    """A request (messages/request.py), as far as this module reads it."""
+    """The part of a request (messages/request.py) that this module reads."""
 
     @property
     def sampling(self) -> Any: ...
 
 
 class Accepts(Protocol):
-    """What values a parameter takes."""
+    """Values that a parameter accepts."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises RequestError naming the field, its value and what was expected."""
+        """Raise RequestError with the field, its value and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """From low to high; low itself only if `with_low`."""
+    """A number from low to high; low itself only if `with_low`."""
 
     low: float
     high: float
@@ -89,7 +89,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Switch(Flag):
-    """True or false, or as words: on and off."""
+    """True or false, or the strings "on" and "off"."""
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
@@ -97,13 +97,13 @@ class Switch(Flag):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """A word as what it means; anything else as it is."""
+        """Convert "on" and "off"; return any other value unchanged."""
         return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A tuple of texts, none empty, all of Unicode: at most `most`, of `most_chars` together."""
+    """A tuple of at most `most` non-empty Unicode strings, with `most_chars` characters in all."""
 
     most: int
     most_chars: int
@@ -129,8 +129,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One text, not empty, of at most `most_chars`. as_json: JSON's names of the types whose text
-    is taken for a value of theirs, as a schema's may be."""
+    """A non-empty text of at most `most_chars` characters.
+
+    as_json: names of JSON types that are also accepted, as their text, such as a schema object.
+    """
 
     most_chars: int
     as_json: tuple[str, ...] = ()
@@ -145,7 +147,7 @@ class Source:
             )
 
     def read(self, name: str, value: Any) -> Any:
-        """A value of `as_json` as its text. Raises RequestError for what no JSON text can hold."""
+        """Convert a value of an `as_json` type to text. Raises RequestError if it cannot."""
         kind = "boolean" if isinstance(value, bool) else "object"
         if not isinstance(value, Mapping | bool) or kind not in self.as_json:
             return value
@@ -157,7 +159,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """A tuple of integers, each within `each`, at most `most` of them."""
+    """A tuple of at most `most` integers, each accepted by `each`."""
 
     each: Integer
     most: int
@@ -170,7 +172,7 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """A tuple of (token id, number) pairs: ids as in `ids`, each once; at most `most` of them."""
+    """A tuple of at most `most` (token id, number) pairs with distinct ids."""
 
     ids: Integer
     bias: Number
@@ -189,8 +191,7 @@ class Biases:
             raise RequestError(f"{name} names a token id twice; expected each once")
 
     def read(self, name: str, value: Any) -> Any:
-        """A JSON object, whose names are texts, as pairs; pairs, a tuple, as they are. Raises
-        RequestError."""
+        """Convert a JSON object with ids as names to pairs; RequestError for other types."""
         if isinstance(value, tuple):
             return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
         if not isinstance(value, Mapping):
@@ -217,13 +218,13 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a row of the device's SamplingRows holds of a parameter.
+    """Encoding of a parameter in a row of the device's SamplingRows.
 
-    dtype, shape: of one row; 32 bits wide, since all travels as i32 bits.
-    neutral: in a row that asks for nothing; a function if it depends on V.
-    encode: (request, V) -> the request's value, or values, of which there may be fewer than the
-    row holds (the others stay neutral). None takes the parameter as it is.
-    name: of SamplingRows' field, if not the parameter's own.
+    dtype, shape: of one row; 32 bits wide, since all travels as i32 bits
+    neutral: value in a row without the parameter; a function if it depends on V
+    encode: (request, V) -> the value, or values; fewer than the row's size leave the rest
+        neutral. None sends the parameter as is.
+    name: of SamplingRows' field, if not the parameter's own
     """
 
     dtype: Any
@@ -236,13 +237,14 @@ class Row:
         return self.neutral(vocab_size) if callable(self.neutral) else self.neutral
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # its table is hashed once a prefill
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # the table is hashed once per prefill
 class SamplingField:
-    """One line of the table: a parameter of a request, by SGLang's name.
+    """One entry of the table: a request parameter under SGLang's name.
 
-    default: what a request that does not name it has; None also allows None.
-    openai: OpenAI's name, where it is another. needs: the feature that a request's step must have
-    where the value is not the default. row: None for what the host alone looks at.
+    default: value of a request without it; a default of None also allows None
+    openai: OpenAI's name, if different
+    needs: feature that a step needs if the value is not the default
+    row: device encoding; None: only the host uses the parameter
     """
 
     name: str
@@ -253,10 +255,11 @@ class SamplingField:
     row: Row | None
 
     def read(self, value: Any) -> Any:
-        """A value of JSON or Python as the parameter's own: a list or an array as a tuple, one text
-        as a list of it, null as none of either, a number of another library as Python's.
+        """Convert a JSON or Python value to the parameter's type.
 
-        Raises RequestError for what is no list where one is expected.
+        A list or an array becomes a tuple, one string a tuple of it, null an empty tuple, and
+        another library's number a Python one. Raises RequestError if a list is expected and
+        missing.
         """
         if isinstance(self.accepts, Source):
             return self.accepts.read(self.name, value)
@@ -276,7 +279,7 @@ class SamplingField:
         return plain_items(value)
 
     def check(self, value: Any) -> None:
-        """Raises RequestError naming the field, its value and what was expected."""
+        """Raise RequestError with the field, its value and what was expected."""
         if value is not None or self.default is not None:
             self.accepts.check(self.name, value)
 
@@ -292,7 +295,7 @@ def sampled(
     needs: Feature | None = None,
     row: Row | None = None,
 ) -> Any:
-    """The dataclass field that declares a sampling parameter; see `SamplingField`."""
+    """Return the dataclass field that declares a sampling parameter; see `SamplingField`."""
     declared = {
         "default": default,
         "accepts": accepts,
@@ -304,7 +307,7 @@ def sampled(
 
 
 def table_of(params: type) -> SamplingTable:
-    """The parameters that a dataclass declares by `sampled`, in its order."""
+    """Return the parameters that a dataclass declares by `sampled`, in order."""
     return _table_of(params)
 
 
@@ -321,7 +324,7 @@ def _table_of(params: type) -> SamplingTable:
 
 
 def features_of(params: Any, table: SamplingTable) -> StepFeatures:
-    """What a step must have for a row that is sampled so."""
+    """Return the features that a step needs for a row with these parameters."""
     return StepFeatures(
         frozenset(
             parameter.needs
@@ -332,17 +335,17 @@ def features_of(params: Any, table: SamplingTable) -> StepFeatures:
 
 
 def rows_of(table: SamplingTable) -> dict[str, Row]:
-    """What the device gets, by the name of SamplingRows' field."""
+    """Return the device encodings, by the name of SamplingRows' field."""
     return {f.row.name or f.name: f.row for f in table if f.row is not None}
 
 
 def packed_fields(table: SamplingTable, num_rows: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of a PackedLayout's fields for `num_rows` rows."""
+    """Return names and shapes of a PackedLayout's fields for `num_rows` rows."""
     return tuple((PREFIX + name, (num_rows, *row.shape)) for name, row in rows_of(table).items())
 
 
 def write_neutral(fields: dict[str, np.ndarray], table: SamplingTable, *, vocab_size: int) -> None:
-    """Makes every row of the packed fields one that asks for nothing: greedy, stopping nowhere."""
+    """Make every row of the packed fields neutral: greedy, without stop ids."""
     for name, row in rows_of(table).items():
         fields[PREFIX + name][:] = _bits(row, row.neutral_value(vocab_size))
 
@@ -355,7 +358,7 @@ def write_request(
     *,
     vocab_size: int,
 ) -> None:
-    """Row r of the packed fields as `request` asks; the row must be neutral before."""
+    """Write `request` to row r of the packed fields, which must be neutral."""
     for parameter in table:
         row = parameter.row
         if row is None:

@@ -1,17 +1,17 @@
-"""Seeds of 64 bits, and those of 53 that follow from one."""
+"""64-bit seeds, and the 53-bit seeds derived from them."""
 
 from __future__ import annotations
 
 MAX_SEED = 2**64 - 1
-# Seeds that nobody gave are told in answers, and JSON's readers in JavaScript are exact so far.
+# Drawn seeds are part of responses; JavaScript reads JSON integers exactly up to 53 bits.
 TOLD_BITS = 53
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """hash(seed, i), of TOLD_BITS: the seed of choice i; choice 0 keeps the request's own seed.
+    """Return hash(seed, i) with TOLD_BITS bits, the seed of choice i; choice 0 keeps `seed`.
 
-    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed + i * its increment; its high
-    bits.
+    The high bits of SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed + i * its
+    increment.
     """
     if choice == 0:
         return seed

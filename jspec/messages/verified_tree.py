@@ -1,4 +1,4 @@
-"""What one verification judged, as a person may look at it: plain numbers of the host."""
+"""The tree of one verification for inspection, as plain host numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JudgedTree:
 
             tokens 7 5 6 9   parents -1 0 0 2   accepted_ids 6 9   → accepted 2 3
 
-        A simulated acceptance emits what was not drafted: the path ends before it.
+        A simulated acceptance also emits tokens that were not drafted: the path ends before them.
         """
         if len(tokens) == 1:
             return None

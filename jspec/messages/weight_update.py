@@ -1,4 +1,4 @@
-"""What weights are to become: host data, from whoever asks to the engine that reads them."""
+"""Weight updates as host data, from the caller to the engine that reads them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 class Model(enum.Enum):
-    """Whose weights; SGLang's names of a selector, beside `all`."""
+    """Target or draft: SGLang's names of a selector, without `all`."""
 
     TARGET = "target"
     DRAFT = "draft"
 
 
 class InFlight(enum.Enum):
-    """What becomes of requests that are there when the weights change."""
+    """Treatment of unfinished requests when the weights change."""
 
-    RETRACT = "retract"  # they go on, prompt and output filled anew by the new weights
-    ABORT = "abort"  # they end, with what they have
-    WAIT = "wait"  # they end by themselves, and newer ones wait for the update
+    RETRACT = "retract"  # they continue; the new weights prefill prompt and output again
+    ABORT = "abort"  # they end with their output so far
+    WAIT = "wait"  # they finish; newer ones wait for the update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUpdate:
-    """All weights of target, draft or both, each out of a directory."""
+    """All weights of target, draft or both, each from a directory."""
 
     target: str | None = None
     draft: str | None = None
@@ -33,8 +33,7 @@ class DiskUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayUpdate:
-    """Some weights, by their published names. model: whose; None: the target's if it has one of
-    that name, else the draft's."""
+    """Some weights by published name. model: whose; None: the target's if it has the name."""
 
     arrays: Mapping[str, Any]
     model: Model | None = None

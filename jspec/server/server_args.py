@@ -31,16 +31,18 @@ class ServerArgs:
     """Arguments of `jspec serve` beside the engine's. Raises ConfigError for what cannot be."""
 
     host: str = argument("127.0.0.1", "Address to listen on (127.0.0.1)", _SERVER)
-    port: int = argument(30000, "Port to listen on; 0 takes a free one", _SERVER, low=0, high=65535)
+    port: int = argument(30000, "Port to listen on; 0: a free one", _SERVER, low=0, high=65535)
     served_model_name: str | None = argument(
-        None, "The id in /v1/models; unset: the model path's last part", _SERVER
+        None, "Model id in /v1/models; unset: the last part of the model path", _SERVER
     )
     api_key: str | None = argument(
-        None, 'Asked for as "Authorization: Bearer KEY" or "X-API-Key: KEY"', _SERVER
+        None,
+        'Key that requests must send as "Authorization: Bearer KEY" or "X-API-Key: KEY"',
+        _SERVER,
     )
     log_level: str = argument(
         "info",
-        "debug, info, warning, error or critical (info)",
+        "Log level: debug, info, warning, error or critical (info)",
         _SERVER,
         choices=("debug", "info", "warning", "error", "critical"),
     )
@@ -52,22 +54,22 @@ class ServerArgs:
         expected="seconds, 0 or more",
     )
     incremental_streaming_output: bool = argument(
-        False, "/generate streams deltas instead of all text so far", _SERVER
+        False, "Stream deltas from /generate instead of all text so far", _SERVER
     )
-    stream_interval: int = argument(
-        1, "Tokens between two events of a stream, at least", _SERVER, low=1
+    stream_interval: int = argument(1, "Minimum tokens between two stream events", _SERVER, low=1)
+    max_request_bytes: int = argument(
+        32 * 2**20, "Maximum size of a request body in bytes", _SERVER, low=1
     )
-    max_request_bytes: int = argument(32 * 2**20, "Largest request body", _SERVER, low=1)
     request_timeout: float = argument(
         60.0,
-        "Seconds in which a request's head, and then its body, must have come",
+        "Seconds allowed to receive a request's head, and then its body",
         _SERVER,
         above=0,
         expected="seconds, more than 0",
     )
     shutdown_timeout: float = argument(
         25.0,
-        "Seconds that SIGTERM leaves to requests that run or wait; Ctrl-C leaves none",
+        "Seconds that running and waiting requests get after SIGTERM; Ctrl-C gives none",
         _SERVER,
         aliases=("--drain-seconds",),
         low=0,
@@ -75,43 +77,44 @@ class ServerArgs:
     )
     allowed_origins: str | None = argument(
         None,
-        "Web pages from elsewhere that may use the server: https://a.example,https://b.example",
+        "Origins of web pages that may use the server (CORS): https://a.example,https://b.example",
         _SERVER,
     )
     profile_dir: str | None = argument(
-        None, "Where /start_profile writes; unset: it is refused", _SERVER
+        None, "Directory that /start_profile writes to; unset: it is refused", _SERVER
     )
-    ssl_certfile: str | None = argument(None, "TLS: the certificate chain", _SERVER)
-    ssl_keyfile: str | None = argument(None, "TLS: its key, if not in the same file", _SERVER)
-    ssl_keyfile_password: str | None = argument(None, "TLS: the key's password", _SERVER)
+    ssl_certfile: str | None = argument(None, "TLS certificate chain", _SERVER)
+    ssl_keyfile: str | None = argument(None, "TLS key, if not in the certificate's file", _SERVER)
+    ssl_keyfile_password: str | None = argument(None, "Password of the TLS key", _SERVER)
     log_requests: bool = argument(
-        False, "A line in the log for each request; else for refused ones", _SERVER
+        False, "Log a line per request; otherwise only refused ones are logged", _SERVER
     )
 
     tool_call_parser: str | None = argument(
         None,
-        f"How the model writes calls of tools: {', '.join(CALL_FORMATS)}",
+        f"Format of the model's tool calls: {', '.join(CALL_FORMATS)}",
         _SERVER,
         choices=tuple(CALL_FORMATS),
         translated=CALL_ALIASES,
     )
     reasoning_parser: str | None = argument(
         None,
-        f"How it marks its reasoning, which chats then split off: {', '.join(REASONING_FORMATS)}",
+        "Format of the model's reasoning, which chats return separately: "
+        f"{', '.join(REASONING_FORMATS)}",
         _SERVER,
         choices=tuple(REASONING_FORMATS),
         translated=REASONING_ALIASES,
     )
     trace_requests: str | None = argument(
         None,
-        "A file: for each streamed request a line of JSON, when it passed what on the way to its "
+        "File for one JSON line per streamed request with the times of its stages up to the "
         "first token",
         _SERVER,
         is_local=True,
     )
     max_unread_events: int = argument(
         4096,
-        "Steps of one request that its reader may leave unread; then it is aborted",
+        "Maximum unread steps of a request's stream; beyond, the request is aborted",
         _SERVER,
         low=1,
     )

@@ -1,10 +1,10 @@
-"""What a model keeps for each token, as data: groups of layers that share an entry and a window.
+"""The KV cache of a model as data: groups of layers with the same entry and window.
 
-A target declares its groups, a drafter its own beside them; whoever allocates pools reads nothing
-else. Host only, hashable: groups are part of what a program is compiled for.
+A target and a drafter each declare their groups; pools are allocated from these alone. Host only
+and hashable: compiled programs are keyed by groups.
 
 Groups that keep the same tokens form a page space: one allocator, one page table, one budget. The
-full space comes first and is always there, also without groups: it then only counts tokens.
+full space is first and always exists; without groups it only counts tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVEntry:
-    """K and V of one token in one layer: num_heads kv heads (G), of qk_dim and v_dim numbers."""
+    """K and V of one token in one layer: num_heads kv heads (G), of dimensions qk_dim and v_dim."""
 
     num_heads: int
     qk_dim: int
@@ -32,10 +32,11 @@ class KVEntry:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """num_layers layers with equal entries. window: tokens that a query looks back, None for all.
+    """num_layers layers with equal entries.
 
-    The arrays of a model's groups lie one after the other, layer by layer, in the groups' order:
-    two groups of 2 and 1 layers are arrays 0, 1 and 2.
+    window: keys that a query sees, itself included; None: all. The arrays of a model's groups are
+    concatenated layer by layer, in the groups' order: two groups of 2 and 1 layers are arrays 0, 1,
+    2.
     """
 
     name: str
@@ -56,7 +57,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageSpace:
-    """Groups whose pages are lent and given back together. window: None for the full space."""
+    """Groups whose pages are allocated and freed together. window: None for the full space."""
 
     window: int | None
     groups: tuple[CacheGroup, ...]
@@ -65,13 +66,13 @@ class PageSpace:
 def page_spaces(
     groups: tuple[CacheGroup, ...], *, windows: Collection[int] | None = None
 ) -> tuple[PageSpace, ...]:
-    """The full space first, then one space a window, from the narrowest on.
+    """Return the full space, then one space per window, from the narrowest on.
 
-    windows: those that get a space of their own; None: all. A group of another window lies in the
-    full space, where it keeps everything: that is right as well, only larger.
+    windows: those that get a space of their own; None: all. A group of another window is in the
+    full space, where all its tokens are kept: also correct, only larger.
 
-    In:  windows 8, None, 8, 4 of groups a, b, c, d
-    Out: (None: b), (4: d), (8: a, c); with windows = {8}: (None: b, d), (8: a, c)
+        In:  windows 8, None, 8, 4 of groups a, b, c, d
+        Out: (None: b), (4: d), (8: a, c); with windows = {8}: (None: b, d), (8: a, c)
     """
     apart = {g.window for g in groups if g.window is not None}
     if windows is not None:
@@ -81,5 +82,5 @@ def page_spaces(
 
 
 def windows_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[int | None, ...]:
-    """The window of each array of the groups' pools, in their order."""
+    """Return the window of each array of the groups' pools, in order."""
     return tuple(group.window for group in groups for _ in range(group.num_layers))

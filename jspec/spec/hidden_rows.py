@@ -1,4 +1,4 @@
-"""Hidden states on their way from a step to the host: rows of numbers as i32 bits."""
+"""Hidden states in a step's output: rows of numbers as i32 bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """How one row travels. width: E. is_half: two bfloat16 in each word, the first one in its low
-    half; else one float32 in each."""
+    """Encoding of one row of E numbers.
+
+    is_half: two bfloat16 per word, the first in its low half; else one float32 per word.
+    """
 
     width: int
     is_half: bool = False
@@ -21,7 +23,9 @@ class HiddenRows:
 
     @classmethod
     def of(cls, width: int, dtype: str) -> HiddenRows:
-        """Of a model that computes in `dtype`: what is neither kind travels as float32."""
+        """Return the encoding for a model that computes in `dtype`: bfloat16 if possible, else
+        float32.
+        """
         return cls(width, is_half=dtype == "bfloat16" and width % 2 == 0)
 
     @property
@@ -29,7 +33,7 @@ class HiddenRows:
         return self.width // 2 if self.is_half else self.width
 
     def floats(self, bits: np.ndarray) -> np.ndarray:
-        """f32[..., E] of i32[..., words]."""
+        """Convert i32[..., words] to f32[..., E]."""
         bits = np.ascontiguousarray(bits)
         if not self.is_half:
             return bits.view(np.float32)

@@ -1,8 +1,8 @@
 """The only functions that compute a position, a slot, or a number of pages.
 
-Everything here is plain arithmetic on integers or arrays, so the host plans and the device steps
-with the same formulas. Committed tokens: slot in the sequence = RoPE position = token index.
-Scratch (draft tokens in flight) lies right after them:
+All are plain arithmetic on integers or arrays, so that the host plans and the device steps with the
+same formulas. For committed tokens, slot in the sequence = RoPE position = token index. Scratch
+(draft tokens in flight) follows right after them:
 
     worked example, L = 7 committed, root t7 at position 7, S/K/N = 2/2/4
     node            0   1   2   3        (root, a1, b1, a2 under a1)
@@ -12,7 +12,7 @@ Scratch (draft tokens in flight) lies right after them:
     chosen token    8   9   9  10        token_position of its children: L + depth + 1
     draft RoPE      -   7   7   8        draft_position: L + depth - 1
 
-A draft model's own scratch holds the K beams of each depth below S, not the N nodes. With S = 3:
+A draft model's own scratch has the K beams of each depth below S, not the N nodes. With S = 3:
 
     rows of pairs (token i + 1, feature i): the root is in the last committed pair
     beams at depth  1 1 2  2             slot 7 8 9 10: beam_row, rows_before 0; draft_position
@@ -29,7 +29,7 @@ Index = Any  # an int on the host, an i32 array on the device
 
 
 def scratch_slot(seq_len: Index, row: Index) -> Index:
-    """Slot in the sequence of scratch row `row`: right after the committed tokens."""
+    """Slot in the sequence of scratch row `row`."""
     return seq_len + row
 
 
@@ -39,38 +39,38 @@ def target_position(seq_len: Index, depth: Index) -> Index:
 
 
 def chosen_position(seq_len: Index, depth: Index) -> Index:
-    """Token position of what the target chooses at a node: the noise of this position is used."""
+    """Position of the token that the target chooses at a node, whose noise is used."""
     return seq_len + depth + 1
 
 
 def draft_position(seq_len: Index, depth: Index) -> Index:
-    """RoPE position in the draft model of the row that holds the token of a node at `depth`.
+    """RoPE position in the draft model of the row with the token of a node at `depth`.
 
-    Draft row i holds the pair (token i + 1, feature i), hence one less than in the target.
+    Draft row i has the pair (token i + 1, feature i), hence one less than in the target.
     """
     return seq_len + depth - 1
 
 
 def beam_row(depth: int, *, topk: int, rows_before: int) -> int:
-    """Scratch row of the first of the K beams at `depth`, the first depth being 1.
+    """Scratch row of the first of the K beams at `depth`; depths start at 1.
 
-    rows_before: scratch rows in front of all beams, 1 where the root has a row of its own.
+    rows_before: scratch rows before all beams, 1 where the root has a row of its own.
     """
     return rows_before + (depth - 1) * topk
 
 
 def emitted_position(start: Index, row: Index) -> Index:
-    """Position of row `row` of what a drafter is given from position `start` on.
+    """Position of row `row` of a drafter's input that starts at position `start`.
 
-    A token's index, and the slot and RoPE position of what a draft model keeps for that row.
+    It is the token's index, and the row's slot and RoPE position in a draft model.
     """
     return start + row
 
 
 def lagged_start(seq_len: Index, lag: Index) -> Index:
-    """First row that a draft layer lacks which lags by `lag`: slot and RoPE position.
+    """First row missing in a draft layer that lags by `lag`: slot and RoPE position.
 
-    Its row i holds token i + lag + 1. L = 7, root t7: without a lag row 6 holds t7, with 2 row 4.
+    Its row i has token i + lag + 1. L = 7, root t7: without a lag row 6 has t7, with lag 2 row 4.
     """
     return seq_len - lag
 
@@ -81,27 +81,27 @@ def max_emitted(num_steps: int) -> int:
 
 
 def num_scratch_rows(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
-    """Rows after L that one step may write: the target its N nodes, the drafter what it says."""
+    """KV slots after L that one step may write: the target's N nodes or the drafter's own."""
     return max(num_draft_tokens, propose_rows, advance_rows)
 
 
 def num_pages(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
+    """Pages for `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
 def reserved_tokens(
     committed: int, *, unread_rounds: int, num_steps: int, scratch_rows: int
 ) -> int:
-    """Positions a row must own for a round with `unread_rounds` before it not yet read.
+    """Positions that a row must own for a round with `unread_rounds` unread rounds before it.
 
-    Each unread round commits at most M tokens; the new round then writes its scratch after them.
+    Each unread round commits at most M tokens; the new round writes its scratch after them.
     """
     return committed + unread_rounds * max_emitted(num_steps) + scratch_rows
 
 
 def bucket(value: int, buckets: tuple[int, ...]) -> int:
-    """Smallest bucket that holds `value`; buckets ascend and the last one bounds the value."""
+    """Return the smallest bucket that is at least `value`. `buckets` ascend. Raises ValueError."""
     for size in buckets:
         if value <= size:
             return size
@@ -109,7 +109,7 @@ def bucket(value: int, buckets: tuple[int, ...]) -> int:
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """first, 2 * first, ... up to and including `last` (which need not be a power of two)."""
+    """Return first, 2 * first, ... up to and including `last`, which need not be a power of two."""
     sizes = []
     size = first
     while size < last:

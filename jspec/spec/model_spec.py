@@ -1,8 +1,8 @@
-"""What a model is, as hashable host data: its layers and their sizes. No arrays, no jax.
+"""A model as hashable host data: its layers and their sizes. No arrays, no jax.
 
 A family's config reader (`jspec/models/families/`) makes a ModelSpec; the parameter table
-(`models.params`), the forward (`models.decoder`), the cache groups and the memory that a token
-takes all derive from it. Layers with equal specs share one compiled function.
+(`models.params`), the forward pass (`models.decoder`), the cache groups and the memory per token
+derive from it. Layers with equal specs share one compiled function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.spec.rope import RopeConfig
 
 
 class HeadGate(enum.Enum):
-    """What the output of attention is gated by."""
+    """Gate on the output of attention."""
 
     OF_HEADS = "one number a head"
     OF_NUMBERS = "one number for each of a head's"
@@ -85,7 +85,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated MLP, silu(gate) * up (SwiGLU). limit: silu(gate) is at most that, up within it."""
+    """A gated MLP, silu(gate) * up (SwiGLU).
+
+    limit: clamps silu(gate) from above and up to [-limit, limit].
+    """
 
     inner: int  # intermediate_size
     bias: bool = False
@@ -103,7 +106,7 @@ class Routing(enum.Enum):
 
 
 class Gate(enum.Enum):
-    """What an expert does with its gate and up columns."""
+    """An expert's activation of its gate and up projections."""
 
     SILU = "silu(gate) * up"
     SILU_WITHIN_7 = "silu(gate), at most 7, times up within 7"
@@ -112,10 +115,10 @@ class Gate(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of gated MLPs: each token runs through top_k of num_experts.
+    """A mixture of experts (MoE), gated MLPs: each token runs through top_k of num_experts.
 
-    shared: one more MLP, which every token runs through, added to theirs. is_packed: the experts'
-    products are held as mxfp4, as they are stored.
+    shared: one more MLP for every token, added to the experts' output
+    is_packed: expert weights stay packed as mxfp4, as stored
     """
 
     num_experts: int
@@ -124,13 +127,13 @@ class MoESpec:
     routing: Routing = Routing.SOFTMAX_THEN_TOP_NORMALIZED
     gate: Gate = Gate.SILU
     bias: bool = False  # in router and experts
-    weight_scale: float = 1.0  # of the chosen experts' weights
+    weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared: DenseSpec | None = None
     is_packed: bool = False
 
     @property
     def has_correction(self) -> bool:
-        """Whether a bias that no weight shows takes part in the choice of experts."""
+        """True if a router bias takes part in the choice of experts but not in their weights."""
         return self.routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED)
 
     def __post_init__(self) -> None:
@@ -154,15 +157,14 @@ class LayerSpec:
 
     @property
     def is_mixture_packed(self) -> bool:
-        """Whether its experts are held packed."""
         return isinstance(self.ffn, MoESpec) and self.ffn.is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder: embedding, layers, final RMSNorm, lm_head. In Hugging Face's terms where named.
+    """A decoder: embedding, layers, final RMSNorm, lm_head. Names are Hugging Face's.
 
-    family: the name in `models.registry`, which knows the stored names; nothing else asks for it.
+    family: the name in `models.registry`, used only for the stored names.
     """
 
     vocab_size: int  # V
@@ -181,7 +183,7 @@ class ModelSpec:
 
     @property
     def one_layer(self) -> LayerSpec:
-        """The layer of a model whose layers are all equal. ConfigError for any other model."""
+        """The layer of a model with equal layers. Raises ConfigError for any other model."""
         if len(set(self.layers)) != 1:
             raise ConfigError(
                 f"the model has {len(set(self.layers))} kinds of layers; expected all equal"
@@ -190,7 +192,7 @@ class ModelSpec:
 
 
 class FeatureNorm(enum.Enum):
-    """What of the target's features is normed before an EAGLE-3 head's fc."""
+    """RMSNorm on the target's features before an EAGLE-3 head's fc."""
 
     NONE = "nothing"
     WHOLE = "all features side by side, by one RMSNorm (norm_before_fc)"
@@ -202,14 +204,16 @@ class Eagle3Config:
     """An EAGLE-3 head: the layers of `layer`, fed by some of the target's layers.
 
     aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
-    equal to the number of layers means the residual after the last one. None: the head reads the
-    target's last hidden, after its final norm, and has no fc.
-    draft_vocab_size: U. norm_before_residual: the residual is hidden_norm(h) instead of h.
-    norm_before_head: lm_head reads norm(h2), else h2. feeds_back_normed: the next draft forward is
-    given norm(h2), else h2. logit_scale: the logits are multiplied by it.
+        equal to the number of layers is the residual after the last one. Empty: the head
+        reads the target's last hidden state, after its final norm, and has no fc.
+    draft_vocab_size: U
+    norm_before_residual: the residual is hidden_norm(h) instead of h
+    norm_before_head: lm_head reads norm(h2), else h2
+    feeds_back_normed: the next draft forward reads norm(h2), else h2
+    logit_scale: factor of the logits
     """
 
-    layer: ModelSpec  # of equal layers; vocab_size is the target's V
+    layer: ModelSpec  # equal layers; vocab_size is the target's V
     draft_vocab_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...]
@@ -240,9 +244,9 @@ class Eagle3Config:
 
     @staticmethod
     def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-        """The captures before layers 2, L // 2 and L - 3 (SafeAILab/EAGLE).
+        """Return (2, L // 2, L - 3), the layers of SafeAILab/EAGLE.
 
-        Raises ConfigError below 7 layers, where the three are not distinct and ordered.
+        Raises ConfigError below 7 layers, where the three are not distinct and ascending.
         """
         ids = (2, num_layers // 2, num_layers - 3)
         if not ids[0] < ids[1] < ids[2]:
@@ -256,19 +260,21 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """Layers for multi-token prediction: layer s guesses the token s + 2 after its feature's.
+    """Layers for multi-token prediction: layer s predicts token s + 2 after its feature's.
 
-    model: as wide as the target and with its vocabulary; its layers are they, in order.
-    target_num_layers: of the target.
-    chained: layer s reads what layer s - 1 made of the same row; else all read the target's hidden.
-    hidden_first: of [hidden; embedding], which a layer fuses; else the embedding comes first.
-    reads_normed: the target's hidden is the one after its final norm; else the residual before it.
-    recurrent: there is one layer, and every level runs it again: it reads its own output of the
-        level before, over what the levels before cached.
-    feeds_normed: chained or recurrent, a layer hands on its output after its own final norm; else
-        before it.
-    own_heads: every layer has an lm_head; else all use the target's.
-    zeroes_first: the embedding of the row at position 0 is zero.
+    model: the layers, in order; width and vocabulary are the target's
+    target_num_layers: layers of the target
+    chained: layer s reads the output of layer s - 1 at the same row; else all layers read the
+        target's hidden state
+    hidden_first: a layer fuses [hidden; embedding]; else [embedding; hidden]
+    reads_normed: the target's hidden state is taken after its final norm; else the residual
+        before it
+    recurrent: one layer runs at every level; it reads its own output of the level before and
+        its KV cache
+    feeds_normed: chained or recurrent, a layer passes on its output after its final norm;
+        else before it
+    own_heads: every layer has an lm_head; else all use the target's
+    zeroes_first: the embedding of the row at position 0 is zero
     """
 
     model: ModelSpec
@@ -301,12 +307,12 @@ class MtpConfig:
 
     @property
     def layer(self) -> ModelSpec:
-        """`model`, under the name that a drafter asks any head for."""
+        """`model`, under the name that all heads have in common."""
         return self.model
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """What is captured of the target; none where its last hidden is read."""
+        """Layers of the target to capture; empty if its last hidden state is read."""
         return () if self.reads_normed else (self.target_num_layers,)
 
 
@@ -314,25 +320,25 @@ class MtpConfig:
 class Eagle1Config:
     """An EAGLE-1 or EAGLE-2 head: the layers of `layer` after fc([embedding; hidden]).
 
-    The first layer norms nothing before its attention; lm_head is the target's, or its columns of
-    `draft_vocab_size` of the ids. norms_inputs: embedding and hidden are normed before fc.
+    The first layer has no norm before its attention. lm_head is the target's, or its columns of the
+    draft vocabulary. norms_inputs: embedding and hidden are normed before fc.
     """
 
-    layer: ModelSpec  # of equal layers; its sizes are the target's
+    layer: ModelSpec  # equal layers with the target's sizes
     draft_vocab_size: int  # U
     fc_bias: bool = True
     norms_inputs: bool = False
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """None: it reads the target's last hidden, after its final norm."""
+        """Empty: the head reads the target's last hidden state, after its final norm."""
         return ()
 
 
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
-    """What the model keeps for each token: runs of layers with one entry and one window, in order.
+    """Return the model's cache groups: runs of layers with equal entry and window, in order.
 
-    For two layers of a window between full ones: `name` 0, `name` 1, `name` 2.
+    Two layers with a window between full ones give `name` 0, `name` 1, `name` 2.
     """
     kinds = [
         (
@@ -366,7 +372,7 @@ def uniform_decoder(
     bos_token_id: int | None = None,
     family: str = "llama",
 ) -> ModelSpec:
-    """A Llama-like decoder of equal layers; attention_bias puts one on q, k, v and the output."""
+    """Return a Llama-like decoder of equal layers; attention_bias is on q, k, v and the output."""
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -1,4 +1,4 @@
-"""Rotary position embedding as data: its base and how a longer context rescales it."""
+"""Rotary position embedding as data: its base and its scaling for longer contexts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnConfig:
-    """How YaRN (Peng et al., 2023) slows frequencies by RopeConfig.factor.
+    """YaRN's scaling (Peng et al., 2023) of frequencies by RopeConfig.factor.
 
-    Pairs that turn more than `beta_fast` times over original_max_position keep their frequency,
-    those that turn less than `beta_slow` times are slowed by the factor, between is a ramp.
-    truncate: the ramp's ends are whole pairs. attention_factor: cos and sin are multiplied by it.
+    Dimension pairs that rotate more than `beta_fast` times over original_max_position keep their
+    frequency; below `beta_slow` rotations it is divided by the factor; between is a ramp.
+
+        truncate: round the ramp's ends to whole pairs
+        attention_factor: factor of cos and sin
     """
 
     attention_factor: float
@@ -22,8 +24,10 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `factor` > 1 without `yarn` is Llama 3.1's scaling; low_freq_factor and
-    high_freq_factor are that one's."""
+    """Rotary embedding.
+
+    `factor` > 1 without `yarn` is Llama 3.1's scaling, with low_freq_factor and high_freq_factor.
+    """
 
     theta: float = 10000.0
     factor: float = 1.0

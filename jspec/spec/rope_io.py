@@ -1,10 +1,10 @@
-"""RoPE as configurations spell it: `rope_theta`, `rope_scaling`, `rope_parameters`.
+"""RoPE in configuration files: `rope_theta`, `rope_scaling`, `rope_parameters`.
 
-transformers 4 writes theta beside a table `rope_scaling`; transformers 5 writes one table,
-`rope_parameters`, with theta in it, and still reads the older keys. A file may hold both, as one
-does that was converted, or edited by hand. The kind is `rope_type`, in older files `type`.
+transformers 4 writes theta and a table `rope_scaling`; transformers 5 writes one table,
+`rope_parameters`, with theta in it, and still reads the older keys. A converted or edited file may
+have both. The kind is `rope_type`, in older files `type`.
 
-A kind that is added needs a function here, its row in KINDS, and its arithmetic in layers/rope.
+A new kind needs a function here, its entry in KINDS, and its arithmetic in layers/rope.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ TABLES = ("rope_parameters", "rope_scaling")
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """One RoPE for all layers, out of every key that says something about it.
+    """Read one RoPE for all layers from all keys about it.
 
-    As in transformers 5 a `rope_scaling` that says anything takes the place of `rope_parameters`,
-    and theta in the table that counts comes before `rope_theta` beside it. Where the tables
-    contradict each other that is an error, and what is dropped with one of them a warning.
-    Raises ConfigError for a kind that is not served, CheckpointError for what contradicts itself.
+    Like transformers 5, a non-empty `rope_scaling` replaces `rope_parameters`, and theta in the
+    chosen table has precedence over `rope_theta`. Contradicting tables are an error; dropped values
+    give a warning. Raises ConfigError for an unsupported kind, CheckpointError for a contradiction.
     """
     merged = _merged(fields)
     kind = merged.get("rope_type") or "default"
@@ -45,7 +44,7 @@ def read_rope(fields: Fields) -> RopeConfig:
 
 
 def _merged(fields: Fields) -> Fields:
-    """One table: rope_theta, rope_type, and the parameters of that type."""
+    """Return one table: rope_theta, rope_type, and the parameters of that type."""
     tables = {name: _typed(fields.table(name), name) for name in TABLES}
     ours, older = tables["rope_parameters"], tables["rope_scaling"]
     if ours.get("rope_type") == "default" and older.get("rope_type"):
@@ -71,7 +70,7 @@ def _merged(fields: Fields) -> Fields:
 
 
 def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
-    """The context before scaling, which some files keep beside the tables, and some leave out."""
+    """Add the context length before scaling, which some files keep outside the tables or omit."""
     name = "original_max_position_embeddings"
     beside = fields.get(name)
     if beside is None:
@@ -84,7 +83,7 @@ def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
 
 
 def _typed(table: Fields, name: str) -> dict[str, Any]:
-    """What the table says (null is nothing), its kind under `rope_type`."""
+    """Return the table without nulls, its kind under `rope_type`."""
     values = {key: value for key, value in table.values.items() if value is not None}
     old = values.pop("type", None)
     if old is not None and values.setdefault("rope_type", old) != old:
@@ -147,7 +146,7 @@ def _yarn(merged: Fields) -> RopeConfig:
 
 
 def _attention_factor(merged: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1; with both mscales, the first one's over the second one's, as DeepSeek."""
+    """0.1 ln(factor) + 1; with both mscales, the ratio of their factors, as in DeepSeek."""
     if not merged.get("mscale") or not merged.get("mscale_all_dim"):
         return 0.1 * math.log(factor) + 1.0
     first, second = (
@@ -157,7 +156,7 @@ def _attention_factor(merged: Fields, factor: float) -> float:
 
 
 def rope_json(rope: RopeConfig) -> dict[str, Any]:
-    """rope_theta and rope_scaling (transformers 4's keys), which `read_rope` reads back."""
+    """Return rope_theta and rope_scaling (transformers 4's keys), which `read_rope` reads back."""
     scaling: dict[str, Any] | None = None
     if rope.yarn is not None:
         scaling = {

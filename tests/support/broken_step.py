@@ -1,8 +1,8 @@
-"""Engines whose steps are broken on purpose, for the tests of what has to find it.
+"""Engines with broken steps, for the tests of what must detect them.
 
-`CorruptingEngine` writes over a committed KV row of the target after decode steps: every later
-token of the row attends to what no token left there. `FailingEngine` loses its state in a step, as
-a device's error does.
+`CorruptingEngine` overwrites a committed KV slot of the target after decode steps, so every later
+token of the row attends to wrong keys. `FailingEngine` loses its state in a step, as in a device
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jspec.serving.engine import Engine
 
 
 class CorruptingRunner:
-    """A runner that corrupts the last committed row of a step's first slot, every `every` steps."""
+    """Corrupts the last committed KV slot of a step's first row, every `every` decode steps."""
 
     def __init__(self, inner: DeviceRunner, *, every: int) -> None:
         self._inner, self._every, self._count = inner, every, 0
@@ -42,7 +42,7 @@ class CorruptingRunner:
 
 
 class FailingRunner:
-    """A runner that loses its state at dispatch number `at`, counted from 1."""
+    """Loses its state at dispatch number `at`, counted from 1."""
 
     def __init__(self, inner: DeviceRunner, *, at: int) -> None:
         self._inner, self._at, self._count = inner, at, 0
@@ -59,7 +59,7 @@ class FailingRunner:
 
 @partial(jax.jit, donate_argnums=(0,))
 def _corrupted(state: EngineState, slot: int) -> EngineState:
-    """The state with K and V of token L - 1 turned round, in every layer."""
+    """Return the state with K and V of token L - 1 flipped and scaled, in every layer."""
     rows = state.rows
     last = rows.seq_lens[slot] - 1
     kv = []
@@ -71,8 +71,6 @@ def _corrupted(state: EngineState, slot: int) -> EngineState:
 
 
 class CorruptingEngine(Engine):
-    """An Engine whose runner is a CorruptingRunner."""
-
     every = 4
 
     def _build_runner(
@@ -84,8 +82,6 @@ class CorruptingEngine(Engine):
 
 
 class FailingEngine(Engine):
-    """An Engine whose runner is such a FailingRunner."""
-
     at = 12
 
     def _build_runner(

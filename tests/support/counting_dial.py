@@ -1,20 +1,19 @@
-"""A dial that needs no table: for a target whose next token is always the last one plus 1.
+"""Controlled acceptance without a table, for a target whose next token is always the last plus 1.
 
 With such a target the true continuation follows from a request's seed alone, so acceptance can be
-set request by request while an engine of any size serves: the seed's lower half names the token at
-position 0, its upper half the dial. The head runs whole, its logits and ranking too, so that a
-step costs what it costs with a head of one's own.
+set per request while an engine of any size serves: the seed's lower half is the token at position
+0, its upper half the acceptance. The head runs in full, logits and ranking included, so that a step
+costs what it costs with a real head.
 
-    seed_of(first=7, acceptance=0.5): the token at position p is (7 + p) % V, and after right
-    tokens the first candidate is right with probability 0.5 at each depth, whatever the shape
+    seed_of(first=7, acceptance=0.5): the token at position p is (7 + p) % V, and after correct
+    tokens the first candidate is correct with probability 0.5 at each depth, for any shape
 
-The head is more or less sure from position to position, and says so by its scores: sure to a share
-c it is right with its first candidate in c of all cases, with the second in c r, then c r^2, where
-r = OTHERS (1 - c). So a tree accepts more than a chain, and a score is worth something, though what
-is right is drawn anew each time. After a wrong token all candidates are wrong, and the head is as
-sure of them. One of four is right in 0.68, 0.83 and 0.93 of all cases where the first of them is in
-0.52, 0.69 and 0.85; of the bundled pair in 0.69, 0.89 and 0.89 (acceptance.json, depth 1 of 3/1/4
-and of 4/4/16).
+The head's confidence c varies by position and shows in its scores: its first candidate is correct
+with probability c, the second with c r, then c r^2, where r = OTHERS (1 - c). So a tree accepts
+more than a chain and scores carry information, though correctness is drawn independently. After a
+wrong token all candidates are wrong, at the same confidence. One of four candidates is correct in
+0.68, 0.83 and 0.93 of all cases where the first is in 0.52, 0.69 and 0.85; for the bundled pair in
+0.69, 0.89 and 0.89 (acceptance.json, depth 1 of 3/1/4 and of 4/4/16).
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 
-LEVELS = 65536  # of the dial
-# A table's row against what 32 layers of random weights add to it: the last token decides.
+LEVELS = 65536  # of acceptance
+# Makes the embedding dominate what 32 layers of random weights add: the last token decides.
 EMBEDDING_SCALE = 1000.0
 OTHERS = 0.6
-# How far confidence goes from the dial, either way, of the way to the nearer of 0 and 1.
+# Spread of confidence around the acceptance, relative to its distance from 0 or 1.
 SPREAD = 0.9
-LEAST_SHARE = 1e-6  # what the head gives to what it holds for impossible: scores are finite
-# Which of a position's draws.
+LEAST_SHARE = 1e-6  # least probability of a candidate, so that scores are finite
+# Separate the random draws at one position.
 CONFIDENCE, RANK, WRONG = 0x51ED27, 0x2545F5, 0x9E3779
 
 
 def seed_of(*, first: int, acceptance: float) -> int:
-    """The seed of a request whose tokens are (first + position) % V; acceptance from 0 to 1."""
+    """Seed of a request whose tokens are (first + position) % V; acceptance in [0, 1]."""
     return round(acceptance * (LEVELS - 1)) << 32 | first
 
 
 def counting_weights(params: Params) -> Params:
-    """The target's random params such that token v + 1 follows v, whatever came before.
+    """Change the target's random params so that token v + 1 follows v, whatever the prefix.
 
-    The target has an output head of its own (not tied): its columns become the embedding's rows,
-    each one later.
+    The target must have an untied output head: its columns become the embedding's rows, shifted by
+    one.
     """
     table, head = params["embed"]["table"], params["lm_head"]["kernel"]
     turned = jnp.roll(table, 1, axis=0).T.astype(head.dtype)
@@ -68,7 +67,7 @@ def counting_weights(params: Params) -> Params:
 
 
 def true_tokens(seed: jax.Array, positions: jax.Array, *, vocab_size: int) -> jax.Array:
-    """i32[B, R]: what lies at these positions of requests with these seeds, u32[B, 2]."""
+    """Return i32[B, R], the tokens at these positions of requests with seeds u32[B, 2]."""
     return (seed[:, 1:].astype(jnp.int32) + positions) % vocab_size
 
 
@@ -80,10 +79,10 @@ def dialled(
     vocab_size: int,
     after: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the head guesses at positions [B, R] and the log-probability of each: [B, R, K], best
-    first. after: the tokens before, all wrong; None: they are right.
+    """Return the guesses at positions [B, R] and their log-probabilities: [B, R, K], best first.
 
-    The first of K are what they are for any other K.
+    after: the tokens before, all wrong; None: they are correct. The first of K guesses do not
+    depend on K.
     """
     high, low = seed[:, :1], seed[:, 1:]
     key = mix32(low * jnp.uint32(2654435761) ^ mix32(positions.astype(jnp.uint32)))
@@ -105,13 +104,12 @@ def dialled(
 
 
 def _uniform(key: jax.Array, draw: int) -> jax.Array:
-    """From 0 to below 1."""
     return (mix32(key ^ jnp.uint32(draw)) >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
 class CountingDial(EagleDrafter):
-    """EAGLE's drafter with the dial's ids and scores in place of the head's."""
+    """EAGLE's drafter with ids and scores from `dialled` instead of the head's."""
 
     def candidates(
         self,
@@ -121,12 +119,12 @@ class CountingDial(EagleDrafter):
         positions: jax.Array,
         sampling: SamplingRows,
     ) -> tuple[jax.Array, jax.Array]:
-        """As EagleDrafter.candidates, at its full cost, if what comes before is right."""
+        """Like EagleDrafter.candidates, at its full cost, given a correct prefix."""
         found, scores = EagleDrafter.candidates(
             self, params, hidden, positions=positions, sampling=sampling
         )
         ids, terms = self._dialled(positions, sampling)
-        # Never negative, which the compiler does not know: so it keeps what made them.
+        # Ids are never negative, but the compiler does not know and keeps the head's computation.
         is_none = found < 0
         return jnp.where(is_none, found, ids), jnp.where(is_none, scores, terms)
 
@@ -140,8 +138,7 @@ class CountingDial(EagleDrafter):
         params: Params,
         sampling: SamplingRows,
     ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
-        """As EagleDrafter.expand. A beam is right if its token is: what follows a wrong one is
-        wrong, so nothing on its way is."""
+        """Like EagleDrafter.expand; a beam is correct if its token is."""
         caches, hidden, found, terms = EagleDrafter.expand(
             self, caches, ids, carried, beams, params=params, sampling=sampling
         )
@@ -169,8 +166,10 @@ class CountingDial(EagleDrafter):
 
 
 def counting_source(request: DraftRequest) -> DraftSource:
-    """EAGLE-3's row of the registry with this dial. Its head must draft from all of the target's
-    vocabulary or a part of it: ids are not looked up."""
+    """Return EAGLE-3's registry entry with this drafter.
+
+    Its head must draft from the target's vocabulary or a prefix of it: ids are not mapped.
+    """
     source = DRAFTERS[Algorithm.EAGLE3](request)
 
     def make(ops: Any, shard: Any) -> CountingDial:

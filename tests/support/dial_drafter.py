@@ -1,15 +1,15 @@
-"""The dial drafter: EAGLE's whole drafting path, with guesses whose quality is set by a dial.
+"""Controlled acceptance: EAGLE's whole drafting path, with guesses of adjustable quality.
 
-It knows the true continuation of every request (from a plain run) and, at each position, puts the
-true token at a random rank among the K candidates with probability `acceptance`, and leaves it
-out otherwise. A random draft accepts nothing and proves nothing; this one accepts every count
-from 0 to S, through first and later children. The head still runs and writes its KV.
+The drafter knows the true continuation of every request (from a plain run). At each position it
+puts the true token at a random rank among the K candidates with probability `acceptance`, and
+leaves it out otherwise. A random draft accepts nothing and so tests nothing; this one accepts every
+count from 0 to S, through first and later children. The head still runs and writes its KV.
 
     params = {"head": the head's params,
               "dial": {"seeds": u32[R, 2], "truth": i32[R, C], "decoy": i32[]}}
 
-Requests are told apart by their seed; truth[r, p] is the token at position p of request r. A decoy
-(an id, or -1 for none) is guessed at every position, at the best rank that the truth leaves.
+Requests are identified by their seed; truth[r, p] is the token at position p of request r. A decoy
+(an id, or -1 for none) is guessed at every position, at the best rank that the truth leaves free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 
 @dataclass(frozen=True, slots=True)
 class DialHead:
-    """A head whose params lie one level deeper, beside the dial's."""
+    """A head whose params are one level deeper, in the same tree as the dial's."""
 
     inner: FeatureHead
 
@@ -90,7 +90,6 @@ class DialDrafter(EagleDrafter):
         positions: jax.Array,
         sampling: SamplingRows,
     ) -> tuple[jax.Array, jax.Array]:
-        """The dial's, whatever the head says."""
         del hidden
         return dialled(
             params["dial"],
@@ -104,7 +103,7 @@ class DialDrafter(EagleDrafter):
 
 @dataclass(frozen=True, slots=True)
 class DialMultiLayerDrafter(MultiLayerDrafter):
-    """The same for layers of one's own. The dial's params lie beside theirs, under "dial"."""
+    """Controlled acceptance for multi-layer drafters; the params have an extra entry "dial"."""
 
     acceptance: float = 0.8
 
@@ -117,7 +116,6 @@ class DialMultiLayerDrafter(MultiLayerDrafter):
         positions: jax.Array,
         sampling: SamplingRows,
     ) -> tuple[jax.Array, jax.Array]:
-        """The dial's, whatever the layer says."""
         del layer, out
         return dialled(
             params["dial"],
@@ -138,7 +136,7 @@ def dialled(
     acceptance: float,
     vocab_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The dial's ids and scores; ranks fall off geometrically, as a good draft's do."""
+    """Return ids and scores; scores fall off geometrically with rank, like a good draft's."""
     seed = sampling.seed
     row = jnp.argmax(jnp.all(dial["seeds"][None] == seed[:, None], axis=2), axis=1)
     width = dial["truth"].shape[1]
@@ -154,10 +152,7 @@ def dialled(
 
 
 def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: Any) -> Any:
-    """Rank of the true token at each position, or `topk` where the dial leaves it out.
-
-    acceptance: a number, or an array that broadcasts to the others.
-    """
+    """Rank of the true token at each position, `topk` if left out. acceptance broadcasts."""
     bits = mix32(
         jnp.asarray(seed_low).astype(jnp.uint32) * jnp.uint32(2654435761)
         ^ mix32(jnp.asarray(positions).astype(jnp.uint32) + jnp.uint32(0x51ED27))
@@ -171,11 +166,10 @@ def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: Any) -> A
 def dial_params(
     truths: dict[int, tuple[int, ...]], *, rows: int, width: int, decoy: int = -1
 ) -> Params:
-    """The dial's tables: `truths` maps a request's seed to all its tokens, prompt included.
+    """Return the tables; `truths` maps a request's seed to all its tokens, prompt included.
 
-    decoy: an id that is guessed at every position, whatever the truth; -1 for none.
-
-    Raises ValueError for more requests than `rows` or tokens than `width`.
+    decoy: an id guessed at every position, whatever the truth; -1 for none. Raises ValueError for
+    more requests than `rows` or tokens than `width`.
     """
     if len(truths) > rows or any(len(ids) > width for ids in truths.values()):
         longest = max(len(ids) for ids in truths.values())

@@ -1,6 +1,6 @@
-"""A fake runner whose device fails when it is told to, and which can be begun anew.
+"""A fake runner with a device that fails on demand and can be restarted.
 
-Begun anew, it has no row and no page: a plan that names what was there before is a PlanError.
+After a restart it has no rows and pages: a plan that names earlier ones is a PlanError.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ Fails = Callable[[StepPlan], bool]
 
 
 class FailingRunner(FakeRunner):
-    """fails_at_dispatch, fails_at_collect: asked for each plan. num_bad_restarts: so many attempts
-    to begin it anew fail, too. may_restart: awaited by each. num_restarts counts those that did
-    not fail."""
+    """A FakeRunner that fails.
+
+    fails_at_dispatch, fails_at_collect: called for each plan
+    num_bad_restarts: this many restarts fail, too
+    may_restart: awaited by each restart
+    num_restarts: counts successful restarts
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A grammar over token ids, for tests without text: what may follow depends on all that came."""
+"""A grammar over token ids for tests without text; the allowed ids depend on the whole prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jspec.messages.grammar import Constraint
 
 @dataclass(frozen=True)
 class FakeGrammar:
-    """A walk over NUM_STATES states; in each one part of the ids is forbidden.
+    """A walk over NUM_STATES states, each of which forbids some ids.
 
     The end is allowed from `least` tokens on, and nothing else from `most` on.
     """
@@ -27,7 +27,7 @@ class FakeGrammar:
         return (3 * state + token_id + 1) % self.NUM_STATES
 
     def allowed(self, state: int, num_tokens: int) -> np.ndarray:
-        """bool[V]: the ids that may come after `num_tokens` tokens that led to `state`."""
+        """Return bool[V]: ids allowed after `num_tokens` tokens that led to `state`."""
         ids = np.arange(self.vocab_size)
         allowed = (ids + state) % 3 == 0
         allowed[:] = allowed & (num_tokens < self.most)

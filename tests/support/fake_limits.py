@@ -1,4 +1,4 @@
-"""Sizes of a toy engine, for tests of the host's half."""
+"""Sizes of a toy engine, for tests of the host half."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small_limits(
     prefix_cache: bool = False,
     shapes: tuple[tuple[int, int, int], ...] = (),
 ) -> ServeLimits:
-    """ServeLimits of a toy engine; 0/1/1 is plain decoding. shapes: beside the first one."""
+    """Return ServeLimits of a toy engine; 0/1/1 is plain decoding. shapes: the other shapes."""
     num_steps, topk, nodes = steps_topk_nodes
     algorithm = Algorithm.EAGLE3 if num_steps else Algorithm.NONE
     spec = SpeculativeConfig(

@@ -1,8 +1,8 @@
-"""The fake runner's books of the full space: who owns a page, who shares it, what is written on it.
+"""The fake runner's model of the full space: owners, sharers and contents of pages.
 
-What a row holds at a position depends on all tokens up to it, and on as many after it as the
-drafter looks ahead. So a fingerprint of those tokens stands for it: a shared page is right if each
-of its positions has the fingerprint that the reader's own text gives.
+The cache at a position depends on all tokens up to it, and on as many after it as the drafter looks
+ahead. A fingerprint of those tokens represents it: a shared page is correct if each of its
+positions has the fingerprint of the reader's own text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from jspec.messages.plan import RowRef, StepPlan
 from jspec.spec import indexing
 from tests.support.fake_rows import FakeRow, fingerprint, require
 
-SCRATCH = 0  # a fingerprint that no text has
+SCRATCH = 0  # not a fingerprint of any text
 
 
 class FakePages:
-    """A page has one owner, the only row that writes it, until it is shared: then nobody does."""
+    """A page has one owner, the only row that writes it; once shared it is read-only."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._size = limits.page_size
@@ -27,7 +27,7 @@ class FakePages:
         self._written: dict[int, dict[int, int]] = {}  # page → offset → fingerprint
 
     def own(self, page: int, ref: RowRef, rows: dict[int, FakeRow]) -> None:
-        """Gives a page to a row; its former owner and sharers, if any, must be gone for good."""
+        """Give a page to a row; former owner and sharers must have ended."""
         require(1 <= page <= self._num_pages, f"page {page} for {ref}")
         formers = self._sharers.pop(page, set())
         if page in self._owners:
@@ -43,7 +43,7 @@ class FakePages:
         rows[ref.slot].page_ids.append(page)
 
     def share(self, row: FakeRow, text: list[int]) -> None:
-        """Gives a new row the pages of its cached tokens, which must hold what it would write."""
+        """Give a new row the pages of its cached tokens, which must have the row's own KV."""
         admission, size = row.admission, self._size
         ref, cached_len = admission.row, admission.cached_len
         require(cached_len % size == 0, f"{ref} begins at {cached_len}, inside a page")
@@ -58,10 +58,10 @@ class FakePages:
             row.page_ids.append(page)
 
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
-        """The row writes its positions first to end - 1 and `scratch` more that mean nothing.
+        """Write positions first to end - 1, and `scratch` more with arbitrary contents.
 
-        Those that a layer lagged behind are written again: they mean something once what it looks
-        ahead at is known. What lies after the row's pages goes to page 0.
+        Positions that a layer lagged behind are written again: their contents are final once the
+        tokens that they look ahead at are known. Writes past the row's pages go to page 0.
         """
         ref = row.admission.row
         first = max(first - self._lag, row.admission.cached_len)
@@ -78,7 +78,7 @@ class FakePages:
         return fingerprint(row, text, position, lookahead=self._lookahead)
 
     def check_shared(self, plan: StepPlan, rows: dict[int, FakeRow]) -> None:
-        """What rows are said to share lies in their leader's pages, and is written."""
+        """Check that shared prefixes are in their leader's pages and are written."""
         of_plan = [rows[ref.slot] for ref in plan.rows]
         require(len(plan.shared) in (0, len(of_plan)), f"{plan.shared} of {len(of_plan)} rows")
         for row, shared in zip(of_plan, plan.shared, strict=False):

@@ -1,4 +1,4 @@
-"""What the fake runner remembers of each row, and its books of the window spaces' pages."""
+"""The fake runner's state of each row, and its model of the window spaces' pages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from jspec.spec import indexing
 
 
 class PlanError(InvariantError):
-    """A plan that a device could not run safely."""
+    pass
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises PlanError with `message` unless the condition holds."""
     if not condition:
         raise PlanError(message)
 
 
 @dataclass(slots=True, kw_only=True)
 class FakeRow:
-    """A slot as the device has it, and what the host can have read of it.
+    """A slot's state on the device, and what the host can have read of it.
 
-    window_pages: by window space, the pages that the row owns there, by index. text: its tokens as
-    far as anybody has asked for them.
+    window_pages: by window space, the row's pages there, by index
+    text: its tokens so far, extended on demand
     """
 
     admission: Admission
     page_ids: list[int]
     num_filled: int = 0
-    seq_len: int = 0  # L on the device, all dispatched steps included
+    seq_len: int = 0  # L on the device, after all dispatched steps
     num_emitted: int = 0
-    read_len: int = 0  # L as of the collected steps
+    read_len: int = 0  # L after the collected steps
     num_read: int = 0
     unread_rounds: int = 0
-    unread_tokens: int = 0  # at most, of those rounds
-    owed: int = 0  # tokens of which the drafter was not told
+    unread_tokens: int = 0  # upper bound for those rounds
+    owed: int = 0  # pending tokens
     steps_in_flight: int = 0
     window_pages: list[dict[int, int]] = field(default_factory=list)
     text: list[int] = field(default_factory=list)
@@ -48,21 +47,22 @@ class FakeRow:
 
     @property
     def known_len(self) -> int:
-        """What the host may take L for: what it dispatched of a fill, then what it read."""
+        """L as the host may assume: the dispatched part of a fill, later what it read."""
         return self.read_len if self.is_filled else self.num_filled
 
 
 def fingerprint(row: FakeRow, text: list[int], position: int, *, lookahead: int) -> int:
-    """Stands for what a row holds at a position: that depends on all tokens up to it, and on as
-    many after it as the drafter looks ahead."""
+    """Hash the tokens that the cache at a position depends on: all up to position + lookahead."""
     seen = tuple(text[: position + 1 + lookahead])
     return hash((row.admission.request.extra_key, seen)) or 1
 
 
 @dataclass(slots=True)
 class FakeWindowPage:
-    """A lent page of a window space: what is written at its offsets, and the rows that have it, of
-    which `owner` alone writes. is_shared: another has found it; then nobody does."""
+    """An allocated page of a window space: its contents by offset, and its rows.
+
+    Only `owner` writes it. is_shared: another row has found it; then it is read-only.
+    """
 
     index: int
     owner: RowRef
@@ -72,11 +72,11 @@ class FakeWindowPage:
 
 
 class FakeWindows:
-    """Who has which page of each window space; the rules of the full space are the runner's.
+    """Owners of each page of the window spaces; the full space is in FakePages.
 
-    A page may get a new owner while former rows live if no query of theirs from their known length
-    on can see it. All else that a row writes or sees must be on pages of its own, but for those
-    that it finds when it is admitted: they hold what it would have written.
+    A page may get a new owner while former rows live if none of their queries from their known
+    length on can see it. Everything else that a row writes or sees must be on its own pages, except
+    those found at admission, which must have what the row would have written.
     """
 
     def __init__(self, limits: ServeLimits) -> None:
@@ -84,7 +84,7 @@ class FakeWindows:
         self._pages: tuple[dict[int, FakeWindowPage], ...] = tuple({} for _ in limits.windows)
 
     def grant(self, grant: PageGrant, ref: RowRef, rows: dict[int, FakeRow]) -> None:
-        """Gives the page to the row; a former one that still needs it must be gone for good."""
+        """Give the page to the row; a former row that still needs it must have ended."""
         space, size = self._limits.windows[grant.space - 1], self._limits.page_size
         row, pages = rows[ref.slot], self._pages[grant.space - 1]
         table = row.window_pages[grant.space - 1]
@@ -117,7 +117,7 @@ class FakeWindows:
     def _take(
         self, grant: PageGrant, other: RowRef, rows: dict[int, FakeRow], *, ref: RowRef, index: int
     ) -> None:
-        """Of a former row, which must not see it any more, or be gone."""
+        """Take the page from a former row, which must not see it any more, or have ended."""
         space, size = self._limits.windows[grant.space - 1], self._limits.page_size
         row = rows.get(other.slot)
         if row is None or row.admission.row != other:
@@ -130,7 +130,7 @@ class FakeWindows:
             del row.window_pages[grant.space - 1][index]
 
     def check(self, row: FakeRow, *, first: int, end: int) -> None:
-        """Queries from `first` on, which write up to `end`, meet pages of the row's own alone."""
+        """Check that queries from `first` and writes up to `end` use only the row's own pages."""
         size = self._limits.page_size
         first = max(first - self._limits.spec.lag, row.admission.cached_len)
         for space, table in zip(self._limits.windows, row.window_pages, strict=True):
@@ -143,13 +143,12 @@ class FakeWindows:
             )
 
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
-        """The row writes its positions first to end - 1 and `scratch` more that mean nothing."""
         ref, size, ahead = row.admission.row, self._limits.page_size, self._limits.spec.tokens_ahead
         first = max(first - self._limits.spec.lag, row.admission.cached_len)
         for pages, table in zip(self._pages, row.window_pages, strict=True):
             for position in range(first, end + scratch):
                 if position // size not in table:
-                    continue  # after the row's end, which is written to page 0
+                    continue  # past the row's end: goes to page 0
                 page = pages[table[position // size]]
                 require(page.owner == ref, f"{ref} writes a page of {page.owner} at {position}")
                 require(not page.is_shared, f"{ref} writes a shared page at {position}")

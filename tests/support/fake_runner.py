@@ -1,13 +1,12 @@
-"""A runner without a device: deterministic tokens, and a check of every plan it is given.
+"""A runner without a device: deterministic tokens, and a check of every plan.
 
-It plays the device's part (true lengths, page tables, which step runs when) in plain integers and
-raises PlanError as soon as the host plans something that a device could not run safely. It
-computes a step when it is dispatched and hands the result over when it is collected, so the host
-knows no more than it would of a device.
+It plays the device's part (true lengths, page tables, order of steps) in plain integers and raises
+PlanError as soon as the host plans something that a device could not run safely. A step is computed
+at dispatch and its result handed over at collect, so the host knows no more than with a device.
 
 The token at position p of a request is token_at(request, p), whatever the batch, the chunking or
-the acceptance; a round at length L accepts accepted_at(request, L) drafts. What the checks
-cover is listed at `FakeRunner`.
+the acceptance; a round at length L accepts accepted_at(request, L) drafts. `FakeRunner` lists the
+checks.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from tests.support.fake_rows import FakeRow, FakeWindows, require
 from tests.support.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
-LOOKAHEAD = 1  # tokens that any fake drafter sees beyond what is written
+LOOKAHEAD = 1  # tokens that any fake drafter sees past what is written
 
 
 def hash_token(request: Request, position: int) -> int:
-    """A token of the fake text from (seed, position) alone, but never a stop id that is masked.
+    """Return a token from (seed, position) alone, but never a masked stop id.
 
-    As on the device, stop ids are masked while fewer than min_new_tokens are out.
+    Like on the device, stop ids are masked while fewer than min_new_tokens are out.
     """
     num_out = position - len(request.prompt_ids)
     masked = request.stop_ids if num_out < request.sampling.min_new_tokens else ()
@@ -55,9 +54,9 @@ def hash_token(request: Request, position: int) -> int:
 
 
 def scripted_tokens(scripts: dict[str, tuple[int, ...]]) -> TokenAt:
-    """token_at that reads output token i of a request from scripts[request_id][i].
+    """Return a token_at that reads output token i of a request from scripts[request_id][i].
 
-    Past the script's end come zeros: what a device emits past a stop is anybody's guess.
+    Past the script's end it returns zeros: tokens that a device emits past a stop are arbitrary.
     """
 
     def token_at(request: Request, position: int) -> int:
@@ -69,7 +68,7 @@ def scripted_tokens(scripts: dict[str, tuple[int, ...]]) -> TokenAt:
 
 
 def random_acceptance(rate: float, num_steps: int, *, salt: int = 0) -> TokenAt:
-    """accepted_at in which each further draft is accepted with probability `rate`, by a hash."""
+    """Return an accepted_at that accepts each further draft with probability `rate`, by a hash."""
 
     def accepted_at(request: Request, seq_len: int) -> int:
         for level in range(num_steps):
@@ -93,22 +92,21 @@ class FakeRunner:
     """Runner for tests; raises PlanError unless every dispatched plan obeys these rules.
 
     - Messages survive pickling; all calls come from one thread; steps count up by one; at most
-      overlap_depth steps are unread at a dispatch; a plan has the fields of its kind and no other.
+      overlap_depth steps are unread at a dispatch; a plan has only the fields of its kind.
     - Rows: real slots, no slot twice, the epoch of the slot's current tenant; a slot gets a new
       tenant, of a higher epoch, only when no step in flight names the old one.
-    - Pages: real ids; never owned by two rows, unless the old owner's steps are all collected, and
-      then the old owner never runs again; never past the width of the table, never more at once
-      than the packed put has room for. Cached pages hold what their reader would have written, and
-      nobody writes them (`FakePages`). In the window spaces: `FakeWindows`.
-    - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
-      contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
-      that the request would really emit.
-    - Decode: its shape is one of the engine's; at most W tokens of a row wait for its drafter, none
-      when it drafts; the final chunk is dispatched; some token is left to emit; for each round
-      that may be of use, the reservation holds for what the host can have read, and the device's
-      true length stays within it; rounds after a row's end stay within the table; no page is
-      granted that is not needed. Rows that are said to share a prefix hold the same pages there,
-      and have all of it.
+    - Pages: real ids; two rows own the same page only if the old owner's steps are all
+        collected, and then the old owner never runs again; never past the width of the table,
+        never more at once than the packed transfer can carry. Cached pages have what their
+        reader would have written and are read-only (`FakePages`). Window spaces: `FakeWindows`.
+    - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk;
+        chunks contiguous; next_id right; every write on an own page; the fill is the prompt and
+        then tokens that the request would really emit.
+    - Decode: its shape is one of the engine's; at most W tokens of a row are pending, none when
+        it drafts; the final chunk is dispatched; some token is left to emit; for each useful
+        round, the reservation covers what the host can have read, and the device's true length
+        stays within it; rounds after a row's end stay within the table; no unneeded page is
+        granted. Rows that share a prefix have the same pages there, fully written.
     """
 
     def __init__(
@@ -248,7 +246,7 @@ class FakeRunner:
             self._pages.own(page, ref, self._rows)
 
     def _text(self, row: FakeRow, length: int) -> list[int]:
-        """The row's tokens, as many as `length` at least: its prompt, then what it emits."""
+        """Return at least `length` of the row's tokens: its prompt, then what it emits."""
         request = row.admission.request
         row.text = row.text or list(request.prompt_ids)
         row.text += [self._token_at(request, p) for p in range(len(row.text), length)]
@@ -266,7 +264,7 @@ class FakeRunner:
         self._pages.write(row, text, first=chunk.start, end=end, scratch=0)
         self._windows.write(row, text, first=chunk.start, end=end, scratch=0)
         row.num_filled = row.seq_len = end
-        row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
+        row.read_len = len(fill_ids)  # what the host may assume after dispatching the fill
         next_id = None if row.is_filled else fill_ids[end]
         require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
         if not row.is_filled:
@@ -305,14 +303,14 @@ class FakeRunner:
         require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
 
     def _needed(self, row: FakeRow) -> int:
-        """Positions that the rounds of the next step may write to any purpose."""
+        """Positions that the useful rounds of the next step may write."""
         spec = self._limits.spec
         first = row.read_len + row.unread_tokens
         final = first + (self._limits.num_rounds - 1) * spec.max_emitted
         return max(first, min(final, self._last(row))) + spec.num_scratch_rows
 
     def _last(self, row: FakeRow) -> int:
-        """Length at which the request's last token may be still to come."""
+        """Length at which the request's last token may still be missing."""
         admission, sampling = row.admission, row.admission.request.sampling
         most = budget.clip_max_new_tokens(
             self._limits, admission.prompt_len, sampling.max_new_tokens
@@ -320,7 +318,7 @@ class FakeRunner:
         return budget.last_committed(admission.prompt_len, most)
 
     def _tell(self, plan: StepPlan) -> None:
-        """What a drafter was not told waits by row; nothing does where no step can be plain."""
+        """Track pending tokens by row; none are pending unless some shape is plain."""
         limits, rows = self._limits, [self._row(ref) for ref in plan.rows]
         require(plan.spec(limits) in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
         if plan.owed:
@@ -337,7 +335,6 @@ class FakeRunner:
                 require(row.owed == 0, f"a row drafts while {row.owed} tokens wait")
 
     def _decode(self, ref: RowRef, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The row's ids, round by round."""
         row = self._row(ref)
         require(row.is_filled, f"{ref} decodes before its final chunk")
         reserved = row.read_len + row.unread_tokens
@@ -378,7 +375,7 @@ class FakeRunner:
         return emitted
 
     def _check_tokens_left(self, row: FakeRow) -> None:
-        """What the host has read (an unread final chunk is one), and its unread rounds, fit."""
+        """Check that the tokens read (an unread final chunk is one) and the unread rounds fit."""
         admission = row.admission
         before = len(admission.fill_ids) - admission.prompt_len
         known = before + max(row.num_read, 1) + row.unread_rounds

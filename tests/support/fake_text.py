@@ -1,7 +1,7 @@
-"""A trivial text: one character per token id, so that expected texts are worked out by hand.
+"""Trivial text with one character per token id, so that expected texts are easy to write by hand.
 
 Id 0 is "a", 1 is "b", ... 25 is "z". `FakeTextStream` is the streaming half with a stop matcher;
-`expected_output` states the stop rules once more, one id at a time, as an oracle.
+`expected_output` implements the stop rules again, one id at a time, as an oracle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 class FakeTextStream:
-    """The TextStream of one request: holds back what may be the beginning of a stop string.
+    """The TextStream of one request: holds back a possible start of a stop string.
 
     Ids pushed with allow_stop False cannot be part of a match.
 
@@ -46,11 +46,10 @@ class FakeTextStream:
         return cls(request.sampling.stop)
 
     def watch(self) -> FakeTextStream:
-        """Ids are characters here, so it does as its own watch."""
+        """Return a stream as its own watch, since ids are characters here."""
         return FakeTextStream(self._stop)
 
     def passes(self, ids: Sequence[int]) -> bool:
-        """As `messages.protocols.StopWatch.passes`."""
         ahead = copy.copy(self)
         if ahead.push(tuple(ids)).matched is not None:
             return False
@@ -78,7 +77,7 @@ class FakeTextStream:
         return self._text[start:end]
 
     def _num_held(self) -> int:
-        """Length of the longest tail that begins some stop string."""
+        """Length of the longest suffix that starts some stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(self._text) - self._search_start), 0, -1):
             if any(stop.startswith(self._text[-length:]) for stop in self._stop):
@@ -96,7 +95,7 @@ class ExpectedOutput:
 def expected_output(
     request: Request, token_at: Callable[[Request, int], int], *, max_new_tokens: int
 ) -> ExpectedOutput:
-    """The whole output of a request whose token at position p is token_at(request, p)."""
+    """Return the whole output of a request whose token at position p is token_at(request, p)."""
     ids: list[int] = []
     low = request.sampling.min_new_tokens
     while True:

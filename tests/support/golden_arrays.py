@@ -1,4 +1,4 @@
-"""Arrays that another program wrote, as the tests compare with them."""
+"""Reference arrays written by another program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ import numpy as np
 
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, which is closed again."""
     with np.load(path) as file:
         return dict(file)

@@ -1,6 +1,6 @@
-"""Is a sample drawn from the distribution it should be drawn from? Pearson's chi-square test.
+"""Pearson's chi-square test: is a sample drawn from the expected distribution?
 
-Knows nothing about tokens or noise: counts and probabilities in, a verdict out.
+Independent of tokens and noise: counts and probabilities in, a verdict out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An interrupt of the thread that runs a test, at a time that the test chooses."""
+"""Interrupts the thread that runs a test, at a time of the test's choice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 @contextmanager
 def interruption(wait: Callable[[], object]) -> Iterator[None]:
-    """Expects the KeyboardInterrupt that this thread gets soon after `wait` returns.
+    """Expect the KeyboardInterrupt that this thread gets soon after `wait` returns.
 
-    By a signal of its own: where a shell runs tests in the background, SIGINT is ignored.
+    It uses a signal of its own, since SIGINT is ignored in tests that a shell runs in the
+    background.
     """
 
     def interrupt(*_: object) -> None:

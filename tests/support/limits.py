@@ -1,4 +1,4 @@
-"""The sizes that an engine would have, of a config and devices that need not exist."""
+"""Limits of an engine for a config and devices that need not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jspec.spec.cache_groups import CacheGroup
 def limits_for(
     args: EngineArgs, groups: tuple[CacheGroup, ...], *, devices: Sequence[Any]
 ) -> ServeLimits:
-    """As `building` finds them: resolved, then sized by what `devices` have free."""
+    """Return limits like `building` does: resolved, then sized by the free memory of `devices`."""
     checkpoint = CheckpointFacts(
         model_path="m", tokenizer_path="m", max_position=256, head_dims=(16,)
     )

@@ -1,4 +1,4 @@
-"""A small pair on disk, and the flags with which one stream of it is served."""
+"""A small pair on disk, and the flags that serve one stream of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %
 
 
 def flags_of_one_stream(folder: Path) -> list[str]:
-    """What `jspec generate` chooses, said for `serve` too; its programs are kept in `folder`."""
+    """Return `jspec generate`'s defaults as flags of `serve`; `folder` keeps compiled programs."""
     pair = write_tiny_pair(folder, max_position=16384)
     (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
     return [

@@ -1,4 +1,4 @@
-"""A chooser of shapes that wants the worst: at random, for one step or for many in a row."""
+"""A shape chooser for stress tests: random, for one step or for many in a row."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.scheduler.shapes.shape_policy import ShapeTotals
 
-LONGEST_RUN = 24  # beyond what may wait for a drafter (core.config.LEAST_DEFERRED)
+LONGEST_RUN = 24  # more than may be pending (config.limits.LEAST_DEFERRED)
 
 
 class RandomShapes:
-    """Of the engine's shapes, in an order that `seed` decides. used: how often each was chosen."""
+    """Chooses shapes in an order that `seed` gives. used: count of each choice."""
 
     def __init__(self, limits: ServeLimits, *, seed: int) -> None:
         self._shapes = limits.shapes
@@ -29,7 +29,7 @@ class RandomShapes:
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         del num_rows, features
         if not self._num_left:
-            if not self._deck:  # none is left out for long
+            if not self._deck:  # every shape comes up soon
                 self._deck = self._random.sample(self._shapes, len(self._shapes))
             self._shape = self._deck.pop()
             self._num_left = self._random.choice((1, 1, 2, 3, LONGEST_RUN))

@@ -1,8 +1,8 @@
-"""A drafter on a script: any drafter's caches and state, and the guesses that a test wants.
+"""A drafter with scripted guesses: any drafter's caches and state, with a test's own trees.
 
-The inner drafter proposes and advances as ever; of a row whose seed the script knows, its tree is
-replaced. A row is told the truth as often as its acceptance says, at random ranks (1: always, at
-the first), or is told garbage: ids of no token among those of others, scores that are no numbers.
+The inner drafter proposes and advances as usual; for rows whose seed is in the script, the tree is
+replaced. Such a row gets the true token with its acceptance probability, at random ranks (1:
+always, at the first), or garbage: invalid ids among valid ones, scores that are not numbers.
 
     params = {"own": the inner drafter's, "script": script_params(...)}
 """
@@ -35,7 +35,7 @@ from tests.support.dial_drafter import dial_rank
 
 @dataclass(frozen=True, slots=True)
 class ScriptedDrafter:
-    """inner: any drafter. vocab_size: of the target."""
+    """inner: any drafter; vocab_size: of the target."""
 
     inner: Drafter
     spec: SpeculativeConfig
@@ -66,7 +66,7 @@ class ScriptedDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """The inner drafter's caches; its tree, or the script's where the script knows the row."""
+        """Propose with the inner drafter; replace the tree of rows in the script."""
         caches, own = self.inner.propose(params["own"], caches, state, rows)
         script = params["script"]
         known = jnp.any(_is_row(script, rows.sampling), axis=1)[:, None]
@@ -79,7 +79,7 @@ class ScriptedDrafter:
         return self.inner.advance(params["own"], caches, state, emitted)
 
     def _scripted(self, script: Params, rows: RowsInStep) -> DraftTree:
-        """The tree that EAGLE-2 would make of the script's guesses."""
+        """Return the tree that EAGLE-2 builds from the script's guesses."""
         guess = partial(
             guesses, script, rows.sampling, topk=self.spec.topk, vocab_size=self.vocab_size
         )
@@ -98,7 +98,7 @@ class ScriptedDrafter:
 def guesses(
     script: Params, sampling: SamplingRows, positions: jax.Array, *, topk: int, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(ids i32[B, R, K], scores f32[B, R, K]) of the token positions i32[B, R]."""
+    """Return (ids i32[B, R, K], scores f32[B, R, K]) at the token positions i32[B, R]."""
     row = jnp.argmax(_is_row(script, sampling), axis=1)
     seed = sampling.seed[:, None, 1]
     width = script["truth"].shape[1]
@@ -121,7 +121,7 @@ def guesses(
 def _garbage(
     seed: jax.Array, positions: jax.Array, *, topk: int, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Ids of tokens, ids of none (just outside, and any), and scores of every kind."""
+    """Ids of tokens, invalid ids (just outside, and arbitrary), and scores of every kind."""
     place = jnp.arange(topk, dtype=jnp.uint32)
     bits = mix32(mix32(seed.astype(jnp.uint32) ^ positions.astype(jnp.uint32))[..., None] + place)
     some_ids = (bits >> 8) % jnp.uint32(vocab_size)
@@ -135,16 +135,12 @@ def _garbage(
 
 
 def _is_row(script: Params, sampling: SamplingRows) -> jax.Array:
-    """bool[B, R]: rows of the script by their seeds."""
     return jnp.all(script["seeds"][None] == sampling.seed[:, None], axis=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a row is told: all its tokens, prompt included, and how often the true one is guessed.
-
-    acceptance: probability that it is among the K guesses of its position; 1 is an oracle.
-    """
+    """A row's tokens, prompt included; acceptance: probability that the true one is guessed."""
 
     ids: tuple[int, ...]
     acceptance: float
@@ -153,9 +149,9 @@ class Told:
 def script_params(
     told: Mapping[int, Told], *, rows: int, width: int, garbage: Collection[int] = ()
 ) -> Params:
-    """The script. told: by the seeds of requests; garbage: seeds of those that are told garbage.
+    """Return the script. told: by the seeds of requests; garbage: seeds that get garbage.
 
-    Rows of no such seed keep their drafter's tree. Raises ValueError for more requests than `rows`
+    Rows with other seeds keep their drafter's tree. Raises ValueError for more requests than `rows`
     or tokens than `width`.
     """
     longest = max((len(each.ids) for each in told.values()), default=0)

@@ -1,7 +1,7 @@
-"""An engine that says what it is told: the real loop, scheduler, tokenizer and template; no model.
+"""An engine that answers with given text: real loop, scheduler, tokenizer and template; no model.
 
-What a server makes of an answer (calls of tools, reasoning, stop strings) is tested with it, in
-steps of several tokens as speculation makes them. It knows no weights and no configuration.
+It tests how a server processes an answer (tool calls, reasoning, stop strings), in steps of several
+tokens like speculation. It has no weights and no configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from jspec.text.template.chat_templates import ChatTemplates
 from tokenizers import decoders, models, pre_tokenizers
 
 from jspec.engine.programs.compilation import Progress
@@ -27,6 +26,7 @@ from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.engine import Engine
 from jspec.text.intake import Intake
 from jspec.text.stream import stream_of
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 from tests.support.failing_runner import FailingRunner, Fails
 from tests.support.fake_runner import small_limits
@@ -35,7 +35,7 @@ EOS = "<|eos|>"
 
 
 def write_text_files(directory: Path, *, special: Sequence[str] = (), template: str) -> Path:
-    """A tokenizer of one token a byte, with these special tokens, and a chat template."""
+    """Write a tokenizer with one token per byte and these special tokens, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: token_id for token_id, char in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -51,10 +51,12 @@ def write_text_files(directory: Path, *, special: Sequence[str] = (), template: 
 
 
 class SpeakingEngine(Engine):
-    """Answers every request with `says`, and then ends it. directory: of `write_text_files`.
+    """Answers every request with `says`, then ends it.
 
-    prompts: the text of every prompt that was run, in order. grammars, reasoning: what requests
-    asked for; what is said does not follow it. fails, may_restart: FailingRunner's.
+    directory: from `write_text_files`
+    prompts: the text of every prompt that ran, in order
+    grammars, reasoning: from the requests; `says` does not follow them
+    fails, may_restart: see FailingRunner
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class SpeakingEngine(Engine):
             may_restart=self._may_restart,
         )
         self._runner = cast(DeviceRunner, runner)
-        self._init_weights(cast(ServedWeights, None))  # there are none, and nobody asks for them
+        self._init_weights(cast(ServedWeights, None))  # there are no weights
         self._intake = Intake(
             tokenizer,
             vocab_size=tokenizer.vocab_size,

@@ -1,7 +1,7 @@
-"""Tiny random model pairs, as ordinary Hugging Face directories that the real loaders read.
+"""Tiny random model pairs, as ordinary Hugging Face directories for the real loaders.
 
 Weights are random but scaled so that the next token depends on the whole prefix; the tokenizer is
-byte level (one id a byte, then special tokens). For tests and examples only.
+byte level (one id per byte, then special tokens). For tests and examples only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TinyPair:
 
 
 def tiny_target_config(*, num_layers: int = 3, max_position: int = 256) -> ModelSpec:
-    """A Llama small enough to compile in a second; V = 320 leaves ids beyond the bytes."""
+    """Return a Llama that compiles in a second; V = 320 leaves ids beyond the bytes."""
     return uniform_decoder(
         vocab_size=320,
         hidden_size=32,
@@ -87,7 +87,7 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
 def write_tiny_pair(
     directory: Path, *, seed: int = 0, num_layers: int = 3, max_position: int = 256
 ) -> TinyPair:
-    """Writes `directory/target` and `directory/draft`; the same seed gives the same bytes."""
+    """Write `directory/target` and `directory/draft`; the same seed gives the same bytes."""
     target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)
     draft_config = tiny_draft_config(target_config)
     target = init_params(table_of(target_config), seed=seed)

@@ -1,10 +1,11 @@
-"""OpenAI's batch files: a request a line in, an answer a line out. It knows no engine.
+"""OpenAI's batch files: one request per input line, one answer per output line. Without an engine.
 
     in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     out  {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {...}}}
 
-Answers stand in the order of the requests, blank lines of the input left out. So what an
-interrupted run has written says by itself where the next one goes on: after its last whole line.
+Answers are in the order of the requests, without blank lines, so the output of an interrupted run
+shows where to continue: after its last complete line.
+
 Source: OpenAI's Batch API reference, "The request input object" and "output object".
 """
 
@@ -30,9 +31,11 @@ MAX_LINE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One request. number: of its line in the file, from 1; custom_id: None where it has none.
+    """One request.
 
-    url, body: what is asked. wrong: why it cannot be, empty if it can.
+    number: its line in the file, from 1
+    custom_id: None if missing
+    wrong: why the request is invalid, else empty
     """
 
     number: int
@@ -47,9 +50,9 @@ class Line:
 
 
 def read_lines(path: Path) -> Generator[Line]:
-    """The requests, one after the other; the file is never held whole.
+    """Yield the requests, invalid ones with `wrong` set.
 
-    A line that is no request is a Line with `wrong`. Raises ConfigError if it cannot be read.
+    Raises ConfigError for an unreadable file.
     """
     custom_ids: set[str] = set()
     with _opened(path) as file:
@@ -66,7 +69,7 @@ def read_lines(path: Path) -> Generator[Line]:
 
 
 def count_lines(path: Path) -> int:
-    """How many lines `read_lines` gives."""
+    """Return how many lines `read_lines` yields."""
     with _opened(path) as file:
         return sum(1 for text in _bounded_lines(file) if text.strip())
 
@@ -82,7 +85,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of any length, of which MAX_LINE_BYTES + 1 are kept at most."""
+    """Yield lines of any length, truncated to MAX_LINE_BYTES + 1 bytes."""
     while text := file.readline(MAX_LINE_BYTES + 1):
         rest = text
         while rest and not rest.endswith(b"\n"):
@@ -114,7 +117,6 @@ def _parse(number: int, text: bytes) -> Line:
 
 
 def _why_not(found: Mapping[str, Any]) -> str:
-    """Why an object is no request that can be served in a batch; empty if it is one."""
     unknown = sorted(set(found) - KEYS)
     if unknown:
         return f"has the unknown key {shown(unknown[0])}; expected {', '.join(sorted(KEYS))}"
@@ -131,11 +133,7 @@ def _why_not(found: Mapping[str, Any]) -> str:
 
 
 class AnswerFile:
-    """The answers, written whole lines at a time.
-
-    Opening it keeps what an earlier run wrote, less a line that it left unfinished, and checks
-    that those are answers to the first lines of `requests`: `num_written` of them, `num_errors` of
-    which are none that is well, the first in line `first_error`. Close it after the last `write`.
+    """The answers, written one whole line at a time.
 
     num_well: answers, of earlier runs and this one, that are what was asked for.
 
@@ -172,7 +170,7 @@ class AnswerFile:
                 found = None if line is None else _answer_to(line, text)
                 is_left_off = line is not None and (found is not None or _begins(line, text))
                 if is_left_off and not text.endswith(b"\n"):
-                    break  # to be written again
+                    break  # written again
                 if found is None:
                     expected = "no more lines"
                     if line is not None:
@@ -220,14 +218,13 @@ class AnswerFile:
 
 
 def _begins(line: Line, text: bytes) -> bool:
-    """Whether `text` may be what was written of an answer to this line when a run was stopped."""
+    """Return whether `text` may be an incomplete answer to this line from an interrupted run."""
     ids = {"id": line.answer_id, "custom_id": line.custom_id}
     first = json.dumps(ids, ensure_ascii=False).encode()[:-1]
     return text[: len(first)] == first[: len(text)]
 
 
 def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
-    """The answer that `text` is; None if it is none to this line."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -239,13 +236,13 @@ def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
 
 
 def is_well(found: Mapping[str, Any]) -> bool:
-    """Whether an answer is what was asked for, and no error."""
+    """Return whether an answer succeeded."""
     response = found.get("response")
     return isinstance(response, dict) and response.get("status_code") == HTTPStatus.OK
 
 
 def refusal(line: Line, code: str, message: str) -> dict[str, Any]:
-    """The answer to a line that could not be asked."""
+    """Return the answer to an invalid line."""
     return {
         "id": line.answer_id,
         "custom_id": line.custom_id,
@@ -255,7 +252,7 @@ def refusal(line: Line, code: str, message: str) -> dict[str, Any]:
 
 
 def answer(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a line that was asked, whatever came of it."""
+    """Return the answer to a line that was run, successful or not."""
     return {
         "id": line.answer_id,
         "custom_id": line.custom_id,

@@ -1,8 +1,8 @@
-"""Runs a batch file: every line through the server's own routes, answers in the lines' order.
+"""Batch runs: every line goes through the server's own routes; answers come in the lines' order.
 
-There is no socket: the application is called as a function, so an answer here is what the server
-would have sent. What a line does not say comes from its number alone: its seed, and its answer's
-id. A run that was killed therefore goes on as if it had not been.
+There is no socket: the ASGI application is called as a function, so an answer is exactly what the
+server would send. Defaults such as the seed and the answer's id derive from the line number alone,
+so a run that was killed continues with the same results.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
 
 RETRY_SECONDS = 0.05
-# Ids of calls as the server draws them (jspec.text.calls.registry).
+# Random ids of tool calls (jspec.text.calls.registry).
 _LONG_ID, _SHORT_ID = re.compile("call_[0-9a-f]{24}"), re.compile("[A-Za-z0-9]{9}")
 SEED_NAMES = ("seed", "sampling_seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """seed: with a line's number it gives the seed of a line without one. created: the time that
-    answers carry, seconds since 1970. window: lines under way at once. server: the model's name,
-    and how its answers are read."""
+    """Settings of a batch run.
+
+    seed: with the line number, the seed of a line without one
+    created: timestamp of the answers, seconds since 1970
+    window: lines in progress at once
+    server: the model's name and the answer format
+    """
 
     seed: int
     created: int
@@ -45,7 +49,7 @@ class BatchSettings:
 
 
 def window_of(engine: Engine) -> int:
-    """Enough lines that no slot waits for one, and no more than the queue takes."""
+    """Return enough lines to keep all slots busy, and no more than the queue takes."""
     limits = engine.limits
     return max(1, min(2 * limits.num_slots + 16, limits.max_queued_requests))
 
@@ -58,10 +62,9 @@ async def run_batch(
     *,
     on_answer: Callable[[bool], None],
 ) -> None:
-    """Answers every line of the iterator `lines`. on_answer is told of each one written, and
-    whether it is well.
+    """Answer all `lines`. Call on_answer for each answer written, with whether it succeeded.
 
-    Raises EngineClosedError if the engine ends first; what is written stays.
+    Raises EngineClosedError if the engine ends first; written answers stay.
     """
     app = create_app(engine, settings.server)
     waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
@@ -97,11 +100,11 @@ async def _answer_line(
             raise EngineClosedError(f"the engine ended at line {line.number}: {found}")
         if status != HTTPStatus.SERVICE_UNAVAILABLE:
             return answer(line, status, _of_line(line, found, settings))
-        await asyncio.sleep(RETRY_SECONDS)  # the queue is full: a line may ask for many sequences
+        await asyncio.sleep(RETRY_SECONDS)  # the queue is full: a line may request many sequences
 
 
 def with_seed(line: Line, seed: int) -> dict[str, Any]:
-    """The body of a line with a seed (and for /generate a rid) of its own, where it has none."""
+    """Return the body with a seed (and for /generate a rid) from the line, where missing."""
     own = choice_seed(seed & MAX_SEED, line.number)
     if line.url != "/generate":
         return {**line.body, **({} if _has_seed(line.body) else {"seed": own})}
@@ -115,7 +118,6 @@ def with_seed(line: Line, seed: int) -> dict[str, Any]:
 
 
 def _seeded(params: Any, seed: int) -> Any:
-    """As they are if they are no mapping, which the route then refuses by name."""
     if not isinstance(params, dict) or _has_seed(params):
         return params
     return {**params, "sampling_seed": seed}
@@ -126,8 +128,7 @@ def _has_seed(params: Mapping[str, Any]) -> bool:
 
 
 def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
-    """The body with what another run repeats: the batch's time, the line's id, and nothing of what
-    was found cached, which depends on what ran before."""
+    """Replace what a rerun would not reproduce: time, ids, and the number of cached tokens."""
     if not isinstance(found, dict) or "created" not in found:
         return found
     kind = str(found["id"]).split("-")[0]
@@ -141,7 +142,7 @@ def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
 
 
 def _call_id(given: str, place: str) -> str:
-    """The id of a call; one that was drawn follows from its place instead, in its own form."""
+    """Return a call id derived from its place, in the form of `given`, if that was random."""
     digest = hashlib.blake2b(place.encode()).hexdigest()
     if _LONG_ID.fullmatch(given):
         return f"call_{digest[:24]}"
@@ -149,12 +150,12 @@ def _call_id(given: str, place: str) -> str:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:
-    """Status and JSON of a POST to the application, called as ASGI says, without a socket."""
+    """POST to the ASGI application without a socket; return status and JSON."""
     messages: deque[Message] = deque([{"type": "http.request", "body": body, "more_body": False}])
     status, parts = 0, []
 
     async def receive() -> Message:
-        if not messages:  # the client stays until it has its answer
+        if not messages:  # stays connected until the answer is complete
             await asyncio.Event().wait()
         return messages.popleft()
 

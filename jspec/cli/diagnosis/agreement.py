@@ -1,8 +1,10 @@
-"""Agreement of a draft head with its target, teacher-forced: at every token of texts that the
-target wrote, what the head guesses S tokens ahead against what the target chooses there.
+"""Teacher-forced agreement of a draft head with its target.
 
-The target's features and choices come from the rescorer, the head's forward from training's
-unrolled form of it (`training.heads.unrolled_attention`), which shares neither pages nor steps with
+At every token of texts that the target generated, the head's guesses up to S tokens ahead are
+compared with the target's choices.
+
+The target's features and choices come from the rescorer, the head's forward from the unrolled form
+used in training (`training.heads.unrolled_attention`), which shares neither pages nor steps with
 serving. Where serving verified, both can be compared step by step.
 """
 
@@ -29,10 +31,11 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """R texts of at most T tokens, and what the target makes of them.
+    """R texts of at most T tokens, and the target's results on them.
 
-    chosen_ids[r, i]: the target's choice for token i. layers: the residual at the input of each of
-    the target's layers that was kept, by its id; `hidden` after the final norm.
+    chosen_ids: [r, i] is the target's choice for token i
+    hidden: the last hidden state, after the final norm
+    layers: the residual at the input of captured target layers, by layer id
     """
 
     token_ids: np.ndarray  # i32[R, T]
@@ -41,18 +44,17 @@ class Evidence:
     chosen_ids: np.ndarray  # i32[R, T]
     seeds: np.ndarray  # u32[R, 2]
     temperatures: np.ndarray  # f32[R]
-    prompt_loss: float  # mean of -log p of the prompts' tokens
+    prompt_loss: float  # mean of -log p over the prompts' tokens
     hidden: np.ndarray = field(repr=False)  # [R, T, E]
     layers: Mapping[int, np.ndarray] = field(repr=False)  # [R, T, E] each
 
     def aux(self, layer_ids: Sequence[int]) -> np.ndarray:
-        """[R, T, A] as the head is given it."""
+        """Return [R, T, A], the head's input from these layers."""
         if not layer_ids:
             return self.hidden[..., :0]
         return np.concatenate([self.layers[i] for i in layer_ids], axis=-1)
 
     def of_texts(self, rows: Sequence[int]) -> Evidence:
-        """Of some of the texts."""
         arrays = {
             field.name: getattr(self, field.name)[list(rows)]
             for field in fields(self)
@@ -62,13 +64,13 @@ class Evidence:
         return Evidence(prompt_loss=self.prompt_loss, layers=layers, **arrays)
 
     def anchors(self, num_steps: int) -> np.ndarray:
-        """bool[R, T - 1 - S]: draft rows t whose root t + 1 is output, and all guesses within."""
+        """bool[R, T - 1 - S]: draft rows t whose root t + 1 and guesses are all output tokens."""
         t = np.arange(self.token_ids.shape[1] - 1 - num_steps)[None, :]
         return (t >= self.prompt_lens[:, None] - 1) & (t + 1 + num_steps < self.lens[:, None])
 
 
 def gather(rescorer: Rescorer, texts: Sequence[Text], layer_ids: Sequence[int]) -> Evidence:
-    """Rescores all texts. layer_ids: the aux layers of the rescorer's target, ascending."""
+    """Rescore all texts. layer_ids: the aux layers of the rescorer's target, ascending."""
     scores = [rescorer.score(text.request, text.ids, features=True) for text in texts]
     width = -(-max(len(score.chosen_ids) for score in scores) // MULTIPLE) * MULTIPLE
 
@@ -94,17 +96,18 @@ def gather(rescorer: Rescorer, texts: Sequence[Text], layer_ids: Sequence[int]) 
 
 
 def prompt_loss(scores: Sequence[Rescored]) -> float:
-    """Mean of -log p over the prompts' tokens but the first of each."""
+    """Return the mean of -log p over the prompts' tokens, without the first of each."""
     known = np.concatenate([score.logprobs[1 : score.prompt_len] for score in scores])
     return -float(known.mean()) if len(known) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """hits[r, t, i]: whether the guess of depth i + 1 after t + 1 draft rows is what the target
-    chooses there.
+    """Agreement of guesses with the target's choices.
 
-    confidence: what the head's own distribution says of its depth-1 guesses, on average.
+    hits: [r, t, i] is true if the guess at depth i + 1 after t + 1 draft rows is the target's
+        choice
+    confidence: mean probability that the head gives to its depth-1 guesses
     """
 
     hits: np.ndarray  # bool[R, T - 1 - S, S]
@@ -113,12 +116,11 @@ class Agreement:
 
     @property
     def by_depth(self) -> list[float]:
-        """Share of hits at each depth, the true tokens before it given."""
+        """Share of hits at each depth, given the true tokens before it."""
         return [float(x) for x in self.hits[self.anchors].mean(axis=0)]
 
     @property
     def mean(self) -> float:
-        """Over all depths."""
         return float(self.hits[self.anchors].mean())
 
     @property
@@ -129,10 +131,7 @@ class Agreement:
 
 @cache
 def _guesser(head: Any, num_depths: int, dtype: str) -> Callable[..., Any]:
-    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence).
-
-    head: a DraftHead; all of them are frozen.
-    """
+    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence)."""
 
     def guess(
         params: Params,
@@ -171,14 +170,14 @@ def measure(
     dtype: str,
     shift: int = 0,
 ) -> Agreement:
-    """Over all texts. shift: features come from so many tokens later (1) or earlier (-1)."""
+    """Measure on all texts. shift: use the features of this many tokens later (< 0: earlier)."""
     run = partial(_guesser(cast(Any, head), num_steps, dtype), params)
     guessed, sure = [], []
     roll = partial(np.roll, shift=-shift, axis=1)
     aux, hidden = roll(evidence.aux(layer_ids)), roll(evidence.hidden)
     num_texts = len(evidence.lens)
     for start in range(0, num_texts, ROWS_AT_ONCE):
-        # The last rows are taken again where they would leave a batch of another size.
+        # Wraps around to the first texts, so that the last batch has the same size.
         part = np.arange(start, start + ROWS_AT_ONCE) % num_texts
         rows = (evidence.token_ids[part], hidden[part], aux[part])
         ids, confidence = run(*rows, evidence.seeds[part], evidence.temperatures[part])
@@ -198,7 +197,7 @@ def measure(
 
 
 def gain(trial: Agreement, base: Agreement) -> tuple[float, float]:
-    """(what the mean agreement gains, in how many standard errors), over the same anchors."""
+    """Return (gain in mean agreement, gain in standard errors) over the same anchors."""
     difference = trial.hits[base.anchors].sum(-1) - base.hits[base.anchors].sum(-1).astype(float)
     error = float(np.sqrt(np.sum(difference**2)))
     return trial.mean - base.mean, float(difference.sum()) / error if error else 0.0

@@ -1,4 +1,4 @@
-"""What steps cost: of one row, measured on the engines that serve and on the drafter alone."""
+"""Step costs of a single row, measured on the serving engines and on the drafter alone."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ PAGE_SIZE, NUM_PAGES = 64, 4
 
 
 def step_seconds(engine: Engine, request: Request) -> float:
-    """Median seconds of a decode step of one row: the device's busy time over its steps."""
+    """Return the median seconds per decode step of one row: device busy time over steps."""
     found = []
     for _ in range(REPEATS):
         before = engine.busy_seconds
         (text,) = make_texts(engine, [request])
-        # Prefill is among it, as short as the prompt, and so is the first step after it.
+        # Includes the short prefill and the first step after it.
         num_steps = len(text.steps) + 2
         found.append((engine.busy_seconds - before) / num_steps)
     return statistics.median(found)
 
 
 def propose_seconds(served: ServedWeights) -> float | None:
-    """Median seconds of one row's `propose`, apart from everything else; None on several devices,
-    and for a drafter without a model."""
+    """Median seconds of one row's `propose`; None on several devices or without a draft model."""
     drafter, mesh = served.models.drafter, served.mesh
     if mesh.size > 1 or not drafter.cache_groups:
         return None

@@ -1,12 +1,12 @@
-"""`jspec doctor`: why speculation does not pay, by measuring a pair on texts that it writes.
+"""`jspec doctor`: find out why speculation does not pay, by measuring a pair on generated texts.
 
-serve      texts with a chain of the engine's S steps: what each step accepted, what it took
-force      the target's choices and features at every token of them; the head's guesses,
-           teacher-forced, against those choices
-try        other readings of the head (layer ids, RoPE base, norms, vocabulary, ...), first on
-           some of the texts; the promising ones on all
-look       at tensors, at the template, at the target without its windows
-compare    with an engine that does not speculate
+serve      generate texts with a chain of the engine's S steps; record what each step accepted and
+           its time
+force      compare the head's teacher-forced guesses with the target's choices at every token
+try        try other settings of the head (layer ids, RoPE base, norms, vocabulary, ...), first on
+           some texts, the promising ones on all
+look       inspect tensors, the chat template, and the target without its windows
+compare    measure an engine without speculation
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """temperature: None is the model's own sampling."""
+    """Settings. temperature: None is the model's own sampling."""
 
     max_new_tokens: int = 128
     temperature: float | None = None
@@ -38,7 +38,7 @@ class DoctorSettings:
 
 
 def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same engine with a chain: what is measured by depth needs one guess a depth."""
+    """Return the engine's arguments with a chain: measuring by depth needs one guess per depth."""
     args = EngineArgs.from_mapping(arguments)
     if args.speculative.num_steps < 1:
         raise ConfigError(
@@ -61,7 +61,7 @@ def examine(
     *,
     say: Say = lambda _: None,
 ) -> Diagnosis:
-    """Starts one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
+    """Start one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
     say("starting the engine that speculates")
     with Engine(**chain_arguments(arguments)) as engine:
         requests = [

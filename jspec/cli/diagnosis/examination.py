@@ -1,4 +1,4 @@
-"""One engine's texts, and what is found out about its head while it runs."""
+"""Examination of a running engine's head on its texts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from jspec.training.heads.head_eagle1 import TrainedEagle1
 from jspec.training.heads.head_eagle3 import TrainedEagle3
 from jspec.training.heads.head_mtp import TrainedMtp
 
-FIRST_TEXTS = 4  # on which every reading is tried
-LEAST_TOKENS = 50  # of all texts; rules speak of shares
-PROMISING = 4  # readings that are then measured on all
+FIRST_TEXTS = 4  # texts on which every reading is tried
+LEAST_TOKENS = 50  # over all texts; rules use shares
+PROMISING = 4  # readings that are then measured on all texts
 Say = Callable[[str], None]
 
 
 def head_of(drafter: Any) -> DraftHead | None:
-    """The head in the form that can be teacher-forced; None for a drafter without one."""
+    """Return the head in its teacher-forced form; None for a drafter without one."""
     head = getattr(drafter, "head", None)
     try:
         if isinstance(head, Eagle3Head):
@@ -51,13 +51,13 @@ def head_of(drafter: Any) -> DraftHead | None:
             return TrainedEagle1(head.config) if head.config.layer.num_layers == 1 else None
         if isinstance(head, MtpHead):
             return TrainedMtp(head.config)
-    except ConfigError:  # a variant that is not trained here
+    except ConfigError:  # a variant without a training form
         return None
     return None
 
 
 class Examination:
-    """texts: made by `engine`, which still runs; `run` first, then `diagnosis`."""
+    """Call `run` first, then `diagnosis`. texts: made by `engine`, which must still run."""
 
     def __init__(self, engine: Engine, texts: Sequence[Text], *, say: Say) -> None:
         self._engine, self._served, self._say = engine, engine.served, say
@@ -80,7 +80,7 @@ class Examination:
         self._tensors: tuple[TensorFact, ...] = ()
 
     def run(self, contents: Sequence[str]) -> None:
-        """contents: what the template is tried on."""
+        """Run all checks. contents: message texts for the template check."""
         if self._head is not None:
             self._look_at_tensors()
             self._say("the head, teacher-forced")
@@ -142,7 +142,7 @@ class Examination:
         )
 
     def _try(self, evidence: Evidence, base: Agreement) -> None:
-        """Every single repair; the best that is believed is what is wrong."""
+        """Try every single repair; the best credible one becomes a finding."""
         without = self._without_windows()
         if without is not None:
             reading, other = without
@@ -168,7 +168,6 @@ class Examination:
             self._findings.append(best.finding)
 
     def _read_all(self, evidence: Evidence) -> Iterator[tuple[Reading, Agreement]]:
-        """The reading that serves, then the others."""
         head = self._head
         assert head is not None
         serving = Reading(kind="", fault="", repair="", head=head, layer_ids=self._layer_ids)
@@ -192,7 +191,7 @@ class Examination:
         )
 
     def _without_windows(self) -> tuple[Reading, Evidence] | None:
-        """The target whose layers see everything, on the same texts; None where they do already."""
+        """Return the target without attention windows, on the same texts; None if it has none."""
         spec = self._target.spec
         windows = self._windows
         if not windows or min(windows) >= self._most or self._head is None:

@@ -1,9 +1,9 @@
-"""What is wrong with a pair, from what was measured: rules and their numbers, in one place.
+"""Rules that turn measurements into findings, with their thresholds.
 
-A repair is believed if it helps on all texts beyond chance and makes the head a good one, or brings
-back a third of what is missing. Of the bundled head, whose healthy agreement is 0.82, a repair of
-one fault brings back from 0.17 to 0.99 of what is missing; the best false one of a head that was
-quantised to four and then three bits 0.15, and leaves it a bad head.
+A repair is credible if it helps on all texts beyond chance and either makes the head a good one or
+recovers a third of the missing agreement. For the bundled head, whose healthy agreement is 0.82, a
+repair of a single fault recovers 0.17 to 0.99 of the missing agreement; the best false repair of a
+head quantised to four and then three bits recovers 0.15 and leaves a bad head.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jspec.cli.diagnosis.texts import Text
 
 LEAST_GAIN, LEAST_ERRORS = 0.015, 4.0
 GOOD, LEAST_OF_MISSING, MOST_OF_MISSING = 0.6, 0.1, 0.33
-LEAST_FIT = 0.45  # depth-1 agreement below which a head that is surer than it is right does not fit
-LEAST_NATS = 0.1  # a prompt's token, that a target without its windows saves if it never had any
-MOST_UNLIKE = 0.1  # steps whose accepted drafts are not those of the teacher-forced head
-LEAST_AT_ALL, SURENESS = 0.15, 0.8  # healthy weak heads were seen at 0.97 and 1.06
+LEAST_FIT = 0.45  # depth-1 agreement below which an overconfident head does not fit
+LEAST_NATS = 0.1  # per prompt token, gained without windows by a target trained without
+MOST_UNLIKE = 0.1  # share of steps that accept another number than the teacher-forced head
+LEAST_AT_ALL, SURENESS = 0.15, 0.8  # measured for healthy weak heads: 0.97 and 1.06
 UNFIT = "the head does not fit; no single repair helps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """kind: one word, for JSON. what, repair: sentences."""
+    """A fault and its repair, as sentences. kind: one word, for JSON."""
 
     kind: str
     what: str
@@ -37,8 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A reading as it was measured on all texts. gain: of the mean agreement; errors: in standard
-    errors."""
+    """A reading measured on all texts. gain: in mean agreement; errors: gain in standard errors."""
 
     reading: Reading
     agreement: float
@@ -70,16 +69,16 @@ class Trial:
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:
-    """The believed one that helps most."""
+    """Return the credible trial with the largest gain."""
     return max((t for t in trials if t.is_believed), key=lambda t: t.gain, default=None)
 
 
 def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
-    """Whether a head without a known fault is one that was trained for this target.
+    """Return whether a head without a known fault was trained for this target.
 
-    One that was made for other weights is far surer than it is right, or agrees hardly ever. A weak
-    healthy head is about as sure as it is right, and so is one that coarse weights have flattened:
-    its weights tell these two apart (`tensors.coarse_levels`).
+    A head for other weights is far more confident than it is right, or hardly ever agrees. A weak
+    healthy head is about as confident as it is right. So is one that coarse quantisation has
+    flattened, which its weights reveal (`tensors.coarse_levels`).
     """
     first = base.by_depth[0]
     if is_coarse and first < LEAST_FIT:
@@ -88,7 +87,7 @@ def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
 
 
 def unfit(base: Agreement, levels: int | None) -> Finding:
-    """levels: as `tensors.coarse_levels`."""
+    """Return the finding for a head that does not fit. levels: from `tensors.coarse_levels`."""
     what = f"{UNFIT}: it agrees in {base.by_depth[0]:.2f} of its first guesses and is "
     what += f"{base.confidence:.2f} sure of them"
     if levels is not None:
@@ -108,7 +107,7 @@ def unfit(base: Agreement, levels: int | None) -> Finding:
 
 
 def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]:
-    """(share of served verifications that accepted another number, verifications)."""
+    """Return (share of served verifications that accepted another number, verifications)."""
     found = []
     accepted, num_rows = forced.num_accepted, forced.hits.shape[1]
     for r, text in enumerate(texts):
@@ -122,7 +121,7 @@ def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]
 def of_serving(
     base: Agreement, shifted: Sequence[tuple[Reading, Agreement]], texts: Sequence[Text]
 ) -> Finding | None:
-    """Serving and the teacher-forced head are the same arithmetic; where they are not, why."""
+    """Return why serving differs from the teacher-forced head, which does the same arithmetic."""
     share, count = unlike_served(base, texts)
     if count == 0 or share <= MOST_UNLIKE:
         return None

@@ -1,8 +1,8 @@
-"""The prompts that are replayed: a file of the user's, or the examples that come with jspec.
+"""Prompts to replay: a user's file, or the examples that come with jspec.
 
-.jsonl     {"prompt": "..."} or {"messages": [...]} or {"input_ids": [...]}, and if wanted
+.jsonl     {"prompt": "..."} or {"messages": [...]} or {"input_ids": [...]}, optionally with
            {"sampling_params": {...}}; also a line of OpenAI's batch format
-else       text, one prompt a line
+else       text, one prompt per line
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One line. number: of the line, from 1. given: the field that holds it, one of KINDS."""
+    """A prompt. number: its line, from 1; kind: its field, one of KINDS; given: the value."""
 
     number: int
     kind: str
@@ -44,10 +44,7 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self, engine: Engine, **sampling: Any) -> Request:
-        """As the engine takes it; `sampling` where the line says nothing, without its None.
-
-        Raises RequestError naming the line.
-        """
+        """Build a request; `sampling` has defaults. Raises RequestError naming the line."""
         params = {name: value for name, value in sampling.items() if value is not None}
         params |= self.sampling
         try:
@@ -69,14 +66,14 @@ class Prompt:
 
 
 def examples() -> tuple[Prompt, ...]:
-    """Beginnings of Python code, which is what the bundled target writes."""
+    """Return beginnings of Python code, which the bundled target is trained on."""
     return tuple(
         Prompt(number=i, kind="prompt", given=text) for i, text in enumerate(EXAMPLES, start=1)
     )
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """All prompts of a file. Raises ConfigError naming the line that is none."""
+    """Read all prompts of a file. Raises ConfigError naming an invalid line."""
     name = f"prompt file {str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8")
@@ -118,7 +115,7 @@ def _parse(name: str, number: int, line: str) -> Prompt:
 
 
 def first_of(prompts: Sequence[Prompt], most: int) -> Iterable[Prompt]:
-    """Evenly spread over the file where it has more."""
+    """Return at most `most` prompts, evenly spread over the file."""
     if len(prompts) <= most:
         return prompts
     return [prompts[i * len(prompts) // most] for i in range(most)]

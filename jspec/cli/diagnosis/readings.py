@@ -1,7 +1,7 @@
-"""Other readings of a head: what a checkpoint or its config often has wrong, put right one by one.
+"""Readings of a head: common faults of checkpoints and configs, each repaired on its own.
 
-Each is measured on the same texts as the reading that serves. Where one of them agrees with the
-target far more often, that is what is wrong. Weights are never changed on disk.
+Each is measured on the same texts as the serving reading. One that agrees with the target far more
+often shows the fault. Weights on disk are never changed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ def same(params: Params) -> Params:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One way to read a head. fault: what is wrong if it is the right one; repair: what to do.
+    """One way to interpret a head.
 
-    kind: one word for JSON and tests. shift: as `agreement.measure`.
+    kind: one word for JSON and tests
+    fault: what is wrong if this reading is right
+    repair: what to do about it
+    shift: see `agreement.measure`
     """
 
     kind: str
@@ -80,18 +83,18 @@ def target_readings(
 
 
 def nearby_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Every id that a reading may ask for, ascending."""
+    """Return every layer id that a reading may use, ascending."""
     near = {i + d for i in layer_ids for d in (-1, 0, 1)} | set(usual_layers(num_layers))
     return tuple(sorted(i for i in near if 0 <= i <= num_layers)) if layer_ids else ()
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's own choice; none where the target has too few layers for it."""
+    """Return EAGLE-3's default layers; empty if the target has too few."""
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else ()
 
 
 def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
-    """All single repairs of an EAGLE-3 head."""
+    """Yield all single repairs of an EAGLE-3 head."""
     head = TrainedEagle3(config)
     yield from _layer_readings(head, target)
     yield from _theta_readings(config, target)
@@ -109,7 +112,7 @@ def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
 
 
 def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]:
-    """Each id moved by one or not, the usual ones; the order turned round."""
+    """Each id shifted by at most one, the usual ids, and the reversed order."""
     ids = head.config.aux_layer_ids
     near = set(nearby_layers(ids, target.num_layers))
     some = itertools.product((0, -1, 1), repeat=len(ids)) if len(ids) <= 3 else ()
@@ -153,7 +156,7 @@ def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
 
 
 def shifted_readings(head: DraftHead) -> Iterator[Reading]:
-    """Features of a neighbouring row."""
+    """Yield readings with the features of a neighbouring row."""
     for shift, which in ((1, "after"), (-1, "before")):
         yield Reading(
             kind="anchor_row",
@@ -167,7 +170,6 @@ def shifted_readings(head: DraftHead) -> Iterator[Reading]:
 
 
 def _norm_readings(head: TrainedEagle3) -> Iterator[Reading]:
-    """Two norms of one size exchanged."""
     for a, b in itertools.combinations(NORMS, 2):
 
         def swapped(params: Params, a: str = a, b: str = b) -> Params:
@@ -194,7 +196,7 @@ def with_norm(params: Params, name: str, value: Any) -> Params:
 
 
 def _vocabulary_readings(head: TrainedEagle3) -> Iterator[Reading]:
-    """Draft ids one off, and d2t's two meanings taken for one another."""
+    """Draft ids off by one, and d2t's two meanings confused."""
     V = head.config.layer.vocab_size
     readings: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("one too high", lambda ids: ids - 1),

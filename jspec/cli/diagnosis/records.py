@@ -1,4 +1,4 @@
-"""What an examination comes to: the numbers, and the findings made of them."""
+"""Results of an examination: the numbers and the findings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ BUCKETS = (64, 256, 1024, 4096, 2**31)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Texts' tokens from `first` to `last`. Agreement of the first draft: share of guesses that are
-    the target's choice, served (num_served steps) and teacher-forced (num_forced tokens)."""
+    """Tokens `first` to `last` of the texts, and the agreement of the first draft there.
+
+    Agreement is the share of guesses that are the target's choice, served (num_served steps) and
+    teacher-forced (num_forced tokens).
+    """
 
     first: int
     last: int
@@ -34,7 +37,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is served, read from config and engine."""
+    """The pair in service, from config and engine."""
 
     algorithm: str
     shape: str
@@ -49,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was measured; lists by depth begin with depth 1. None: not measurable."""
+    """All measurements; lists by depth start at depth 1. None: not measurable."""
 
     pair: Pair
     num_texts: int
@@ -71,7 +74,7 @@ class Diagnosis:
 
     @property
     def speedup(self) -> float:
-        """Of one row: tokens a second with speculation over those without."""
+        """Tokens per second of one row, with speculation over without."""
         return self.acceptance_length * self.plain_step_seconds / self.step_seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class Diagnosis:
 
 
 def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
-    """Share of steps that accepted depth i + 1, of those that accepted all before it.
+    """Return the share of steps that accepted depth i + 1, among those that accepted all before it.
 
     In:  accepted 0 1 2 2, S = 2   Out: [0.75, 0.67]
     """
@@ -88,7 +91,7 @@ def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
 
 
 def buckets_of(texts: Sequence[Text], base: Agreement | None) -> tuple[Bucket, ...]:
-    """By the number of tokens before the guess; only those that hold any."""
+    """Group guesses by the number of tokens before them; only non-empty buckets."""
     found, first = [], 0
     steps = [step for text in texts for step in text.steps]
     for last in BUCKETS:

@@ -1,7 +1,7 @@
-"""Whether a chat template is the target's: what its markup costs the target to read.
+"""Check whether a chat template is the target's, by the loss of its markup.
 
-A target that was trained on a template reads its markup almost for nothing; markup that it never
-saw costs it several nats a token. Other common templates are tried beside the one that serves.
+A target reads markup that it was trained on at almost no loss; unseen markup costs it several nats
+per token. Other common templates are compared with the serving one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jspec.serving.engine import Engine
 from jspec.text.template.chat_template import ChatTemplate
 from jspec.text.template.chat_templates import ChatTemplates
 
-MOST_NATS = 3.0  # a token of markup
+MOST_NATS = 3.0  # per token of markup
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,7 +33,7 @@ COMMON = {"ChatML's": CHATML, "Llama 3's": LLAMA3, "Mistral's": MISTRAL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCost:
-    """name: whose template. nats: -log p a token of markup, by the target; 0 without markup."""
+    """Cost of a template. nats: -log p per token of markup, by the target; 0 without markup."""
 
     name: str
     num_tokens: int
@@ -51,8 +51,7 @@ def template_costs(
     *,
     own: ChatTemplates | None = None,
 ) -> tuple[TemplateCost, ...]:
-    """That which serves first; none for an engine without one. own: the checkpoint's, if another
-    one serves."""
+    """Return the serving template's cost first. own: the checkpoint's, if another one serves."""
     templates: list[tuple[str, ChatTemplate | ChatTemplates]]
     templates = [] if own is None else [("the checkpoint's own", own)]
     templates += [
@@ -93,7 +92,6 @@ def _ids(engine: Engine, text: str) -> tuple[int, ...]:
 
 
 def _nats(engine: Engine, rescorer: Rescorer, ids: Sequence[int]) -> float:
-    """-log p of all but the first token."""
     (request,) = _request(engine, ids)
     return -float(rescorer.score(request, ids[-1:]).logprobs[1:].sum())
 

@@ -1,4 +1,4 @@
-"""What a head's tensors say by themselves: zeros, what is no number, the draft vocabulary."""
+"""Checks on a head's tensors alone: zeros, non-finite numbers, quantisation, vocabulary."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 from jspec.cli.diagnosis.agreement import Evidence
 from jspec.models.placement import path_of
 
-MIN_LEVELS = 32  # of a column; 4 bits make 16
-COARSE = 8  # numbers of an output, zero and both signs counted: three bits make 7 or 8
-LONG = 64  # numbers, of which any trained ones are more than COARSE different
-MOST_ZEROS = 0.25  # trained matrices have none; a pruned head has a pattern of them
+MIN_LEVELS = 32  # of a column; 4 bits give 16
+COARSE = 8  # distinct numbers per output, zero and both signs included: 3 bits give 7 or 8
+LONG = 64  # length at which trained numbers always have more than COARSE distinct values
+MOST_ZEROS = 0.25  # share; trained matrices have none, a pruned head has a pattern of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFact:
-    """One tensor of the head. mean: of a norm's scale, near 1 where it was not trained.
+    """One tensor of the head.
 
-    levels: distinct numbers of a column, at most, of those looked at: few where it was quantised.
-    fewest: the same of columns or rows, whichever have fewer; None of what is too short to say.
+    mean: near 1 for the scale of an untrained norm
+    levels: most distinct numbers of the inspected columns; few if quantised
+    fewest: the same for columns or rows, whichever have fewer; None if too short to tell
     """
 
     name: str
@@ -36,7 +37,7 @@ class TensorFact:
 
 
 def facts_of(params: Any) -> tuple[TensorFact, ...]:
-    """Of every tensor of numbers; embedding and ids are not the head's own."""
+    """Return facts about every tensor of the head, without embedding and ids."""
     found = []
     for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(part) for part in path_of(path)]
@@ -59,7 +60,7 @@ def facts_of(params: Any) -> tuple[TensorFact, ...]:
 
 
 def _columns(array: np.ndarray) -> np.ndarray:
-    """A few of a matrix's columns (outputs), as rows; of a vector, all of it."""
+    """A few of a matrix's columns (outputs), as rows; a vector as one row."""
     return array.reshape(-1, array.shape[-1]).T[:8] if array.ndim > 1 else array[None]
 
 
@@ -68,7 +69,7 @@ def _levels(lines: np.ndarray) -> int:
 
 
 def _fewest(array: np.ndarray) -> int | None:
-    """A scale belongs to an output or, seldom, to an input."""
+    """A quantisation scale belongs to an output or, rarely, to an input: try both."""
     if array.ndim < 2:
         return None
     rows = array.reshape(-1, array.shape[-1])[:8]
@@ -77,11 +78,10 @@ def _fewest(array: np.ndarray) -> int | None:
 
 
 def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
-    """How many numbers an output of the head's matrices has, where those are as few as three bits
-    make; else None.
+    """Return the distinct numbers per output of the head's matrices if 3 bits or fewer give so few.
 
-    What is quantised once and served so has more: 4 bits 15 or 16 for each of its groups, int8 and
-    fp8 beyond 60. Such few are left by too few bits, or by rounding what was rounded before.
+    Else None. Weights quantised once have more: 4 bits 15 or 16 per group, int8 and fp8 over 60. So
+    few numbers mean too few bits, or repeated rounding.
     """
     found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
     if not found or (middle := found[len(found) // 2]) > COARSE:
@@ -90,7 +90,7 @@ def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
 
 
 def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
-    """A sentence for each tensor that cannot be a trained one's."""
+    """Return a sentence for each tensor that cannot be a trained one."""
     found = [
         f"{fact.name} holds numbers that are not finite" for fact in facts if not fact.is_finite
     ]
@@ -98,14 +98,14 @@ def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
         f"{100 * fact.zeros:.0f}% of {fact.name} {list(fact.shape)} is zero"
         for fact in facts
         if fact.zeros > MOST_ZEROS
-        and fact.levels >= MIN_LEVELS  # zeros of a quantised one are rounded numbers
+        and fact.levels >= MIN_LEVELS  # zeros of a quantised tensor are rounded numbers
         and not fact.name.endswith("bias")
     ]
     return tuple(found)
 
 
 def coverage(draft_ids: Any, evidence: Evidence) -> float:
-    """Share of the target's choices after the prompts that the head can draft at all."""
+    """Return the share of the target's output choices that are in the draft vocabulary."""
     index = np.arange(evidence.token_ids.shape[1])[None, :]
     is_output = (index >= evidence.prompt_lens[:, None]) & (index < evidence.lens[:, None])
     chosen = evidence.chosen_ids[is_output]

@@ -1,4 +1,4 @@
-"""Texts that an engine makes of requests, in an order and a company of one's choice."""
+"""Texts that an engine generates for requests, in a chosen order and concurrency."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jspec.messages.request import FinishReason, Request, TokenLogprob
 from jspec.serving.engine import Engine
 from jspec.serving.gathering import run_all
 
-TOP = 20  # likeliest tokens whose log-probabilities are compared
+TOP = 20  # most likely tokens whose log-probabilities are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """One step of a text. length: tokens before it, prompt included, the root not counted."""
+    """One step of a text. length: tokens before it, prompt included, root excluded."""
 
     length: int
     num_accepted: int
@@ -25,7 +25,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What one request became; `request` as it was given."""
+    """The output of one request; `request` as given."""
 
     request: Request
     ids: tuple[int, ...]
@@ -42,9 +42,11 @@ def make_texts(
     reverse: bool = False,
     logprobs: bool = False,
 ) -> list[Text]:
-    """One text a request, in their order. at_once: how many run together; None: all that can.
+    """Generate one text per request, returned in their order.
 
-    reverse: the last comes first. logprobs: asks for those of the TOP likeliest tokens, too.
+    at_once: concurrent requests; None: as many as possible
+    reverse: start with the last request
+    logprobs: also request the TOP log-probabilities
     """
     order = list(range(len(requests)))[:: -1 if reverse else 1]
     most = min(at_once or engine.limits.num_slots, engine.limits.max_queued_requests)
@@ -76,7 +78,7 @@ async def _make(engine: Engine, request: Request, *, logprobs: bool) -> Text:
     (stream,) = await engine.submit((asked,))
     try:
         async for chunk in stream:
-            if ids and chunk.new_ids and not chunk.finish:  # a cut step says less than it did
+            if ids and chunk.new_ids and not chunk.finish:  # a truncated step shows too few
                 steps.append(
                     Verification(
                         length=len(request.prompt_ids) + len(ids) - 1,

@@ -1,15 +1,14 @@
-"""`jspec verify`: the same requests with speculation and without, and what differs.
+"""`jspec verify`: run the same requests with and without speculation, and explain differences.
 
     speculation   every request once, as it would be served
-    plain         every request twice: alike, and in another order and company, with
+    plain         every request twice: the same way, and in another order and batch, with
                   log-probabilities
-    rescoring     each text again, by the target alone: at every token the choice that plain
-                  decoding makes after the very same tokens before it, so that a text is judged
-                  past its first difference as well
+    rescoring     each text again by the target alone: the choice of plain decoding at every
+                  token after the same prefix, so a text is also verified past its first difference
 
-A difference counts by its margin (`sampling.margin`). What rounding can do is measured: how far
-log-probabilities of plain decoding lie from those of rescoring. A margin within TOLERANCE times the
-largest of these is a tie flip, which bfloat16 has; a larger one is a fault.
+Each difference has a margin (`sampling.margin`). The effect of rounding is measured: the distance
+of log-probabilities in plain decoding from those of rescoring. A margin within TOLERANCE times the
+largest distance is a tie flip, as bfloat16 has; a larger one is a fault.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from jspec.messages.request import Request
 from jspec.serving.engine import Engine
 
 TOLERANCE = 4.0
-LEAST_TOLERANCE = 1e-4  # of a logit: float32 on a CPU can round to no noise at all
-PLAUSIBLE_NOISE = {"float32": 0.05}  # rounding does not do more; of the short types, 2
+LEAST_TOLERANCE = 1e-4  # in logits: float32 on a CPU can have no rounding noise at all
+PLAUSIBLE_NOISE = {"float32": 0.05}  # upper bound for rounding; 2 for 16-bit types
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
-    """temperatures: each prompt is replayed at each; None is the model's own sampling."""
+    """Settings. temperatures: each prompt is replayed at each; None is the model's own sampling."""
 
     max_new_tokens: int = 64
     temperatures: tuple[float | None, ...] = (0.0, None)
@@ -47,7 +46,7 @@ class VerifySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A difference that rounding cannot explain. text: its number; what: in a sentence."""
+    """A difference that rounding cannot explain. text: its number; what: a sentence."""
 
     text: int
     prompt: int
@@ -58,8 +57,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Texts of one kind against what the target alone chooses. num_other: texts that are not those
-    of the first plain run, word for word."""
+    """Texts of one kind. num_other: texts that differ from those of the first plain run."""
 
     num_tokens: int
     num_differences: int
@@ -75,8 +73,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What came of it. noise: largest and mean distance of log-probabilities, plain against
-    rescored; tolerance: margins above it are faults."""
+    """The result.
+
+    noise, mean_noise: largest and mean distance of log-probabilities, plain from rescored
+    tolerance: margins above it are faults
+    """
 
     engine: str
     dtype: str
@@ -104,7 +105,7 @@ class VerifyReport:
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same engine without speculation, and with log-probabilities."""
+    """Return the engine's arguments without speculation, and with log-probabilities."""
     kept = {
         name: value
         for name, value in arguments.items()
@@ -115,7 +116,7 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_speculates(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for arguments of an engine that does not."""
+    """Raise ConfigError for arguments of an engine without speculation."""
     if EngineArgs.from_mapping(arguments).algorithm is Algorithm.NONE:
         raise ConfigError(
             "speculative_algorithm is NONE, so there is nothing to compare; expected EAGLE3, "
@@ -131,7 +132,7 @@ def verify(
     make_engine: Callable[..., Engine] = Engine,
     say: Say = lambda _: None,
 ) -> VerifyReport:
-    """Starts one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
+    """Start one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
     check_speculates(arguments)
     say("starting the engine that speculates")
     with make_engine(**arguments) as engine:
@@ -172,10 +173,10 @@ def verify(
 def requests_of(
     engine: Engine, prompts: Iterable[Prompt], settings: VerifySettings
 ) -> tuple[list[Request], list[int]]:
-    """A request for each prompt and temperature, with seeds of their own; and the prompts' numbers.
+    """Return a request for each prompt and temperature, and the prompts' numbers. Seeds all differ.
 
-    A prompt's own sampling parameters come first, so that it is replayed once if it has a
-    temperature.
+    A prompt's own sampling parameters have precedence: with its own temperature it is replayed
+    once.
     """
     found: list[Request] = []
     numbers: list[int] = []
@@ -194,12 +195,11 @@ def requests_of(
 
 
 def _score(rescorer: Rescorer, text: Text) -> Rescored | None:
-    """None for a text without output: there is nothing to judge."""
     return rescorer.score(text.request, text.ids) if text.ids else None
 
 
 def _distances(text: Text, rescored: Rescored | None) -> np.ndarray:
-    """How far the log-probabilities of a text's likeliest tokens lie from the rescored ones."""
+    """Distances of the text's top log-probabilities from the rescored ones."""
     found: list[float] = []
     if rescored is not None:
         for i, known in enumerate(text.logprobs, start=rescored.prompt_len):
@@ -210,8 +210,6 @@ def _distances(text: Text, rescored: Rescored | None) -> np.ndarray:
 
 
 class _Judge:
-    """Tells tie flips and faults apart."""
-
     def __init__(self, tolerance: float, plain: Sequence[Text], numbers: Sequence[int]) -> None:
         self._tolerance, self._plain, self._numbers = tolerance, plain, numbers
 
@@ -248,7 +246,7 @@ class _Judge:
         )
 
     def _other_end(self, case: int, text: Text, who: str) -> list[Fault]:
-        """Texts of which one goes on where the other, alike so far, has ended."""
+        """Faults of texts that end earlier or later than the plain text with the same tokens."""
         plain = self._plain[case]
         shared = min(len(text.ids), len(plain.ids))
         if text.ids[:shared] != plain.ids[:shared]:

@@ -1,6 +1,6 @@
-"""How a server is asked and what is read of its stream: SGLang's /generate, OpenAI's two routes.
+"""Request formats and stream readers of server APIs: SGLang's /generate, OpenAI's two routes.
 
-A backend makes a body of a job, and a reader for its events. It opens no connection.
+A backend turns a job into a body, and reads the events of the answer. It opens no connection.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from jspec.cli.measurement.load import Job, native_body
 
 
 class Reader(Protocol):
-    """What the events of one answer have said so far. num_tokens: output tokens, all of them."""
+    """Accumulated state of one answer's events. num_tokens: output tokens so far."""
 
     num_tokens: int
     prompt_tokens: int
     histogram: tuple[int, ...]
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Raises RuntimeError for an event that is no part of an answer."""
+        """Read one event. Raises RuntimeError for an event that is not part of an answer."""
         ...
 
 
 class NativeReader:
-    """SGLang's events: meta_info counts."""
+    """Reads SGLang's events, with counts from meta_info."""
 
     def __init__(self) -> None:
         self.num_tokens = self.prompt_tokens = 0
@@ -42,9 +42,9 @@ class NativeReader:
 
 
 class OpenAIReader:
-    """OpenAI's events: usage counts, in each event (continuous_usage_stats) or in the last one.
+    """Reads OpenAI's events, with counts from usage, in each event or only in the last one.
 
-    Where a server tells it only at the end, an event with text is one token until then.
+    Without usage in each event (continuous_usage_stats), an event with text counts as one token.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def _text(choice: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """path: what is posted to. model: the name in the body, None for none."""
+    """One API. path: of the POST; needs_model: the body names the model."""
 
     name: str
     path: str
@@ -115,7 +115,7 @@ CHAT = Backend(
     to_body=_chat_body,
     make_reader=OpenAIReader,
 )
-# By jspec's names and by those of the peers' benchmarks.
+# jspec's names and those of other benchmarks.
 BACKENDS: Mapping[str, Backend] = {
     **dict.fromkeys(("jspec", "sglang", "sglang-native"), NATIVE),
     **dict.fromkeys(("openai", "vllm", "sglang-oai"), COMPLETIONS),

@@ -1,6 +1,6 @@
-"""Streaming load on a server: what is sent, and when each event of the answers came.
+"""Streaming load on a server: sends requests and records when each event arrives.
 
-It knows nothing of jspec: any server that one of the backends describes will do.
+Independent of jspec: it works with any server that a backend describes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Send = Callable[[Job, Seen], Awaitable[None]]
 async def send(
     connections: Connections, job: Job, seen: Seen, *, backend: Backend = NATIVE
 ) -> None:
-    """One request, read to its end; `seen` gets its times, or what went wrong."""
+    """Send one request and read its stream; `seen` gets its times or its error."""
     started = time.perf_counter()
     watch, reader = Stopwatch(started), backend.make_reader()
     try:
@@ -34,7 +34,7 @@ async def send(
                 now = time.perf_counter()
                 reader.add(json.loads(line[6:]))
                 watch.tokens(reader.num_tokens, now)
-    except Exception as error:  # one request's failure is counted, and the load goes on
+    except Exception as error:  # a failed request is counted, and the load continues
         seen.errors.append(f"{type(error).__name__}: {error}"[:300])
         return
     first = watch.finish(
@@ -54,7 +54,7 @@ async def send(
 async def run_point(
     url: str, point: Point, pattern: Pattern, *, on_start: Callable[[], None] = lambda: None
 ) -> tuple[Seen, float]:
-    """Warms up, calls on_start, and sends the load: what was seen, and the seconds it took."""
+    """Warm up, call on_start and run the load. Return the measurements and the seconds it took."""
     warm, measured = pattern.jobs(point)
     connections = Connections(url)
 
@@ -72,7 +72,7 @@ async def run_point(
 async def run_load(
     send_one: Send, point: Point, jobs: Sequence[Job], *, seed: int
 ) -> tuple[Seen, float]:
-    """What was seen of a point's jobs, and the seconds from its first request to its last token."""
+    """Run the jobs. Return the measurements and the seconds from first request to last token."""
     seen, started = Seen(), time.perf_counter()
     if point.rate is None:
         await closed_loop(send_one, jobs, point.clients or 1, seen)
@@ -82,7 +82,7 @@ async def run_load(
 
 
 async def closed_loop(send_one: Send, jobs: Sequence[Job], clients: int, seen: Seen) -> None:
-    """So many requests are open always."""
+    """Keep `clients` requests open until all jobs are done."""
     waiting = iter(jobs)
 
     async def client() -> None:
@@ -95,7 +95,7 @@ async def closed_loop(send_one: Send, jobs: Sequence[Job], clients: int, seen: S
 async def _open_loop(
     send_one: Send, jobs: Sequence[Job], point: Point, seed: int, seen: Seen
 ) -> None:
-    """However many are open: a slow server has no slower clients, unless the point says so."""
+    """Send at the point's rate however slow the server is, up to its limit of open requests."""
     rng, due = random.Random(seed), time.perf_counter()
     room = asyncio.Semaphore(point.clients or len(jobs))
     tasks = []

@@ -1,6 +1,6 @@
-"""HTTP/1.1 over plain sockets: kept-alive connections to one server.
+"""HTTP/1.1 over plain sockets, with keep-alive connections to one server.
 
-A client costs little this way beside the server that it measures, and needs no package.
+The client must be cheap compared with the server that it measures; this also needs no package.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Connections:
-    """Kept-alive connections to one server, taken and given back.
+    """A pool of keep-alive connections to one server.
 
-    headers: sent with every request. Raises ValueError for what is no http or https URL.
+    headers: sent with every request. Raises ValueError unless the URL is http or https.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -33,16 +33,16 @@ class Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
-        """The lines of the answer, as they come. Raises RuntimeError unless its status is 200."""
+        """Yield the answer's lines as they arrive. Raises RuntimeError unless status is 200."""
         async for line in self._lines("POST", path, body):
             yield line
 
     async def get(self, path: str) -> bytes:
-        """The whole answer. Raises RuntimeError unless its status is 200."""
+        """Return the whole answer. Raises RuntimeError unless the status is 200."""
         return b"\n".join([line async for line in self._lines("GET", path, b"")])
 
     async def get_json(self, path: str) -> dict[str, Any]:
-        """An object; empty where there is none."""
+        """Return a JSON object; empty if the answer is another value or an error."""
         try:
             found = json.loads(await self.get(path))
         except (RuntimeError, ValueError):
@@ -93,7 +93,7 @@ class Connections:
 
 
 def _message(text: bytes) -> str:
-    """What an error's body says, in OpenAI's form or SGLang's; else its beginning."""
+    """Return the message of an error body in OpenAI's or SGLang's form; else its beginning."""
     try:
         found = json.loads(text)
         message = (found.get("error") or found)["message"]
@@ -112,7 +112,6 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 
 async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The body, in the pieces in which it was sent."""
     if "content-length" in headers:
         yield await reader.readexactly(int(headers["content-length"]))
         return

@@ -1,4 +1,4 @@
-"""What a result must say about where it came from: command, chip, versions, commit."""
+"""Provenance of a result: command, chip, versions, commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def describe(command: str, *, chip: str | None = None) -> dict[str, Any]:
-    """chip: of whoever was measured; None: of this process, which starts jax's backend."""
+    """Describe the environment. chip: None asks jax, which starts its backend here."""
     return {
         "command": command,
         "chip": own_chip() if chip is None else chip,
@@ -30,12 +30,11 @@ def describe(command: str, *, chip: str | None = None) -> dict[str, Any]:
 
 
 def now_utc() -> str:
-    """When a result was made, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def own_chip() -> str:
-    """The kind of this process's first device."""
+    """Return the kind of this process's first device."""
     import jax
 
     device = jax.devices()[0]
@@ -43,14 +42,14 @@ def own_chip() -> str:
 
 
 def num_cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the cores available to this process, if the system reports them, else all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """Of an absolute path only the name is kept: in which folder it was does not matter.
+    """Reduce absolute paths to their file names.
 
     In:  --out /home/x/a.json cache=/home/x/c
     Out: --out a.json cache=c
@@ -59,8 +58,7 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout, "-dirty" after it if a tracked file differs from it, or
-    "unknown" where there is no git or this is no checkout (an installed package)."""
+    """Return the short hash, with "-dirty" if files changed; "unknown" outside a git checkout."""
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
@@ -77,7 +75,7 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name, as Linux gives it."""
+    """Return the processor's name from Linux's /proc/cpuinfo, if there."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""What requests showed, and the figures that it comes to."""
+"""Measurements of requests, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ERRORS_SAID = 3
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one request was sent, and had its first and its last token; time.perf_counter()."""
+    """When one request was sent, got its first and its last token; time.perf_counter()."""
 
     index: int
     sent: float
@@ -23,13 +23,15 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What one or many requests showed; times in seconds of time.perf_counter().
+    """Measurements of one or many requests; times are seconds of time.perf_counter().
 
-    ttft: start to first token. tpot: mean between tokens after it, one a request. gaps: between
-    two events with new tokens. itl: those over the tokens that came, once for each token.
-    sent, first: by a traced request's name, when it was sent and when its first token was here.
-    output_ids: by a job's index, where they are known. histogram[i]: verifications that accepted
-    i drafts.
+    ttft: request to first token
+    tpot: mean time between later tokens, one number per request
+    gaps: time between two events with new tokens
+    itl: gaps divided by their tokens, one number per token
+    sent, first: by a traced request's name, when it was sent and got its first token
+    output_ids: by a job's index, if known
+    histogram: [i] counts verifications that accepted i drafts
     """
 
     num_tokens: int = 0
@@ -53,7 +55,7 @@ class Seen:
 
 
 class Stopwatch:
-    """The times of one request; `finish` gives them to a Seen."""
+    """Times of one request; `finish` adds them to a Seen."""
 
     def __init__(self, started: float) -> None:
         self._started = self._last = started
@@ -63,7 +65,7 @@ class Stopwatch:
         self._itl: list[float] = []
 
     def tokens(self, num_tokens: int, now: float) -> None:
-        """So many have come in all, the last of them just now."""
+        """Record that `num_tokens` have arrived in total, the last of them at `now`."""
         num_new = num_tokens - self.num_tokens
         if num_new <= 0:
             return
@@ -77,7 +79,7 @@ class Stopwatch:
     def finish(
         self, seen: Seen, *, new_tokens: int, is_exact: bool, prompt_tokens: int, index: int
     ) -> float | None:
-        """When the first token came; None, and an error, for an answer that is not as asked."""
+        """Return when the first token came; for an unexpected answer None, and record an error."""
         is_wrong = is_exact and self.num_tokens != new_tokens
         if self._first is None or is_wrong:
             seen.errors.append(f"{self.num_tokens} tokens came; expected {new_tokens}")
@@ -95,7 +97,7 @@ class Stopwatch:
 
 
 def summary(seen: Seen, seconds: float) -> dict[str, Any]:
-    """The figures of a point; pairs are p50 and p99, in milliseconds."""
+    """Return the figures of a point; pairs are p50 and p99, in milliseconds."""
     return {
         "seconds": round(seconds, 3),
         "num_finished": len(seen.e2e),
@@ -113,13 +115,13 @@ def summary(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
-    """What speculation did, from how many verifications accepted 0, 1, ... drafts; None of none.
+    """Summarise a histogram of verifications that accepted 0, 1, ... drafts; None if empty.
 
-    by_depth: of a draft on each level, the share of verifications that accepted it, and the share
-    of those that accepted its parent. Cut last verifications count as they came.
+    by_depth has the share of verifications that accepted a draft at each depth, and the share among
+    those that accepted its parent. Truncated last verifications count as they are.
 
-    In:  [2, 1, 1]
-    Out: tokens_per_verification 1.75, shares 0.5 and 0.25, given the parent 0.5 and 0.5
+        In:  [2, 1, 1]
+        Out: tokens_per_verification 1.75, shares 0.5 and 0.25, given the parent 0.5 and 0.5
     """
     total = sum(histogram)
     if not total or len(histogram) < 2:
@@ -143,7 +145,7 @@ def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over runs; of pairs, of each place. Errors are added up."""
+    """Return the median of each figure over runs; of pairs, elementwise. Errors are summed."""
     found: dict[str, Any] = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs]
@@ -165,9 +167,9 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest rank from below, as the first figures have it; nan of nothing.
+    """Return the nearest rank from below; nan if empty.
 
-    Worked example: of 200 values the 99th percentile is the 199th smallest, index 198.
+    worked example: of 200 values the 99th percentile is the 199th smallest, index 198
     """
     if not values:
         return float("nan")

@@ -1,4 +1,4 @@
-"""What a load is: how requests come, and what they ask for. It sends nothing."""
+"""Definition of a load: arrival of requests and their contents. Sends nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 WARM_UP_TOKENS = 16
 MAX_WARM_UP = 64
-WORDS = (  # noqa: SIM905 (a list of them would be as many lines)
+WORDS = (  # noqa: SIM905 (a list would take one line per word)
     "the of and to in is that for it as was with be by on not he his but at are this have from or "
     "had an they which one you were all her she there would their we him been has when who will no "
     "more if out so up said what its about than into them can only other time new some could these "
@@ -21,9 +21,9 @@ WORDS = (  # noqa: SIM905 (a list of them would be as many lines)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One load: `clients` requests always open, or `rate` requests a second (Poisson).
+    """One load: `clients` requests always open, or `rate` requests per second (Poisson).
 
-    Both: that rate, with at most so many open; what comes meanwhile waits at the client.
+    With both: that rate, with at most `clients` open; further requests wait in the client.
     """
 
     name: str
@@ -33,9 +33,10 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """c64 → 64 clients; r12 → 12 requests a second; c64:512, r12:64 → so many requests.
+        """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sets the number of
+        requests.
 
-        Without a number: 8 a client and at most 256; 256 at a rate. Raises ValueError.
+        Without a number: 8 per client and at most 256; 256 at a rate. Raises ValueError.
         """
         load, _, count = text.partition(":")
         try:
@@ -59,9 +60,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. sampling: /generate's sampling_params. body: as it is sent over HTTP; empty
-    for an engine of one's own. is_exact: whether fewer tokens than new_tokens are an error.
-    name: of a traced request."""
+    """One request.
+
+    sampling: /generate's sampling_params
+    body: for HTTP; empty for a local engine
+    is_exact: fewer tokens than new_tokens are an error
+    name: of a traced request
+    """
 
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
@@ -74,7 +79,7 @@ class Job:
 
 
 def native_body(job: Job) -> dict[str, Any]:
-    """POST /generate's, as a stream."""
+    """Return the body of a streaming POST /generate."""
     content = {"text": job.prompt} if isinstance(job.prompt, str) else {"input_ids": job.prompt}
     named = {"rid": job.name} if job.name else {}
     return {**content, "sampling_params": dict(job.sampling), "stream": True, **named}
@@ -82,11 +87,14 @@ def native_body(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """What random requests look like; lengths are uniform in [jitter, 1] of the longest.
+    """Random requests; lengths are uniform in [jitter, 1] of the longest.
 
-    prompt_len, new_tokens: the longest. prefix_len: tokens before each prompt, the same before all
-    of a seed. vocab_size: ids are below it. is_text: words, about one
-    token each, instead of ids. stop: stop strings. trace: a name for each request (`rid`).
+    prompt_len, new_tokens: the longest
+    prefix_len: tokens of a prefix common to all prompts of a seed
+    vocab_size: upper bound of token ids
+    is_text: words, about one token each, instead of ids
+    stop: stop strings
+    trace: give each request a name (`rid`)
     """
 
     prompt_len: int = 1024
@@ -102,10 +110,10 @@ class Pattern:
     to_body: Callable[[Job], dict[str, Any]] = field(default=native_body)
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
-        """(warm-up, measured): other prompts of the same lengths, short answers; and the load.
+        """Return (warm-up, measured) jobs; warm-up has other prompts of equal lengths.
 
-        The same generator draws lengths and prompts in the order of the client that the project's
-        first figures came from, so the same seed is the same load.
+        Lengths and prompts are drawn from one generator in a fixed order, so a seed always gives
+        the same load, also that of earlier published figures. Warm-up answers are short.
         """
         rng, prefix = random.Random(self.seed), self.prefix()
         measured = []
@@ -129,14 +137,12 @@ class Pattern:
         return warm, measured
 
     def draw(self, rng: random.Random, length: int) -> list[int] | list[str]:
-        """Ids, or words, of one prompt."""
         if self.is_text:
             return [rng.choice(WORDS) for _ in range(length)]
         low = min(100, self.vocab_size // 2)
         return [rng.randrange(low, self.vocab_size) for _ in range(length)]
 
     def prefix(self) -> list[int] | list[str]:
-        """What all prompts begin with."""
         return self.draw(random.Random(f"prefix {self.seed}"), self.prefix_len)
 
     def _job(self, prompt: list[int | str], new_tokens: int, name: str, index: int = 0) -> Job:
@@ -159,7 +165,7 @@ class Pattern:
 
 
 def with_body(job: Job, to_body: Callable[[Job], dict[str, Any]]) -> Job:
-    """The same, ready to be sent."""
+    """Return the job with its HTTP body."""
     names = [name for name in Job.__slots__ if name != "body"]
     body = json.dumps(to_body(job)).encode()
     return Job(body=body, **{name: getattr(job, name) for name in names})

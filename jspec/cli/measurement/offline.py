@@ -1,4 +1,4 @@
-"""Plain and speculative decoding side by side, each on an engine of this process."""
+"""Compare plain and speculative decoding, each on an engine in this process."""
 
 from __future__ import annotations
 
@@ -24,29 +24,27 @@ from jspec.serving.engine import Engine
 from jspec.serving.trace import TraceEvent
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-SLACK_TOKENS = 128  # of a row beyond prompt and answer: scratch, and a page's rest
-MOST_ROWS = 64  # of an engine whose load has a rate and no bound
+SLACK_TOKENS = 128  # per row besides prompt and answer: scratch, and the rest of a page
+MOST_ROWS = 64  # of an engine whose load has a rate without a limit
 
 
 class EngineTarget:
-    """An engine in this process."""
+    """An engine in this process, as a Target."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
 
-    async def before(self) -> None:
-        """See Target."""
+    async def before(self) -> None: ...
 
     async def after(self, seen: Seen) -> None:
-        """See Target."""
+        """Do nothing: there is no cache to flush, and no counter to read."""
         del seen
 
     async def send(self, job: Job, seen: Seen) -> None:
-        """See Target; what was emitted is kept."""
         source = "prompt" if isinstance(job.prompt, str) else "input_ids"
         given: dict[str, Any] = {source: job.prompt}
-        sampling = {**job.sampling, "sampling_seed": job.index}  # the same for plain decoding
+        sampling = {**job.sampling, "sampling_seed": job.index}  # equal for plain decoding
         try:
             (request,) = self.engine.requests(**given, sampling_params=sampling)
             watch = Stopwatch(time.perf_counter())
@@ -81,9 +79,10 @@ class EngineTarget:
 def engine_arguments(
     given: Mapping[str, Any], settings: BenchSettings, *, longest: int
 ) -> dict[str, Any]:
-    """As small as the load allows, unless `given`: two engines share the device.
+    """Return the smallest engine for the load, overridden by `given`: two engines share the device.
 
-    longest: tokens of a prompt and its answer. Without a prefix cache each repeat is as the first.
+    longest: tokens of a prompt and its answer. The prefix cache is off, so that all repeats are
+    equal.
     """
     rows = settings.point.clients or min(settings.num_prompts, MOST_ROWS)
     small: dict[str, Any] = {
@@ -98,7 +97,7 @@ def engine_arguments(
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without speculation."""
+    """Return the arguments without speculation."""
     speculative = ("speculative_", "enable_multi_layer_eagle", "simulate_acceptance")
     kept = {
         name: value
@@ -109,7 +108,7 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modes_of(args: EngineArgs, asked: str) -> tuple[str, ...]:
-    """plain, speculative, or both in this order. Raises ConfigError where there is no draft."""
+    """Return plain, speculative, or both in this order. Raises ConfigError without a draft."""
     if args.algorithm is not Algorithm.NONE:
         return ("plain", "speculative") if asked == "both" else (asked,)
     if asked == "speculative":
@@ -126,7 +125,7 @@ def run_offline(
     is_traced: bool,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result, and its trace. given: the arguments that were named, of which args is made."""
+    """Return the result and its trace. given: the explicit arguments, part of `args`."""
     modes = modes_of(args, mode)
     if modes == ("plain",) and mode == "both":
         say("no --speculative-algorithm was named for this model: plain decoding alone")
@@ -171,7 +170,7 @@ async def _measure(
 
 
 def jobs_of(args: EngineArgs, settings: BenchSettings) -> tuple[list[Job], int]:
-    """The requests, their lengths as they are, and the tokens of the longest with its answer."""
+    """Return the requests with their true lengths, and the longest prompt with answer in tokens."""
     tokenizer = None
     if not args.skip_tokenizer_init:
         tokenizer = Tokenizer.from_directory(resolve_paths(args).tokenizer)

@@ -1,4 +1,4 @@
-"""A server under load, or two that take turns. Nothing here needs jax."""
+"""Measure a server under load, or two alternating servers. Without jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUNDLED_TOKENIZER = Path(jspec.__file__).parent / "bundled" / "target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """model: its name in a body; None: the first that /v1/models tells."""
+    """Servers to measure. model: name in the body; None: the first in /v1/models."""
 
     base_url: str
     baseline_url: str | None
@@ -33,7 +33,6 @@ class Servers:
 
     @property
     def urls(self) -> dict[str, str]:
-        """By the name that each is measured under."""
         if self.baseline_url is None:
             return {"server": self.base_url}
         return {"baseline": self.baseline_url, "server": self.base_url}
@@ -42,7 +41,7 @@ class Servers:
 async def run_online(
     servers: Servers, settings: BenchSettings, *, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result, and its trace. Raises ConfigError, and UnreachableError."""
+    """Return the result and its trace. Raises ConfigError and UnreachableError."""
     headers = {} if servers.api_key is None else {"Authorization": f"Bearer {servers.api_key}"}
     targets: list[ServerTarget] = []
     for name, url in servers.urls.items():
@@ -74,7 +73,7 @@ def _plan(settings: BenchSettings, model: str | None) -> Plan:
     tokenizer = Tokenizer.from_directory(BUNDLED_TOKENIZER)
     make = partial(settings.jobs, tokenizer, to_body=to_body, vocab_size=settings.vocab_size)
     jobs = [make(repeat=repeat) for repeat in range(settings.repeats)]
-    # Other prompts than those that are measured, so that none of them is in a prefix cache.
+    # Not the measured prompts, so that none of these is in a prefix cache.
     warm_up = settings.warm_up(make(repeat=settings.repeats), to_body)
     return Plan(point=settings.point, warm_up=warm_up, jobs=jobs, seed=settings.seed)
 
@@ -89,7 +88,6 @@ def _chip(info: dict[str, Any]) -> str:
 
 
 def _about(info: dict[str, Any]) -> dict[str, Any]:
-    """Of /server_info what a reader of the result wants to know."""
     names = (
         *("version", "served_model_name", "device", "dtype", "speculative_algorithm"),
         *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),

@@ -1,4 +1,4 @@
-"""The prompts of a load: random ones, those of a file, or source code that comes with Python."""
+"""Prompts of a load: random, from a file, or source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from jspec.errors import ConfigError, shown
 from jspec.training.data.corpus import Split, public_name, split_of
 
-HELD_OUT_SHARE = 0.05  # as the bundled pair's recipe has it
+HELD_OUT_SHARE = 0.05  # as in the bundled pair's recipe
 TEXT_NAMES = ("prompt", "text", "question", "input")
 LENGTH_NAMES = ("max_new_tokens", "max_tokens", "output_len")
 
@@ -28,7 +28,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """length: in tokens, as far as known. new_tokens: of a file's own line, if it says so."""
+    """One prompt. length: in tokens, if known; new_tokens: from its line in a file, if given."""
 
     content: str | tuple[int, ...]
     length: int
@@ -38,9 +38,10 @@ class Prompt:
 def python_prompts(
     tokenizer: Encoder, *, count: int, lengths: Sequence[int], seed: int, as_text: bool
 ) -> list[Prompt]:
-    """Stretches of standard-library modules that the bundled pair never saw, evenly over them.
+    """Return excerpts of standard-library modules that the bundled pair never saw.
 
-    Raises ConfigError where this Python has no such file of that length.
+    They are spread evenly over the modules. Raises ConfigError if this Python has no such file of
+    that length.
     """
     streams = [tokenizer.encode(text, add_special_tokens=False) for text in _held_out_texts()]
     streams = [ids for ids in streams if len(ids) > max(lengths)]
@@ -72,11 +73,11 @@ def _held_out_texts() -> list[str]:
 
 
 def read_prompts(path: Path, *, count: int, seed: int, fallback_length: int) -> list[Prompt]:
-    """Prompts of a file of JSON lines, or of one JSON list, in order; drawn from where it is long.
+    """Read prompts from JSON lines or one JSON list, in order; sampled if the file has more.
 
-    A line is a text, or an object with `prompt` or `text`, with `messages` (the first user's), or
-    with ShareGPT's `conversations`; `max_new_tokens` of its own counts. A file of fewer lines
-    begins anew. Raises ConfigError for a file that is none.
+    A line is a string, or an object with `prompt` or `text`, with `messages` (the first of the
+    user), or with ShareGPT's `conversations`; its own `max_new_tokens` applies. A shorter file is
+    repeated. Raises ConfigError for an invalid file.
     """
     lines = _objects(path)
     if not lines:

@@ -1,4 +1,4 @@
-"""What a measurement looks like: a table for people, a plot, and a trace for Perfetto."""
+"""Output of a measurement: a table, a plot, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MICRO = 1e6
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Medians side by side; pairs are p50 / p99."""
+    """Return a table of medians, one column per mode; pairs are p50 / p99."""
     modes = result["modes"]
     lines = [["", *modes]]
     for title, key in ROWS:
@@ -74,10 +74,10 @@ def _closing(result: Mapping[str, Any]) -> list[str]:
 def chrome_trace(
     seen: Mapping[str, Sequence[Seen]], steps: Mapping[str, Sequence[TraceEvent]]
 ) -> dict[str, Any]:
-    """Chrome's trace format, which Perfetto opens: a process for each target, a lane for each
-    request that is open at once, and the engine's calls where they are known.
+    """Return a trace in Chrome's format, which Perfetto opens.
 
-    Times are microseconds from the first request on.
+    It has a process per target, a lane for each concurrently open request, and the engine's calls
+    where known. Times are microseconds since the first request.
     """
     spans = [span for runs in seen.values() for run in runs for span in run.spans]
     begin = min((span.sent for span in spans), default=0.0)
@@ -97,15 +97,15 @@ def chrome_trace(
 
 
 class _Process:
-    """The events of one target. begin: what is time 0."""
+    """The events of one target. begin: time 0."""
 
     def __init__(self, *, pid: int, begin: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._pid, self._begin = pid, begin
 
     def requests(self, repeat: int, run: Seen) -> int:
-        """Two events a request, each request in the first lane that is free; the lanes it took."""
-        lanes: list[float] = []  # when each is free
+        """Add two events per request, in the first free lane; return the number of lanes."""
+        lanes: list[float] = []  # when each becomes free
         for span in sorted(run.spans, key=lambda span: span.sent):
             lane = next((i for i, end in enumerate(lanes) if end <= span.sent), len(lanes))
             lanes[lane : lane + 1] = [span.last]
@@ -115,7 +115,7 @@ class _Process:
         return len(lanes)
 
     def steps(self, trace: Sequence[TraceEvent], *, first_lane: int) -> dict[str, int]:
-        """The engine's calls of the runner, a lane a kind; the lanes by title."""
+        """Add the engine's calls of the runner, one lane per kind; return the lanes by title."""
         lanes = {kind: first_lane + i for i, kind in enumerate(TraceKind)}
         for call in trace:
             if call.started >= self._begin:
@@ -124,7 +124,6 @@ class _Process:
         return {f"engine {kind.value}": lane for kind, lane in lanes.items()}
 
     def named(self, kind: str, name: str, *, lane: int) -> dict[str, Any]:
-        """What Perfetto writes beside a process or a lane."""
         return {"ph": "M", "name": kind, "pid": self._pid, "tid": lane, "args": {"name": name}}
 
     def _add(
@@ -144,7 +143,7 @@ class _Process:
 
 
 def check_can_plot() -> None:
-    """Raises ConfigError where matplotlib is missing."""
+    """Raise ConfigError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -154,7 +153,7 @@ def check_can_plot() -> None:
 
 
 def plot(path: Path, result: Mapping[str, Any]) -> None:
-    """Tokens a second of every run, and acceptance by depth where there is any."""
+    """Plot tokens per second of every run, and acceptance by depth if there is any."""
     from matplotlib.figure import Figure  # no window, no global state
 
     modes = result["modes"]

@@ -1,4 +1,4 @@
-"""A whole measurement: targets take turns, repeat by repeat, and each has its medians."""
+"""A whole measurement: targets alternate within each repeat; the result has each one's medians."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jspec.cli.measurement.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run. jobs: of each repeat, the same for every target."""
+    """The runs. jobs: of each repeat, equal for all targets."""
 
     point: Point
     warm_up: Sequence[Job]
@@ -24,14 +24,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of each target by name: the figures of its runs, and what was seen in each."""
+    """Figures and raw measurements of all runs, by target."""
 
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     seen: dict[str, list[Seen]] = field(default_factory=dict)
 
 
 async def measure(targets: Sequence[Target], plan: Plan, *, say: Callable[[str], None]) -> Measured:
-    """All repeats. The order of the targets turns around with each, so that drift hits all."""
+    """Run all repeats. The order of the targets alternates, so that drift affects all equally."""
     found = Measured()
     for target in targets:
         warm = Seen()
@@ -54,8 +54,7 @@ async def measure(targets: Sequence[Target], plan: Plan, *, say: Callable[[str],
 
 
 def result_of(measured: Measured, names: Sequence[str]) -> dict[str, Any]:
-    """Medians by target; of two, how the second compares with the first, and whether it wrote the
-    same tokens where both are known."""
+    """Return medians by target; for two also the second's ratio to the first, and equal outputs."""
     modes = {}
     for name in names:
         runs, seen = measured.runs[name], measured.seen[name]
@@ -74,7 +73,7 @@ def result_of(measured: Measured, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _ratios(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float | None]:
-    """How many times better the second is: above 1 is better, for rates and for times alike."""
+    """Improvement of the second over the first: above 1 is better, for rates and times alike."""
     rates = [of["output_tokens_per_second"] for of in (second, first)]
     times = {name: (first[name][0], second[name][0]) for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
     pairs = {"output_tokens_per_second": tuple(rates), **times}

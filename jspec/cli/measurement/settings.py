@@ -1,4 +1,4 @@
-"""What `jspec bench` was asked for, checked, and the requests that it comes to."""
+"""Checked settings of `jspec bench`, and the requests that follow from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ MODES = ("both", "plain", "speculative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Lengths are in tokens. concurrency: None where the rate alone decides. seed: of repeat r, and
-    so its prompts, it is seed + r for a server, and seed always where nothing is cached."""
+    """Settings; lengths are in tokens.
+
+    concurrency: None if the rate alone decides
+    seed: for a server, repeat r uses seed + r, so its prompts are not cached; local engines
+        always use seed
+    """
 
     num_prompts: int = 8
     repeats: int = 3
@@ -40,7 +44,6 @@ class BenchSettings:
     backend: str = "jspec"
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what cannot be measured."""
         for name, least in (
             ("num_prompts", 1),
             ("repeats", 1),
@@ -90,7 +93,7 @@ class BenchSettings:
 
     @property
     def point(self) -> Point:
-        """Closed loop without a rate; a rate of infinity is all at once."""
+        """The load: a closed loop without a rate; an infinite rate sends all at once."""
         rate, clients = self.request_rate, self.concurrency
         if rate is not None and math.isinf(rate):
             rate, clients = None, clients or self.num_prompts
@@ -107,9 +110,10 @@ class BenchSettings:
         to_body: Callable[[Job], dict[str, Any]] | None,
         vocab_size: int | None,
     ) -> list[Job]:
-        """The requests of one repeat. to_body: None for an engine of one's own, which takes ids.
+        """Return the requests of one repeat.
 
-        vocab_size: ids of random prompts are below it; None: words.
+        to_body: None for a local engine, which takes ids
+        vocab_size: upper bound of random token ids; None: words
         """
         settings = replace(self, seed=self.seed + repeat)
         found = [
@@ -123,7 +127,7 @@ class BenchSettings:
     def warm_up(
         self, jobs: list[Job], to_body: Callable[[Job], dict[str, Any]] | None
     ) -> list[Job]:
-        """Short answers to those prompts, as many as are open at once."""
+        """Return jobs with the same prompts and short answers, as many as are open at once."""
         num_warm = min(self.point.clients or 8, len(jobs), 64)
         found = []
         for job in jobs[:num_warm]:

@@ -1,4 +1,4 @@
-"""Who is measured, and a server somewhere as one; an engine of one's own is in offline.py."""
+"""Targets of a measurement, and a remote server as one; offline.py has the local engine."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
 class UnreachableError(JspecError):
-    """A server that does not answer, or not as one."""
+    """Raised for a server that does not answer, or does not answer like an inference server."""
 
 
 class Target(Protocol):
-    """What is measured under one name."""
+    """A server or engine under measurement."""
 
     @property
     def name(self) -> str: ...
 
     async def send(self, job: Job, seen: Seen) -> None:
-        """One request; `seen` gets its times, or its error."""
+        """Run one request; `seen` gets its times or its error."""
         ...
 
     async def before(self) -> None:
-        """Just before a run."""
+        """Called just before a run."""
         ...
 
     async def after(self, seen: Seen) -> None:
-        """Just after it."""
+        """Called just after a run."""
         ...
 
 
 class ServerTarget:
-    """A server; acceptance is what its answers or its metrics say of it."""
+    """A server; acceptance comes from its answers or its metrics."""
 
     def __init__(
         self, name: str, url: str, backend: Backend, *, headers: Mapping[str, str], flush: bool
@@ -54,7 +54,7 @@ class ServerTarget:
         self._counts: dict[str, float] = {}
 
     async def find(self) -> tuple[str | None, dict[str, Any]]:
-        """The name of its model, and /server_info. Raises UnreachableError."""
+        """Return the name of its model, and /server_info. Raises UnreachableError."""
         try:
             models = await self._connections.get_json("/v1/models")
             info = await self._connections.get_json("/server_info")
@@ -73,7 +73,7 @@ class ServerTarget:
         return name, info
 
     async def before(self) -> None:
-        """See Target; empties the prefix cache, if that was asked for."""
+        """Flush the prefix cache, if requested, and read the counters."""
         if self._flush:
             try:
                 async with aclosing(self._connections.post("/flush_cache", b"{}")) as lines:
@@ -84,18 +84,18 @@ class ServerTarget:
         self._counts = await self._read_counts()
 
     async def after(self, seen: Seen) -> None:
-        """See Target; vLLM's counters say what was accepted where the answers do not."""
+        """Add vLLM's acceptance counters if the answers have none."""
         if seen.histogram or not self._counts:
             return
         now = await self._read_counts()
         gained = {name: value - self._counts.get(name, 0.0) for name, value in now.items()}
         reached = [gained.pop(DRAFTS, 0.0), *(gained[name] for name in sorted(gained, key=int))]
-        # reached[d]: verifications that accepted a draft of depth d. What went no further stays.
+        # reached[d]: verifications that accepted at least d drafts; differences count exactly d.
         steps = zip(reached, [*reached[1:], 0.0], strict=True)
         seen.add_histogram([int(here - further) for here, further in steps])
 
     async def _read_counts(self) -> dict[str, float]:
-        """DRAFTS, and by position how many were accepted; empty where a server has none."""
+        """Return DRAFTS, and accepted drafts by position; empty for a server without them."""
         try:
             text = (await self._connections.get("/metrics")).decode(errors="replace")
         except (OSError, RuntimeError, EOFError):
@@ -110,7 +110,6 @@ class ServerTarget:
         return found
 
     async def send(self, job: Job, seen: Seen) -> None:
-        """See Target."""
         await send(self._connections, job, seen, backend=self._backend)
 
     def close(self) -> None:
