@@ -397,5 +397,5 @@ class Scheduler:
 
     def _release(self, tenancy: Tenancy) -> None:
         del self._tenancies[tenancy.row]
-        self._pages.release(tenancy)
+        self._pages.release(tenancy, step=self._num_steps)
         heapq.heappush(self._free_slots, tenancy.row.slot)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jspec.config.limits import PriorityOrder, ServeLimits, WindowSpace
+from jspec.config.limits import Algorithm, PriorityOrder, ServeLimits, WindowSpace
 from jspec.errors import QueueFullError, RequestError
 from jspec.messages.plan import StepPlan
 from jspec.messages.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
@@ -25,6 +25,8 @@ from tests.support.fake_runner import hash_token, random_acceptance, small_limit
 from tests.support.fake_text import FakeTextStream, expected_output, text_of
 from tests.support.random_shapes import RandomShapes
 
+# They differ in what they write beyond the text, look ahead at, and lag behind by.
+ALGORITHMS = [Algorithm.EAGLE3, Algorithm.STANDALONE, Algorithm.MULTI_LAYER_EAGLE]
 SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 
 
@@ -52,6 +54,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         spec=st.sampled_from(SPECS),
+        algorithm=st.sampled_from(ALGORITHMS),
         page_size=st.sampled_from([1, 4, 16, 64]),
         capacity_pages=st.integers(1, 3),
         depth=st.integers(0, 3),
@@ -70,6 +73,7 @@ class Interleavings(RuleBasedStateMachine):
     def start(
         self,
         spec: tuple[int, int, int],
+        algorithm: Algorithm,
         page_size: int,
         capacity_pages: int,
         depth: int,
@@ -87,6 +91,7 @@ class Interleavings(RuleBasedStateMachine):
     ) -> None:
         roomy = small_limits(
             steps_topk_nodes=spec,
+            algorithm=algorithm,
             num_slots=num_slots,
             num_pages=1000,
             page_size=page_size,
@@ -113,6 +118,7 @@ class Interleavings(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.chunks: dict[str, list[StreamChunk]] = {}
         self.live: set[str] = set()
+        self.num_updates = 0
 
     @rule(
         prompt_len=st.integers(0, 105) | st.integers(1, 8),
@@ -181,6 +187,25 @@ class Interleavings(RuleBasedStateMachine):
                 priority=priority,
             )
 
+    @rule(
+        lengths=st.lists(st.sampled_from([20, 60, 90]), min_size=2, max_size=3),
+        prompt_len=st.integers(1, 8),
+        seed=st.integers(0, 1),
+        priority=st.integers(-2, 2),
+    )
+    def submit_twins(self, lengths: list[int], prompt_len: int, seed: int, priority: int) -> None:
+        """Requests that say the same: each computes what another one has in the cache, too."""
+        for max_new_tokens in lengths:
+            self.submit(
+                prompt_len=prompt_len,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=0,
+                stop=[],
+                eos=[],
+                seed=seed,
+                priority=priority,
+            )
+
     @precondition(lambda self: self.chunks)
     @rule(data=st.data(), more=st.lists(st.integers(0, 25), max_size=3))
     def submit_next_turn(self, data: st.DataObject, more: list[int]) -> None:
@@ -233,6 +258,15 @@ class Interleavings(RuleBasedStateMachine):
         assert self.scheduler.stats.num_cached_pages == 0
         self.in_flight.clear()
         self.runner.restart()
+
+    @rule()
+    def update_weights(self) -> None:
+        """Between steps; what runs is filled again, and finds nothing of the former weights."""
+        while self.in_flight:
+            self.collect()
+        self.num_updates += 1
+        self.scheduler.fail()
+        self.scheduler.set_weight_version(str(self.num_updates))
 
     @rule(turns=st.integers(1, 30))
     def run_on(self, turns: int) -> None:

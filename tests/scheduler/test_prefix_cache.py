@@ -49,6 +49,21 @@ def test_one_token_is_left_over_and_what_follows_must_be_known(
     assert found(cache, (5, 6, 7, 8)) == pages
 
 
+def test_a_page_takes_the_place_of_one_with_the_same_tokens() -> None:
+    cache = cached(TEXT, (11, 12, 13))
+    last = cache.match("x", (*TEXT, 4))
+    assert last is not None
+    cache.lock(last)
+    with pytest.raises(InvariantError, match="page 12 added twice"):
+        cache.replace(last, 12, writer=3)
+    assert cache.replace(last, 21, writer=3) == 12
+    assert 12 not in cache
+    assert found(cache, (*TEXT, 4)) == (11, 21)
+    assert cache.unlock(last) == []
+    assert cache.withdraw(3) == [21]
+    assert found(cache, (*TEXT, 4)) == (11,)
+
+
 def test_the_least_recently_used_goes_first_and_no_page_with_others_after_it() -> None:
     cache = PrefixCache(page_size=1, lookahead=0)
     for pages in ((1, 2), (1, 3), (4,)):

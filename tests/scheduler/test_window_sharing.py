@@ -205,3 +205,54 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
             found = cached_of(bench, again)
             # The last token's own row is not there, nor what looks ahead to it.
             assert found == (len(text) - 1 - limits.spec.tokens_ahead) // 2 * 2, (num_new, again)
+
+
+@pytest.mark.parametrize("num_new", [20, 90])
+@pytest.mark.parametrize(("depth", "rounds"), [(0, 1), (3, 3)])
+def test_rows_that_say_the_same_need_no_more_than_their_own_pages(
+    num_new: int, depth: int, rounds: int
+) -> None:
+    """Each has a page of its own beside the other's, which is cached; once one is alone, the pool
+    must hold it to its end."""
+    tight = small_limits(
+        algorithm=Algorithm.STANDALONE,
+        num_slots=2,
+        num_pages=25,
+        page_size=5,
+        chunk_size=48,
+        prefill_rows=1,
+        overlap_depth=depth,
+        num_rounds=rounds,
+        prefix_cache=True,
+    )
+    bench = Bench(with_windows(tight, 8))
+    lengths = {"a": num_new, "b": 100, "c": 100}
+    asked = [
+        replace(turn(name, *range(12), max_new_tokens=most), seed=0)
+        for name, most in lengths.items()
+    ]
+    bench.submit(*asked)
+    bench.run_all()
+    for each in asked:
+        assert bench.output(each.request_id) == expected_ids(each, lengths[each.request_id])
+    stats = bench.scheduler.stats
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
+
+
+def test_what_a_row_computes_again_takes_the_place_of_what_was_cached() -> None:
+    """A text is cached whole, but in the window space of it hardly anything is left: a row that
+    begins at the beginning has pages of its own, and holds the text once."""
+    limits = with_windows(replace(LIMITS, num_pages=32, overlap_depth=0), 8)
+    bench, prompt = Bench(limits), tuple(range(24))
+    assert cached_of(bench, turn("a", *prompt, max_new_tokens=60)) == 0
+    assert cached_of(bench, turn("b", *[3] * 40, max_new_tokens=1)) == 0
+    before = bench.scheduler.stats.num_cached_pages
+    assert before > 16
+    bench.submit(turn("again", *prompt, *expected_ids(turn("a", *prompt), 60)[:50]))
+    while bench.dispatch() is not None:
+        bench.collect()
+        stats = bench.scheduler.stats
+        own = sum(len(row.page_ids) for row in bench.scheduler._tenancies.values())
+        assert stats.num_used_pages == own
+        assert stats.num_leaked_pages == 0
+    assert len(bench.output("again")) == 8

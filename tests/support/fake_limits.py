@@ -11,6 +11,7 @@ from jspec.spec.indexing import powers_of_two
 def small_limits(
     *,
     steps_topk_nodes: tuple[int, int, int] = (3, 1, 4),
+    algorithm: Algorithm = Algorithm.EAGLE3,
     num_slots: int = 4,
     num_pages: int = 64,
     page_size: int = 4,
@@ -26,9 +27,11 @@ def small_limits(
 ) -> ServeLimits:
     """Return ServeLimits of a toy engine; 0/1/1 is plain decoding. shapes: the other shapes."""
     num_steps, topk, nodes = steps_topk_nodes
-    algorithm = Algorithm.EAGLE3 if num_steps else Algorithm.NONE
     spec = SpeculativeConfig(
-        algorithm=algorithm, num_steps=num_steps, topk=topk, num_draft_tokens=nodes
+        algorithm=algorithm if num_steps else Algorithm.NONE,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=nodes,
     )
     return ServeLimits(
         spec=spec,

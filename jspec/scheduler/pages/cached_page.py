@@ -10,9 +10,10 @@ class CachedPage:
     """A page of the full space and the path to it; the root of a tree has page 0 and depth 0.
 
     depth: pages from the root up to and including this one. num_users: rows that hold it or a page
-    after it. writer: the step from which on it may be read. windows: of each window space the page
-    that holds the same tokens, None where there is none. is_sought: a text ended at this page, or a
-    little after it, or began to differ from the others there.
+    after it. num_doubles: of these rows, those that have another page with the same tokens.
+    writer: the step from which on it may be read. windows: of each window space the page that holds
+    the same tokens, None where there is none. is_sought: a text ended at this page, or a little
+    after it, or began to differ from the others there.
     """
 
     __slots__ = (
@@ -22,6 +23,7 @@ class CachedPage:
         "is_withdrawn",
         "key",
         "last_used",
+        "num_doubles",
         "num_users",
         "page",
         "parent",
@@ -44,7 +46,7 @@ class CachedPage:
         self.writer = writer
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, CachedPage] = {}
-        self.num_users = 0
+        self.num_users = self.num_doubles = 0
         self.last_used = 0
         self.is_withdrawn = False
         self.is_sought = False

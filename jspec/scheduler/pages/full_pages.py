@@ -24,11 +24,10 @@ from itertools import islice
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import InvariantError
-from jspec.messages.plan import PageGrant
+from jspec.messages.plan import PageGrant, RowRef
 from jspec.messages.request import DEFAULT_VERSION
-from jspec.scheduler.pages.cached_page import CachedPage
 from jspec.scheduler.pages.page_pool import PagePool
-from jspec.scheduler.pages.prefix_cache import PrefixCache
+from jspec.scheduler.pages.prefix_cache import CachedPage, PrefixCache
 from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.sequence import Sequence, Tenancy
 
@@ -66,6 +65,7 @@ class FullPages:
         self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = DEFAULT_VERSION
         self._num_weights = 0
+        self._doubles: dict[RowRef, Tenancy] = {}  # rows that hold pages beside their own
 
     @property
     def num_pages(self) -> int:
@@ -197,7 +197,8 @@ class FullPages:
         """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on.
 
         Where windows give pages back it also goes on after a page of another row with the same
-        text, though the row then holds both: what leaves the window later would be found no more.
+        text, or what leaves the window later would be found no more. The row holds both pages as
+        long as that other row is there (`_hold`).
         """
         before = tenancy.last_cached
         if before is None or not self._is_current(tenancy):
@@ -206,9 +207,7 @@ class FullPages:
         last = self._cache.extend(
             before, ids, tenancy.page_ids, known=known, writer=step, beside=beside, begin=begin
         )
-        added = islice(last.path(), last.depth - before.depth)
-        tenancy.num_cached += sum(node.page == tenancy.page_ids[node.depth - 1] for node in added)
-        tenancy.last_cached = last
+        self._hold(tenancy, last, step=step)
         if self._limits.windows:
             held = self._windows.held(tenancy)
             reached = self._cache.attach(last, ids, held, known=known, writer=step, begin=begin)
@@ -227,22 +226,70 @@ class FullPages:
         last = self._cache.extend(
             last, ids, tenancy.page_ids, known=known, writer=step, beside=True
         )
-        tenancy.last_cached = last
-        tenancy.num_cached = sum(page in self._cache for page in tenancy.page_ids)
+        self._hold(tenancy, last, step=step)
         if self._limits.windows:
             held = self._windows.held(tenancy)
             self._cache.seek(self._cache.attach(last, ids, held, known=known, writer=step))
 
-    def release(self, tenancy: Tenancy) -> None:
-        """Takes back all that an ended row holds: its own pages are free, the cached ones kept."""
+    def _hold(self, tenancy: Tenancy, last: CachedPage, *, step: int) -> None:
+        """The row holds the cached pages up to `last` from now on. Where one of them is not its own
+        and no other row has it, its own takes that place: a row alone never holds two."""
+        before = tenancy.last_cached
+        assert before is not None
+        for node in islice(last.path(), last.depth - before.depth):
+            if node.page == tenancy.page_ids[node.depth - 1]:
+                tenancy.num_cached += 1
+            else:
+                node.num_doubles += 1
+                self._doubles[tenancy.row] = tenancy
+                if node.num_users == 1:
+                    self._replace(node, tenancy, step=step)
+        tenancy.last_cached = last
+
+    def _replace(self, node: CachedPage, tenancy: Tenancy, *, step: int) -> None:
+        own = tenancy.page_ids[node.depth - 1]
+        self._pool.release((self._cache.replace(node, own, writer=step),))
+        node.num_doubles -= 1
+        tenancy.num_cached += 1
+
+    def release(self, tenancy: Tenancy, *, step: int) -> None:
+        """Takes back all that an ended row holds: its own pages are free, the cached ones kept.
+
+        step: the last one dispatched. Where the row had a page that others hold beside one of their
+        own, theirs takes its place.
+        """
         own = [page for page in tenancy.page_ids if page not in self._cache]
         if tenancy.last_cached is not None:
+            doubled = self._undouble(tenancy) if self._doubles else ()
             own += self._cache.unlock(tenancy.last_cached)
+            self._pass_on({n for n in doubled if n.num_users == n.num_doubles > 0}, step=step)
         self._pool.release(own)
         self._windows.release(tenancy)
 
+    def _undouble(self, tenancy: Tenancy) -> list[CachedPage]:
+        """Counts the row no more where it holds a page beside its own. Returns the pages of its
+        path that any row holds so."""
+        assert tenancy.last_cached is not None
+        doubled = [node for node in tenancy.last_cached.path() if node.num_doubles]
+        if self._doubles.pop(tenancy.row, None) is not None:
+            for node in doubled:
+                node.num_doubles -= node.page != tenancy.page_ids[node.depth - 1]
+        return doubled
+
+    def _pass_on(self, nodes: set[CachedPage], *, step: int) -> None:
+        """Replaces pages that are held only beside others, each by one of these."""
+        for tenancy in self._doubles.values() if nodes else ():
+            assert tenancy.last_cached is not None
+            for node in tenancy.last_cached.path():
+                if node in nodes:
+                    self._replace(node, tenancy, step=step)
+                    nodes.remove(node)
+
     def withdraw(self, step: int) -> None:
-        """What that step or a later one wrote is found no more: the step failed."""
+        """What that step or a later one wrote is found no more: the step failed, and every row
+        ends."""
+        for tenancy in tuple(self._doubles.values()):
+            self._undouble(tenancy)  # what it has may be lost: it takes no other page's place
         self._pool.release(self._cache.withdraw(step))
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:

@@ -167,6 +167,19 @@ class PrefixCache:
             node = child
         return node
 
+    def replace(self, node: CachedPage, page: int, *, writer: int) -> int:
+        """Puts a row's page of the same tokens in the place of a node's own, which is handed back.
+
+        The row holds the node, and no row has the node's own page.
+        """
+        if page in self._nodes:
+            raise InvariantError(f"page {page} added twice; expected one that is not cached")
+        before = node.page
+        del self._nodes[before]
+        self._nodes[page] = node
+        node.page, node.writer = page, writer
+        return before
+
     def attach(
         self,
         last: CachedPage,
