@@ -6,56 +6,52 @@ not, one by one, the first claim first, because each may make another one wait o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.errors import InvariantError
 from jspec.messages.features import SAMPLING, StepFeatures
-from jspec.messages.plan import PageGrant, RowRef, StepKind, StepPlan
+from jspec.messages.plan import PageGrant, StepKind, StepPlan
 from jspec.scheduler import policy
-from jspec.scheduler.pages.full_pages import FullPages
+from jspec.scheduler.blame import blame
 from jspec.scheduler.pages.prefix_sharing import PrefixSharing
-from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.results import Flight, Lineup
-from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.row_table import Ints
+from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 
 
 class DecodePlanner:
-    """Reads the scheduler's `running` sequences, in order of arrival, and `tenancies`, all that
-    hold a slot; `retract` takes a sequence's slot away; `shapes` says what shape a decode has."""
+    """Reads who runs, and grants pages, in `seats`; `retract` takes a sequence's slot away;
+    `shapes` says what shape a decode has."""
 
     def __init__(
         self,
         limits: ServeLimits,
-        table: RowTable,
-        pages: FullPages,
-        windows: WindowPages,
+        seats: Seats,
         *,
-        running: Mapping[str, Sequence],
-        tenancies: Mapping[RowRef, Tenancy],
         retract: Callable[[Sequence], None],
         shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
         self._deferred_tokens = limits.deferred_tokens
-        self._table = table
-        self._pages = pages
-        self._windows = windows
-        self._running = running
-        self._tenancies = tenancies
         self._retract = retract
         self._shapes = shapes
-        self._lineup: Lineup | None = None  # None: to be found out
         sharing = limits.sharing
         self._sharing = None if sharing is None else PrefixSharing(limits, sharing)
         self.num_shared_keys = 0  # that rows were told not to read, since others read them
+        self.use(seats)
 
-    def changed(self) -> None:
-        """Must be called when a sequence begins or ceases to run."""
-        self._lineup = None
+    def use(self, seats: Seats) -> None:
+        """Plans with these from now on."""
+        self._seats = seats
+        self._table = seats.table
+        self._pages = seats.pages
+        self._windows = seats.windows
+        self._lineup: Lineup | None = None  # None: to be found out
+        self._num_changes = seats.num_changes  # that the lineup has seen
 
     def plan(self, *, step: int) -> Flight | None:
         """The next decode, None if no row can run. Pages are granted and rows retracted by it.
@@ -124,8 +120,9 @@ class DecodePlanner:
 
     def _running_rows(self) -> Lineup:
         """What runs, oldest first."""
-        if self._lineup is None:
-            self._lineup = Lineup.of(s.held_tenancy for s in self._running.values())
+        if self._lineup is None or self._num_changes != self._seats.num_changes:
+            self._num_changes = self._seats.num_changes
+            self._lineup = Lineup.of(s.held_tenancy for s in self._seats.running.values())
             if self._sharing is not None:
                 self._sharing.regroup(self._lineup.tenancies)
         return self._lineup
@@ -135,7 +132,7 @@ class DecodePlanner:
         chosen: list[Tenancy] = []
         grants: list[PageGrant] = []
         # Victims drop out on the way: always after the row that they give way for, or that row.
-        for sequence in policy.by_claim(self._limits, self._running.values()):
+        for sequence in policy.by_claim(self._limits, self._seats.running.values()):
             if not policy.may_decode(sequence):
                 continue
             num_missing = self._make_room(sequence)
@@ -155,18 +152,23 @@ class DecodePlanner:
         """
         unread = sequence.held_tenancy.rounds_in_flight
         num_missing = policy.pages_missing(self._limits, sequence)
+        running = self._seats.running
         while num_missing > self._pages.num_free and sequence.tenancy is not None:
-            if unread or any(other.ended for other in self._tenancies.values()):
+            if unread or any(other.ended for other in self._seats.tenancies.values()):
                 break
-            if len(self._running) == 1:
-                raise InvariantError(
+            if len(running) == 1:
+                error = InvariantError(
                     f"the only running sequence misses {num_missing} pages and "
                     f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
-            self._retract(policy.choose_victim(self._limits, self._running.values()))
+                blame(error, sequence)
+            self._retract(policy.choose_victim(self._limits, running.values()))
         return num_missing
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        grants = self._pages.grow(tenancy, num_pages)
-        self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
-        return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
+        try:
+            grants = self._pages.grow(tenancy, num_pages)
+            self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
+            return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
+        except Exception as error:
+            blame(error, tenancy.sequence)

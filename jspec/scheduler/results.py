@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jspec.config.limits import ServeLimits
-from jspec.errors import InvariantError
+from jspec.errors import ResultError
 from jspec.messages.features import PLAIN, StepFeatures
 from jspec.messages.grammar import Constraint
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
@@ -29,12 +29,12 @@ LOGGER = logging.getLogger("jspec.scheduler")
 def check_result(
     limits: ServeLimits, plan: StepPlan, result: StepResult, *, oldest: int | None
 ) -> None:
-    """Raises InvariantError for a result out of order or of the wrong shape.
+    """Raises ResultError for a result out of order or of the wrong shape.
 
     oldest: the oldest step in flight, None if there is none.
     """
     if not plan.step == result.step == oldest:
-        raise InvariantError(
+        raise ResultError(
             f"plan {plan.step} came with result {result.step}; expected both to be the "
             f"oldest step in flight, {oldest}"
         )
@@ -46,7 +46,7 @@ def check_result(
     if len(rounds) != plan.num_rounds(limits) or not all(
         _are_within(counts, emits, most=most) for counts in rounds
     ):
-        raise InvariantError(
+        raise ResultError(
             f"step {plan.step} emitted {rounds} ids; expected {plan.num_rounds(limits)} rounds, in "
             f"each a number from {emits} on, and at most {most}, for its {len(emits)} rows"
         )
@@ -147,8 +147,9 @@ class RoundReader:
         self._totals = totals
         self._finish = finish
 
-    def read_round(self, flight: Flight, of_round: RoundResult) -> list[Piece]:
-        """A piece for each row that emitted and has not ended before."""
+    def read_round(self, flight: Flight, of_round: RoundResult, pieces: list[Piece]) -> None:
+        """Appends a piece for each row that emitted and has not ended before. If it fails, what was
+        read is there: ids that count as emitted and of which no reader hears would be a gap."""
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
         # A prompt's come with chunks that emit nothing, too.
@@ -158,7 +159,6 @@ class RoundReader:
                 sequence.logprobs.take(flight.plan, i, of_round)
                 sequence.hidden.take(flight.plan, i, of_round)
         is_live &= counts > 0
-        pieces: list[Piece] = []
         if flight.plan.kind is StepKind.DECODE:
             goes_on = is_live & self._table.goes_on(slots, counts, ids)
             self._watch(flight, of_round, goes_on)
@@ -166,8 +166,8 @@ class RoundReader:
             is_live &= ~goes_on
         for i in is_live.nonzero()[0].tolist():
             emitted = tuple(ids[i, : counts[i]].tolist())
-            pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan))
-        return pieces
+            sequence = flight.tenancies[i].sequence
+            self._read_row(sequence, emitted, flight.plan, pieces)
 
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
         """Shows the ids of rows with stop strings to their watches; clears `goes_on` of those in
@@ -197,13 +197,16 @@ class RoundReader:
             num_proposed=num_proposed,
         )
 
-    def _read_row(self, sequence: Sequence, ids: tuple[int, ...], plan: StepPlan) -> Piece:
+    def _read_row(
+        self, sequence: Sequence, ids: tuple[int, ...], plan: StepPlan, pieces: list[Piece]
+    ) -> None:
         try:
             cut = sequence.absorb(ids)
-        except InvariantError:
-            raise
         except Exception as error:  # of its text, its stop strings or its grammar: its own affair
-            return self._end_broken(sequence, error)
+            self._totals.num_aborted += 1
+            pieces.append(sequence.broken(text_failure(sequence.request, error)))
+            self._finish(sequence)
+            return
         self._totals.num_emitted += len(cut.ids)
         is_verified = plan.kind is StepKind.DECODE and sequence.request.sampling.speculative
         num_emitted, num_proposed = len(ids) if is_verified else 0, _num_proposed(plan)
@@ -211,15 +214,11 @@ class RoundReader:
             self._totals.tally.add(
                 num_emitted=num_emitted, num_kept=len(cut.ids), num_proposed=num_proposed
             )
+        piece = sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed, ids=ids)
+        pieces.append(piece)
         if cut.finish is not None:
             self._totals.num_finished += 1
             self._finish(sequence)
-        return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed, ids=ids)
-
-    def _end_broken(self, sequence: Sequence, error: Exception) -> Piece:
-        self._totals.num_aborted += 1
-        self._finish(sequence)
-        return sequence.broken(text_failure(sequence.request, error))
 
 
 def _num_proposed(plan: StepPlan) -> int | None:

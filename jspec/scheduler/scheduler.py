@@ -11,39 +11,30 @@ that names them has been collected.
 
 from __future__ import annotations
 
-import heapq
+import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from jspec.config.limits import ServeLimits
-from jspec.errors import InvariantError, RequestError
-from jspec.messages.plan import (
-    Admission,
-    PageGrant,
-    PrefillChunk,
-    RowRef,
-    StepKind,
-    StepPlan,
-    StepResult,
-)
+from jspec.errors import InvariantError, RequestError, SequenceError
+from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
-from jspec.scheduler import policy
+from jspec.scheduler.blame import blame, blaming
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import budget
-from jspec.scheduler.pages.full_pages import FullPages, Hit
-from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.prefill_planner import PrefillPlanner
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result, text_failure
-from jspec.scheduler.row_table import RowTable
-from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.results import Flight, RoundReader, check_result, text_failure
+from jspec.scheduler.seats import Seats
+from jspec.scheduler.sequence import Sequence, SequenceState
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.token_history import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
-from jspec.spec import indexing
 
+LOGGER = logging.getLogger("jspec.scheduler")
 ABORTED = "aborted by request"
 
 
@@ -62,30 +53,27 @@ class Scheduler:
         self._deferred_tokens = limits.deferred_tokens
         self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
-        self._windows = WindowPages(limits)
-        self._pages = FullPages(limits, self._windows)
-        self._table = RowTable.empty(limits)
-        self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
         self._waiting = WaitingQueue(limits)
-        self._running: dict[str, Sequence] = {}  # in order of arrival
         self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
-        self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
         self._in_flight: deque[Flight] = deque()
         self._num_steps = 0
         self._totals = Totals(tally=Tally(limits.spec))
-        self._reader = RoundReader(self._table, self._totals, finish=self._finish)
-        self._decodes = DecodePlanner(
-            limits,
-            self._table,
-            self._pages,
-            self._windows,
-            running=self._running,
-            tenancies=self._tenancies,
-            retract=self._retract,
-            shapes=self._shapes,
-        )
+        self._pieces: list[Piece] = []  # of the result that is being read
+        self._num_lost = 0  # steps in flight whose results are not to be read
+        self._is_stuck = False
+        seats = Seats(limits, self._totals, self._prefilling, epochs=self._epochs)
+        self._decodes = DecodePlanner(limits, seats, retract=self._retract, shapes=self._shapes)
+        self._use(seats)
+
+    def _use(self, seats: Seats) -> None:
+        self._seats, self._table = seats, seats.table
+        self._pages, self._windows = seats.pages, seats.windows
+        self._running, self._tenancies = seats.running, seats.tenancies
+        self._prefills = PrefillPlanner(self._limits, self._prefilling, seats, self._waiting)
+        self._reader = RoundReader(seats.table, self._totals, finish=self._finish)
+        self._decodes.use(seats)
 
     @property
     def limits(self) -> ServeLimits:
@@ -99,18 +87,17 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Exact between turns; another thread may read it at any time, and see half of one."""
-        tenancies = tuple(self._tenancies.values())
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=self.num_queued,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,
             num_cached_pages=self._pages.num_cached,
-            num_leaked_pages=self._pages.num_leaked(tenancies) + self._windows.num_leaked,
+            num_leaked_pages=self._seats.num_leaked,
             num_free_window_pages=self._windows.num_free,
             num_cached_window_pages=self._windows.num_cached,
-            num_steps_in_flight=len(self._in_flight),
-            num_steps=self._num_steps - len(self._in_flight),
+            num_steps_in_flight=len(self._in_flight) + self._num_lost,
+            num_steps=self._num_steps - len(self._in_flight) - self._num_lost,
             shapes=self._shapes.totals,
             num_shared_keys=self._decodes.num_shared_keys,
             **self._totals.by_name(),
@@ -157,9 +144,9 @@ class Scheduler:
             return None
         if sequence.tenancy is None:
             self._waiting.remove(sequence)
+        self._finish(sequence)
         self._totals.num_aborted += 1
         self._totals.num_slow_readers += is_slow
-        self._finish(sequence)
         try:
             return sequence.abort(why)
         except Exception as error:  # a text may raise anything, and this request alone ends of it
@@ -179,15 +166,21 @@ class Scheduler:
 
         Rows go back to the queue with what was read of them.
         """
-        if self._in_flight:
-            self._pages.withdraw(self._in_flight[0].plan.step)
-        self._in_flight.clear()
-        self._table.unread[:] = 0
-        for tenancy in tuple(self._tenancies.values()):
-            if tenancy.ended:
-                self._release(tenancy)
-        for sequence in reversed(tuple(self._running.values())):
-            self._retract(sequence, keeps_pages=False)
+        try:
+            if self._in_flight:
+                self._pages.withdraw(self._in_flight[0].plan.step)
+            self._in_flight.clear()
+            self._table.unread[:] = 0
+            for tenancy in tuple(self._tenancies.values()):
+                if tenancy.ended:
+                    self._seats.release(tenancy, step=self._num_steps)
+            for sequence in reversed(tuple(self._running.values())):
+                self._retract(sequence, keeps_pages=False)
+        except Exception:  # whoever calls it has no use for the former books
+            LOGGER.exception("internal error; no request ends")
+            self._totals.num_faults += 1
+            self._in_flight.clear()
+            self._start_again()
 
     def lose(self, *, most: int) -> list[str]:
         """The runner failed and is begun anew: as `fail`, and nothing that was cached is found.
@@ -201,6 +194,7 @@ class Scheduler:
             if not tenancy.ended
         }
         self.fail()
+        self._num_lost = 0
         self._pages.flush()
         self._totals.num_restarts += 1
         for sequence in lost.values():
@@ -230,15 +224,18 @@ class Scheduler:
         None when nothing can be dispatched before a result is committed (overlap_depth steps are
         already unread, or every row waits for one) or a request is submitted.
         """
-        if len(self._in_flight) > self._limits.overlap_depth:
+        if len(self._in_flight) > self._limits.overlap_depth or self._num_lost:
             return None
         first, last = self._prefilling.packers(
-            self._waiting, num_running=len(self._running), num_free_slots=len(self._free_slots)
+            self._waiting,
+            num_running=len(self._running),
+            num_free_slots=len(self._seats.free_slots),
         )
+        step = self._num_steps + 1
         flight = (
-            self._plan_prefill(first)
-            or self._decodes.plan(step=self._num_steps + 1)
-            or self._plan_prefill(last)
+            self._prefills.plan(first, step=step)
+            or self._decodes.plan(step=step)
+            or self._prefills.plan(last, step=step)
         )
         if flight is not None:
             self._mark_in_flight(flight)
@@ -250,58 +247,24 @@ class Scheduler:
             )
         return None
 
-    def _plan_prefill(self, packer: policy.ChunkPacker) -> Flight | None:
-        chunks: list[PrefillChunk] = []
-        admissions: list[Admission] = []
-        grants: list[PageGrant] = []
-        for tenancy in self._prefilling.tenancies:
-            if packer.has_room:
-                chunks.append(packer.pack(tenancy))
-                grants += self._grant_for_chunk(tenancy, chunks[-1])
-        while packer.has_room and self._waiting and self._free_slots:
-            hit = self._hit_of(self._waiting.head)
-            if hit is None:
-                break
-            tenancy = self._admit(self._waiting.pop(), hit)
-            admissions.append(tenancy.admission)
-            chunks.append(packer.pack(tenancy))
-            grants += self._windows.grants(tenancy)
-            grants += self._grant_for_chunk(tenancy, chunks[-1])
-        if not chunks:
-            return None
-        lineup = Lineup.of(self._tenancies[chunk.row] for chunk in chunks)
-        plan = StepPlan(
-            step=self._num_steps + 1,
-            kind=StepKind.PREFILL,
-            features=lineup.features,
-            admissions=tuple(admissions),
-            chunks=tuple(chunks),
-            grants=tuple(grants),
-            constraints=lineup.constraints,
-        )
-        return Flight(plan, lineup)
-
-    def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
-        """In the window spaces; those of the full one came with the admission."""
-        end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
-        return self._windows.grow(tenancy, indexing.num_pages(end, self._limits.page_size))
-
     def _mark_in_flight(self, flight: Flight) -> None:
+        """What fails here is dispatched to no device: the step counts once all is done."""
         plan, slots, table = flight.plan, flight.slots, self._table
-        self._num_steps = plan.step
         self._prefilling.count(plan)
-        self._in_flight.append(flight)
         for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
-            self._prefilling.advance(tenancy, chunk)
-            self._pages.publish(tenancy, step=plan.step)
-            self._windows.trim(tenancy)
-            table.decodes[chunk.row.slot] = chunk.is_final
+            with blaming(tenancy.sequence):
+                self._prefilling.advance(tenancy, chunk)
+                self._pages.publish(tenancy, step=plan.step)
+                self._windows.trim(tenancy)
+                table.decodes[chunk.row.slot] = chunk.is_final
         rounds, tokens = plan.decode_rounds(self._limits)
         table.dispatched(slots, rounds=rounds, tokens=tokens)
         if plan.owed:
             table.owed[slots] = 0
         if self._deferred_tokens and plan.spec(self._limits).is_plain:
             table.owed[slots] += rounds
+        self._num_steps = plan.step
+        self._in_flight.append(flight)
 
     # Results in.
 
@@ -313,8 +276,11 @@ class Scheduler:
         """Applies the oldest step in flight; returns a piece for each row and round that emitted.
 
         The rounds after a row's end are dropped: pieces and counters are those of single rounds.
-        Raises InvariantError for a result out of order or of the wrong shape.
+        Raises ResultError for a result out of order or of the wrong shape, which changes nothing.
         """
+        if self._num_lost:
+            self._num_lost -= 1
+            return []
         oldest = self._in_flight[0].plan.step if self._in_flight else None
         check_result(self._limits, plan, result, oldest=oldest)
         flight, table = self._in_flight.popleft(), self._table
@@ -324,78 +290,108 @@ class Scheduler:
             tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
-                self._release(flight.tenancies[i])
-        pieces: list[Piece] = []
+                self._seats.release(flight.tenancies[i], step=self._num_steps)
+        pieces = self._pieces
         for of_round in result.rounds:
-            pieces += self._reader.read_round(flight, of_round)
+            self._reader.read_round(flight, of_round, pieces)
         if self._limits.windows:
-            for tenancy in flight.tenancies:
+            self._trim(flight)
+        self._pieces, self._is_stuck = [], False
+        return pieces
+
+    def _trim(self, flight: Flight) -> None:
+        for tenancy in flight.tenancies:
+            try:
                 if not tenancy.ended:
                     self._pages.trim(tenancy, step=self._num_steps)
-        return pieces
+            except Exception as error:
+                blame(error, tenancy.sequence)
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """How long the device took for a step that is about to be read."""
         self._shapes.timed(plan, seconds)
         self._prefilling.timed(plan, seconds)
 
-    # Tenancies: admit, end, release.
-
-    def _hit_of(self, newcomer: Sequence) -> Hit | None:
-        """What the head of the queue finds cached if it may be admitted now, else None."""
-        running = tuple(self._running.values())
-        hit = self._pages.find(newcomer)
-        num_free = self._pages.num_free + hit.num_in_use
-        fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
-        if not (fits and self._windows.may_admit(newcomer)):
-            return None
-        return None if self._pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
-
-    def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
-        slot = heapq.heappop(self._free_slots)
-        self._epochs[slot] += 1
-        num_pages = budget.pages_for_admission(
-            self._limits, sequence.num_tokens, num_tokens_left=sequence.num_tokens_left
-        )
-        tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self._table)
-        self._pages.admit(tenancy, hit, num_pages)
-        self._table.pages[slot] = len(tenancy.page_ids)
-        self._totals.num_cached_tokens += 0 if sequence.num_retractions else tenancy.cached_len
-        self._tenancies[tenancy.row] = tenancy
-        self._running[sequence.request.request_id] = sequence
-        self._decodes.changed()
-        sequence.tenancy = tenancy
-        self._prefilling.add(sequence)
-        return tenancy
+    # Ends.
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
         """Back to the front of the queue, output kept; prompt and output will be filled again."""
-        self._end_tenancy(sequence, keeps_pages=keeps_pages)
+        self._seats.end(sequence, step=self._num_steps, keeps_pages=keeps_pages)
+        self._wait_again(sequence)
+        self._waiting.push_back(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
         sequence.num_retractions += 1
         self._totals.num_retractions += 1
-        self._waiting.push_back(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        self._end_tenancy(sequence)
+        self._seats.end(sequence, step=self._num_steps)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request.request_id]
 
-    def _end_tenancy(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
-        if sequence.tenancy is None:
-            return
-        del self._running[sequence.request.request_id]
-        self._decodes.changed()
-        self._prefilling.drop(sequence)
-        if keeps_pages:
-            self._pages.keep(sequence.tenancy, step=self._num_steps)
-        tenancy = sequence.leave()
-        self._table.ended[tenancy.row.slot] = True
-        self._table.decodes[tenancy.row.slot] = False
-        if tenancy.steps_in_flight == 0:
-            self._release(tenancy)
+    # An invariant that does not hold.
 
-    def _release(self, tenancy: Tenancy) -> None:
-        del self._tenancies[tenancy.row]
-        self._pages.release(tenancy, step=self._num_steps)
-        heapq.heappush(self._free_slots, tenancy.row.slot)
+    def contain(self, error: Exception, *, most: int) -> tuple[list[Piece], list[str]]:
+        """Goes on after an error of `plan`, `read` or `end`: books of slots and pages, which cannot
+        be trusted any more, are made anew, and what ran is filled again from what was read of it.
+        The steps in flight are lost: `read` drops their results, and `plan` waits for them.
+
+        Returns the pieces that were read before it, and the requests that are to end: the one that
+        the error names, at once, unless pages were lost and it may have only missed them; else
+        those that ran, or would have run next, `most` times. Raises `error` where that led nowhere
+        before: no request was to blame, and no piece has come since.
+        """
+        pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            if piece.finish is not None:  # it has ended for its reader
+                self._sequences.pop(piece.transcript.request_id, None)
+        suspects, is_sure = self._suspects(error)
+        leads_on = bool(suspects or pieces)
+        if self._is_stuck and not leads_on:
+            raise error
+        self._is_stuck = not leads_on
+        self._totals.num_faults += 1
+        self._start_again()
+        for sequence in suspects:
+            sequence.num_losses += 1
+        return pieces, [
+            sequence.request.request_id
+            for sequence in suspects
+            if is_sure or sequence.num_losses >= most
+        ]
+
+    def _suspects(self, error: Exception) -> tuple[list[Sequence], bool]:
+        """Who may be to blame for an error, and whether it is sure."""
+        if isinstance(error, SequenceError):
+            sequence = self._sequences.get(error.request_id)
+            return ([] if sequence is None else [sequence]), not self._seats.is_leaking
+        alive = list(self._sequences.values())
+        return [each for each in alive if each.tenancy is not None] or alive[:1], False
+
+    def _start_again(self) -> None:
+        """Nobody has a slot or a page. Who had comes before who waited."""
+        waiting, self._waiting = self._waiting, WaitingQueue(self._limits)
+        queued = [each for each in waiting if each.tenancy is None]
+        for sequence in queued:
+            if sequence.request.request_id in self._sequences:
+                self._waiting.push(sequence)
+        names = {sequence.request.request_id for sequence in queued}
+        for name, sequence in reversed(self._sequences.items()):
+            if name in names:
+                continue
+            if sequence.tenancy is not None:
+                sequence.leave()
+            self._prefilling.drop(sequence)
+            self._wait_again(sequence)
+            self._waiting.push_back(sequence)
+        self._num_lost += len(self._in_flight)
+        self._in_flight.clear()
+        seats = Seats(
+            self._limits,
+            self._totals,
+            self._prefilling,
+            epochs=self._epochs,
+            weight_version=self._pages.weight_version,
+        )
+        self._use(seats)

@@ -171,7 +171,7 @@ class Sequence:
     watch: the same if that needs no text, else None: its reader makes the text where there is a
     watch, or no text_stream. transcript: its reader's. former_ids: emitted before the present
     tenancy. features: what its steps must have, asked for at every plan.
-    num_losses: times that it was in a step when the runner failed.
+    num_losses: times that it ran when the runner failed, or an invariant.
     cached_tokens: of the prompt, found in the prefix cache when the weights that answer first
     admitted it; None before.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands

@@ -22,7 +22,8 @@ class SchedulerStats:
     tokens found in the prefix cache. counters: sums over all sequences.
     num_slow_readers: of num_aborted, those whose chunks nobody read.
     num_shared_keys: read by other rows of the same decodes for those that begin alike, as planned.
-    num_restarts: times that the runner failed and was to be begun anew. shapes: if they are chosen.
+    num_restarts: times that the runner failed and was to be begun anew. num_faults: times that an
+    invariant did not hold and slots and pages were counted anew. shapes: if they are chosen.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
@@ -46,6 +47,7 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_slow_readers: int = 0
     num_restarts: int = 0
+    num_faults: int = 0
     num_shared_keys: int = 0
     shapes: ShapeTotals = NO_SHAPES
 
@@ -90,6 +92,7 @@ class Totals:
     num_aborted: int = 0
     num_slow_readers: int = 0
     num_restarts: int = 0
+    num_faults: int = 0
     num_retractions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

@@ -36,7 +36,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
 
     Raises EngineClosedError, after the chunks that were committed, if the engine ends first, and
     QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
-    or if it ran whenever the runner failed.
+    if it ran whenever the runner failed, or if an internal error was in its state.
     """
 
     def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:

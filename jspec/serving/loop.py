@@ -25,7 +25,7 @@ from jspec.errors import (
     ConfigError,
     EngineClosedError,
     QueueTimeoutError,
-    RequestFailedError,
+    ResultError,
     RunnerError,
     clear_frames,
 )
@@ -34,17 +34,18 @@ from jspec.messages.protocols import Runner
 from jspec.messages.request import DEFAULT_VERSION, Request
 from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.stats import SchedulerStats
-from jspec.scheduler.token_history import Piece
 from jspec.serving.chunk_stream import ChunkStream
-from jspec.serving.mailbox import Mailbox, Waiting, wake
+from jspec.serving.mailbox import Mailbox
+from jspec.serving.readers import Readers
 from jspec.serving.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.serving.request_trace import FirstTokens, RequestTrace
 from jspec.serving.runner_calls import RunnerCalls
-from jspec.serving.trace import BusyClock, TraceEvent
+from jspec.serving.trace import BusyClock
+from jspec.serving.trace import TraceEvent as TraceEvent
+from jspec.serving.trace import TraceKind as TraceKind
 from jspec.serving.weight_update_gate import Visit, Visits
 
 LOGGER = logging.getLogger("jspec.scheduler")
-SLOW_READER = "aborted: its reader left too much unread"
 
 
 class EngineLoop:
@@ -74,9 +75,8 @@ class EngineLoop:
         self._calls = RunnerCalls(runner, trace)
         self._queue_time_limit = queue_time_limit
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
-        self._queues: dict[str, Mailbox] = {}
+        self._readers = Readers(scheduler)
         self._in_flight: deque[StepPlan] = deque()
-        self._unpublished: list[Piece] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -106,7 +106,7 @@ class EngineLoop:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Requests that are waiting or running."""
-        return tuple(self._queues)
+        return self._readers.names
 
     @property
     def is_closed(self) -> bool:
@@ -131,7 +131,7 @@ class EngineLoop:
         has run, the others may wait for any time; else none is left of them after the limit."""
         streams = [self.submit(request, max_unread=max_unread) for request in requests]
         if self._queue_time_limit is not None:
-            queues = {each.request_id: self._queues[each.request_id] for each in requests}
+            queues = {each.request_id: self._readers[each.request_id] for each in requests}
             running = asyncio.get_running_loop()
             running.call_later(self._queue_time_limit, self._expire, self._queue_time_limit, queues)
         return streams
@@ -148,8 +148,7 @@ class EngineLoop:
         self._scheduler.submit(request)
         if self._calls.first_tokens is not None:
             self._calls.first_tokens.submitted(request.request_id, time.monotonic())
-        queue = Mailbox(max_unread)
-        self._queues[request.request_id] = queue
+        queue = self._readers.open(request.request_id, max_unread)
         self._start()
         return ChunkStream(self, request.request_id, queue)
 
@@ -203,20 +202,13 @@ class EngineLoop:
 
     def abort(self, request_id: str, *, why: str = ABORTED) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
-        piece = self._scheduler.end(request_id, why=why)
-        if piece is None:
-            return False
-        self._unpublished.append(piece)  # after what was committed before it
-        self._publish()
-        return True
+        return self._readers.abort(request_id, why=why)
 
     def _expire(self, limit: float, queues: dict[str, Mailbox]) -> None:
         """Ends the requests of a call if all are still in the queue; later ones of an id stay."""
-        is_whole = all(self._queues.get(name) is queue for name, queue in queues.items())
+        is_whole = all(self._readers.has(name, queue) for name, queue in queues.items())
         if is_whole and self._scheduler.expire(tuple(queues)):
-            for name in queues:
-                del self._queues[name]
-            wake([queue.put(QueueTimeoutError(name, limit)) for name, queue in queues.items()])
+            self._readers.close({name: QueueTimeoutError(name, limit) for name in queues})
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""
@@ -224,7 +216,7 @@ class EngineLoop:
 
     def abandon(self, request_id: str, queue: Mailbox) -> None:
         """Aborts the request of a consumer that went away; a later one of that id stays."""
-        if self._queues.get(request_id) is queue:
+        if self._readers.has(request_id, queue):
             self.abort(request_id)
 
     def abandon_soon(
@@ -286,13 +278,18 @@ class EngineLoop:
         if self._loss is not None and not self._in_flight:
             raise self._loss
         is_held = self._is_paused or self._visits
-        plan = None if is_held else self._scheduler.plan()
+        try:
+            plan = None if is_held else self._scheduler.plan()
+        except Exception as error:
+            self._readers.contain(error)
+            await asyncio.sleep(0)  # the next one may fail as well
+            return
         if self._visits and not self._in_flight:
-            self._publish()
+            self._readers.publish()
             run = asyncio.get_running_loop().run_in_executor
             await self._visits.run_next(partial(run, self._engine_thread))
         elif plan is None and not self._in_flight:
-            self._publish()
+            self._readers.publish()
             self._busy.stop()
             await self._wake.wait()
             self._busy.start()
@@ -302,17 +299,15 @@ class EngineLoop:
     async def _recover(self, error: RunnerError) -> None:
         """Begins the runner anew; what ran goes on after what was read of it."""
         self._loss = None
-        self._publish()
+        self._readers.publish()
         self._in_flight.clear()
         self._calls.lose_steps()
-        LOGGER.error("%s; requests that wait for it: %d", error, len(self._queues))
+        LOGGER.error("%s; requests that wait for it: %d", error, len(self._readers))
         failed = self._scheduler.lose(most=MOST_LOSSES)
         clear_frames(error)
         for name in failed:
-            self._scheduler.end(name)
             why = f"request {name!r} ran each of {MOST_LOSSES} times that the engine failed"
-            failure = RequestFailedError(why, f"; the last time: {error}")
-            wake([self._queues.pop(name).put(failure)])
+            self._readers.fail(name, why, f"; the last time: {error}")
         await self._recovery.run(error, self._restart, is_closing=lambda: self._is_closing)
 
     async def _restart(self) -> None:
@@ -334,49 +329,25 @@ class EngineLoop:
         turn = asyncio.get_running_loop().run_in_executor(
             self._engine_thread, self._calls.run, plan, collects
         )
-        self._publish()
+        self._readers.publish()
         result = await turn
         if result is not None:
             plan = self._in_flight.popleft()
-            self._scheduler.timed(plan, self._calls.steps.seconds(plan.step))
-            self._unpublished += self._scheduler.read(plan, result)
+            try:
+                self._scheduler.timed(plan, self._calls.steps.seconds(plan.step))
+                self._readers.unpublished += self._scheduler.read(plan, result)
+            except ResultError as error:
+                raise RunnerError(str(error)) from error
+            except Exception as error:
+                self._readers.contain(error)
             if self._calls.first_tokens is not None:
                 self._calls.first_tokens.committed(result.step, time.monotonic())
 
-    def _publish(self) -> None:
-        """What was committed goes to its readers; the last piece of a request ends its stream."""
-        pieces, self._unpublished = self._unpublished, []
-        if not pieces:
-            return
-        readers: list[Waiting | None] = []
-        slow: list[str] = []
-        for piece in pieces:
-            name = piece.transcript.request_id
-            queue = self._queues[name] if piece.finish is None else self._queues.pop(name)
-            readers.append(queue.put(piece))
-            if queue.is_full and piece.finish is None and name not in slow:
-                slow.append(name)
-        wake(readers)
-        for name in slow:
-            self._end_slow(name)
-
-    def _end_slow(self, name: str) -> None:
-        """Nobody reads what this request makes: it makes no more."""
-        piece = self._scheduler.end(name, why=SLOW_READER, is_slow=True)
-        if piece is not None:
-            LOGGER.warning("request %s was %s", name, SLOW_READER)
-            wake([self._queues.pop(name).put(piece)])
-
     def _end_streams(self, why: str) -> None:
         """Ends every stream and every sequence; the steps in flight then count for nothing."""
-        self._publish()
-        readers: list[Waiting | None] = []
-        for request_id, queue in self._queues.items():
-            self._scheduler.end(request_id)
-            error = self._closed_error(f"request {request_id!r} was not finished: {why}")
-            readers.append(queue.put(error))
-        self._queues.clear()
-        wake(readers)
+        self._readers.fail_all(
+            lambda name: self._closed_error(f"request {name!r} was not finished: {why}")
+        )
         self._visits.refuse(lambda: self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from jspec.errors import InvariantError, RunnerError
+from jspec.errors import RunnerError
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import Runner
 from jspec.serving.request_trace import FirstTokens
@@ -26,11 +26,11 @@ class RunnerCalls:
     def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
         """Dispatches `plan`, then waits for the oldest step, if told to.
 
-        Raises RunnerError for what may be mended by beginning anew: any error but a bug of ours.
+        Raises RunnerError for any error: it may be mended by beginning anew.
         """
         try:
             return self._run(plan, collects)
-        except (InvariantError, AssertionError, RunnerError):
+        except RunnerError:
             raise
         except Exception as error:
             raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error

@@ -54,7 +54,9 @@ class FullPages:
     """The pool of the full space and the prefix cache, to which it also attaches the pages of the
     window spaces. Without limits.prefix_cache nothing is kept."""
 
-    def __init__(self, limits: ServeLimits, windows: WindowPages) -> None:
+    def __init__(
+        self, limits: ServeLimits, windows: WindowPages, *, weight_version: str = DEFAULT_VERSION
+    ) -> None:
         self._limits = limits
         self._windows = windows
         self._pool = PagePool(limits.num_pages)
@@ -63,9 +65,14 @@ class FullPages:
         )
         self._is_caching = limits.prefix_cache
         self._found: tuple[tuple[int, int, int], Hit] | None = None
-        self._weight_version = DEFAULT_VERSION
+        self._weight_version = weight_version
         self._num_weights = 0
         self._doubles: dict[RowRef, Tenancy] = {}  # rows that hold pages beside their own
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights in force."""
+        return self._weight_version
 
     @property
     def num_pages(self) -> int:

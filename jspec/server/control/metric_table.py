@@ -266,11 +266,7 @@ COUNTERS = (
         text="Output tokens",
         read=lambda s: s.stats.num_emitted,
     ),
-    _counter(
-        "sglang:num_requests",
-        text="Sequences taken in",
-        read=lambda s: s.stats.num_requests,
-    ),
+    _counter("sglang:num_requests", text="Sequences taken in", read=lambda s: s.stats.num_requests),
     _counter(
         "vllm:request_success",
         text="Sequences that ended over HTTP, by why",
@@ -291,6 +287,11 @@ COUNTERS = (
         "jspec:num_engine_restarts",
         text="Times that the engine failed and was begun anew; requests went on",
         read=lambda s: s.stats.num_restarts,
+    ),
+    _counter(
+        "jspec:num_scheduler_faults",
+        text="Times that an invariant of the scheduler did not hold: a bug; see the log",
+        read=lambda s: s.stats.num_faults,
     ),
     _counter(
         *("sglang:num_retracted_requests", "vllm:num_preemptions"),

@@ -1,0 +1,117 @@
+"""Which sequences hold a slot, and the pages of each: admission, end, and release.
+
+A tenancy ends at once; its slot and pages return when the last dispatched step that names it has
+been collected. All books of slots and pages are here, so that they can be replaced as a whole when
+they are found to be wrong (`Scheduler.contain`).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import RowRef
+from jspec.messages.request import DEFAULT_VERSION
+from jspec.scheduler import policy
+from jspec.scheduler.blame import blaming
+from jspec.scheduler.pages import budget
+from jspec.scheduler.pages.full_pages import FullPages, Hit
+from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.prefilling import Prefilling
+from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.scheduler.stats import Totals
+
+
+class Seats:
+    """Owned by the scheduler. epochs: by slot, the last one that was given to it.
+
+    running: sequences that hold a slot, in order of arrival. tenancies: whatever still holds one.
+    num_changes: counts sequences that begin or cease to run.
+    """
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        totals: Totals,
+        prefilling: Prefilling,
+        *,
+        epochs: list[int],
+        weight_version: str = DEFAULT_VERSION,
+    ) -> None:
+        self._limits = limits
+        self._totals = totals
+        self._prefilling = prefilling
+        self._epochs = epochs
+        self.windows = WindowPages(limits)
+        self.pages = FullPages(limits, self.windows, weight_version=weight_version)
+        self.table = RowTable.empty(limits)
+        self.free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
+        self.running: dict[str, Sequence] = {}
+        self.tenancies: dict[RowRef, Tenancy] = {}
+        self.num_changes = 0
+
+    @property
+    def num_leaked(self) -> int:
+        """Lent pages, of whatever space, that neither a row nor the cache holds; 0 always."""
+        tenancies = tuple(self.tenancies.values())
+        return self.pages.num_leaked(tenancies) + self.windows.num_leaked
+
+    @property
+    def is_leaking(self) -> bool:
+        """Whether pages were lost, or cannot even be counted."""
+        try:
+            return self.num_leaked != 0
+        except Exception:
+            return True
+
+    def hit_of(self, newcomer: Sequence) -> Hit | None:
+        """What the head of the queue finds cached if it may be admitted now, else None."""
+        running = tuple(self.running.values())
+        hit = self.pages.find(newcomer)
+        num_free = self.pages.num_free + hit.num_in_use
+        fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
+        if not (fits and self.windows.may_admit(newcomer)):
+            return None
+        return None if self.pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
+
+    def admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
+        """Gives it the lowest free slot, and the pages of its fill and of its first decode."""
+        slot = heapq.heappop(self.free_slots)
+        self._epochs[slot] += 1
+        num_pages = budget.pages_for_admission(
+            self._limits, sequence.num_tokens, num_tokens_left=sequence.num_tokens_left
+        )
+        tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self.table)
+        self.pages.admit(tenancy, hit, num_pages)
+        self.table.pages[slot] = len(tenancy.page_ids)
+        self._totals.num_cached_tokens += 0 if sequence.num_retractions else tenancy.cached_len
+        self.tenancies[tenancy.row] = tenancy
+        self.running[sequence.request.request_id] = sequence
+        self.num_changes += 1
+        sequence.tenancy = tenancy
+        self._prefilling.add(sequence)
+        return tenancy
+
+    def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
+        """Ends its tenancy, if it has one. step: the last one dispatched."""
+        if sequence.tenancy is None:
+            return
+        with blaming(sequence):
+            del self.running[sequence.request.request_id]
+            self.num_changes += 1
+            self._prefilling.drop(sequence)
+            if keeps_pages:
+                self.pages.keep(sequence.tenancy, step=step)
+            tenancy = sequence.leave()
+            self.table.ended[tenancy.row.slot] = True
+            self.table.decodes[tenancy.row.slot] = False
+        if tenancy.steps_in_flight == 0:
+            self.release(tenancy, step=step)
+
+    def release(self, tenancy: Tenancy, *, step: int) -> None:
+        """Takes back slot and pages of a row that ended and that no step in flight names."""
+        with blaming(tenancy.sequence):
+            del self.tenancies[tenancy.row]
+            self.pages.release(tenancy, step=step)
+            heapq.heappush(self.free_slots, tenancy.row.slot)

@@ -1,0 +1,115 @@
+"""The mailboxes of all unfinished requests: what their readers get, and how a request ends.
+
+It calls the scheduler to end requests, and no runner; it knows no event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from jspec.errors import EngineClosedError, RequestFailedError, clear_frames
+from jspec.scheduler.scheduler import ABORTED, Scheduler
+from jspec.scheduler.token_history import Piece
+from jspec.serving.mailbox import Failure, Mailbox, Waiting, wake
+from jspec.serving.recovery import MOST_LOSSES
+
+LOGGER = logging.getLogger("jspec.scheduler")
+SLOW_READER = "aborted: its reader left too much unread"
+
+
+class Readers:
+    """By request id; owned by the engine's loop. unpublished: pieces in the order in which they
+    were committed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._mailboxes: dict[str, Mailbox] = {}
+        self.unpublished: list[Piece] = []
+
+    def __len__(self) -> int:
+        return len(self._mailboxes)
+
+    def __getitem__(self, name: str) -> Mailbox:
+        return self._mailboxes[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._mailboxes)
+
+    def open(self, name: str, max_unread: int | None) -> Mailbox:
+        """The mailbox of a request that is queued now."""
+        self._mailboxes[name] = Mailbox(max_unread)
+        return self._mailboxes[name]
+
+    def has(self, name: str, mailbox: Mailbox) -> bool:
+        """Whether it is still that request, not a later one of its name."""
+        return self._mailboxes.get(name) is mailbox
+
+    def close(self, last: dict[str, Piece | Failure]) -> None:
+        """Closes the mailboxes of requests with the last that comes to them."""
+        wake([self._mailboxes.pop(name).put(item) for name, item in last.items()])
+
+    def publish(self) -> None:
+        """What was committed goes to its readers; the last piece of a request closes its mailbox.
+        Whoever leaves too much unread is aborted."""
+        pieces, self.unpublished = self.unpublished, []
+        if not pieces:
+            return
+        readers: list[Waiting | None] = []
+        slow: list[str] = []
+        for piece in pieces:
+            name = piece.transcript.request_id
+            is_last = piece.finish is not None
+            mailbox = self._mailboxes.pop(name) if is_last else self._mailboxes[name]
+            readers.append(mailbox.put(piece))
+            if mailbox.is_full and not is_last and name not in slow:
+                slow.append(name)
+        wake(readers)
+        for name in slow:
+            last = self._end(name, why=SLOW_READER, is_slow=True)
+            if last is not None:
+                LOGGER.warning("request %s was %s", name, SLOW_READER)
+                self.close({name: last})
+
+    def abort(self, name: str, *, why: str = ABORTED) -> bool:
+        """Ends a request with a last piece. False if it is not there."""
+        piece = self._end(name, why=why)
+        if piece is None:
+            return False
+        self.unpublished.append(piece)  # after what was committed before it
+        self.publish()
+        return True
+
+    def fail(self, name: str, why: str, detail: str = "") -> None:
+        """End a request with a RequestFailedError. detail: for the log and the Python API alone."""
+        self._scheduler.end(name)
+        self.close({name: RequestFailedError(why, detail)})
+
+    def fail_all(self, error: Callable[[str], EngineClosedError]) -> None:
+        """Ends every request with an error that is made from its id."""
+        self.publish()
+        for name in self._mailboxes:
+            with suppress(Exception):  # of a state that is broken: its stream must end all the same
+                self._scheduler.end(name)
+        self.close({name: error(name) for name in self._mailboxes})
+
+    def contain(self, error: Exception) -> None:
+        """An invariant of the scheduler does not hold: who is to blame ends, the others go on.
+        Raises it where that leads nowhere (`Scheduler.contain`)."""
+        pieces, failed = self._scheduler.contain(error, most=MOST_LOSSES)
+        LOGGER.error("internal error; requests that end: %s", failed or "none", exc_info=error)
+        clear_frames(error)
+        self.unpublished += pieces
+        self.publish()
+        for name in failed:
+            self.fail(name, f"request {name!r} was ended by an internal error: {error}")
+
+    def _end(self, name: str, *, why: str, is_slow: bool = False) -> Piece | None:
+        """Scheduler.end. None too for who fails with an invariant that is found broken by it."""
+        try:
+            return self._scheduler.end(name, why=why, is_slow=is_slow)
+        except Exception as error:
+            self.contain(error)
+            return self._scheduler.end(name, why=why, is_slow=is_slow)
