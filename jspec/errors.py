@@ -119,6 +119,19 @@ class InvariantError(JspecError, RuntimeError):
     """Raised for an impossible state: a bug in jspec, never the fault of a request."""
 
 
+class SequenceError(InvariantError):
+    """Raised for an impossible state, or an unexpected error, of one request in the scheduler."""
+
+    def __init__(self, request_id: str, error: Exception) -> None:
+        kind = "" if isinstance(error, InvariantError) else f"{type(error).__name__}: "
+        super().__init__(f"request {request_id!r}: {kind}{error}")
+        self.request_id = request_id
+
+
+class ResultError(InvariantError):
+    """Raised for a step's result that its plan cannot have: the device's state is wrong."""
+
+
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of finished functions in the traceback of `error` and of its causes.
 

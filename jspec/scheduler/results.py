@@ -18,10 +18,10 @@ from jspec.messages.features import PLAIN, StepFeatures
 from jspec.messages.grammar import Constraint
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
 from jspec.messages.request import Request
+from jspec.scheduler.outputs.token_history import Origin, Piece, Transcript
 from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
-from jspec.scheduler.token_history import Origin, Piece, Transcript
 
 LOGGER = logging.getLogger("jspec.scheduler")
 

@@ -23,6 +23,7 @@ from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
 from jspec.scheduler.blame import blame, blaming
 from jspec.scheduler.decode_planner import DecodePlanner
+from jspec.scheduler.outputs.token_history import Piece, Tally
 from jspec.scheduler.pages import budget
 from jspec.scheduler.prefill_planner import PrefillPlanner
 from jspec.scheduler.prefilling import Prefilling
@@ -31,7 +32,6 @@ from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, SequenceState
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
-from jspec.scheduler.token_history import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
 
 LOGGER = logging.getLogger("jspec.scheduler")

@@ -21,14 +21,14 @@ from jspec.messages.grammar import Constraint
 from jspec.messages.plan import Admission, RowRef
 from jspec.messages.protocols import StopWatch, TextCut, TextStream
 from jspec.messages.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
-from jspec.scheduler.cut import Cut, first_stop
-from jspec.scheduler.draft_trees import constraint_of, tree_after
-from jspec.scheduler.hidden import SequenceHidden
-from jspec.scheduler.logprobs import SequenceLogprobs
+from jspec.scheduler.outputs.cut import Cut, first_stop
+from jspec.scheduler.outputs.draft_trees import constraint_of, tree_after
+from jspec.scheduler.outputs.hidden import SequenceHidden
+from jspec.scheduler.outputs.logprobs import SequenceLogprobs
+from jspec.scheduler.outputs.token_history import Origin, Piece, Transcript
 from jspec.scheduler.pages import budget
 from jspec.scheduler.pages.cached_page import CachedPage
 from jspec.scheduler.row_table import RowTable
-from jspec.scheduler.token_history import Origin, Piece, Transcript
 
 
 class SequenceState(enum.Enum):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.messages.request import SpecCounters
+from jspec.scheduler.outputs.token_history import Tally
 from jspec.scheduler.shapes.shape_policy import NO_SHAPES, ShapeTotals
-from jspec.scheduler.token_history import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

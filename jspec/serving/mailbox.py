@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from jspec.errors import EngineClosedError, QueueTimeoutError, RequestFailedError
 from jspec.messages.request import StreamChunk
-from jspec.scheduler.token_history import Piece
+from jspec.scheduler.outputs.token_history import Piece
 
 Failure = EngineClosedError | QueueTimeoutError | RequestFailedError
 Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]

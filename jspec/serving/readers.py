@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from jspec.errors import EngineClosedError, RequestFailedError, clear_frames
+from jspec.scheduler.outputs.token_history import Piece
 from jspec.scheduler.scheduler import ABORTED, Scheduler
-from jspec.scheduler.token_history import Piece
 from jspec.serving.mailbox import Failure, Mailbox, Waiting, wake
 from jspec.serving.recovery import MOST_LOSSES
 

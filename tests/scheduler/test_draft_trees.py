@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jspec.messages.verified_tree import JudgedTree
-from jspec.scheduler.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
+from jspec.scheduler.outputs.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
 from tests.support.fake_grammar import FakeConstraint, FakeGrammar
 
 TOKENS = np.array([7, 5, 6, 9], np.int32)

@@ -16,9 +16,9 @@ from jspec.config.limits import Algorithm, PriorityOrder, ServeLimits, WindowSpa
 from jspec.errors import QueueFullError, RequestError
 from jspec.messages.plan import StepPlan
 from jspec.messages.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
+from jspec.scheduler.outputs.token_history import Tally
 from jspec.scheduler.pages.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.token_history import Tally
 from tests.scheduler.test_scheduler import check_rows_are_held
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import hash_token, random_acceptance, small_limits

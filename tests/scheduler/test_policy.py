@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jspec.messages.plan import RowRef
 from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler import policy
+from jspec.scheduler.outputs.token_history import Transcript
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
-from jspec.scheduler.token_history import Transcript
 from tests.support.fake_runner import small_limits
 from tests.support.fake_text import FakeTextStream
 

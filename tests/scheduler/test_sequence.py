@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jspec.config.limits import SpeculativeConfig
 from jspec.messages.protocols import TextCut
 from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
+from jspec.scheduler.outputs.token_history import Tally, Transcript, surviving_drafts
 from jspec.scheduler.sequence import Sequence, first_stop
-from jspec.scheduler.token_history import Tally, Transcript, surviving_drafts
 from tests.support.fake_runner import scripted_tokens, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, ids_of, text_of
 

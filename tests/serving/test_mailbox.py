@@ -10,7 +10,7 @@ import pytest
 
 from jspec.errors import EngineClosedError
 from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, StreamChunk
-from jspec.scheduler.token_history import Piece, Transcript
+from jspec.scheduler.outputs.token_history import Piece, Transcript
 from jspec.serving.mailbox import Mailbox, wake
 from tests.support.fake_runner import small_limits
 

@@ -26,8 +26,9 @@ from jspec.config.limits import ServeLimits
 from jspec.errors import InvariantError
 from jspec.messages.plan import PageGrant, RowRef
 from jspec.messages.request import DEFAULT_VERSION
+from jspec.scheduler.pages.cached_page import CachedPage
 from jspec.scheduler.pages.page_pool import PagePool
-from jspec.scheduler.pages.prefix_cache import CachedPage, PrefixCache
+from jspec.scheduler.pages.prefix_cache import PrefixCache
 from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.sequence import Sequence, Tenancy
 
