@@ -157,9 +157,14 @@ class FakeRunner:
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        rounds = tuple(RoundResult.of(ids) for ids in zip(*by_row, strict=True))
+        rounds = tuple(self._round(plan, ids) for ids in zip(*by_row, strict=True))
         self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
+
+    def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
+        """Return one round's result; a subclass may add what else a step reports."""
+        del plan
+        return RoundResult.of(ids)
 
     def collect(self) -> StepResult:
         self._check_thread()
