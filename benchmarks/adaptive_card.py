@@ -1,7 +1,7 @@
 """Shapes chosen step by step against each shape held fixed, on a device, with the dial.
 
     python -m benchmarks.adaptive_card [--batches 1 8 32 64] [--acceptances 0 0.5 0.9]
-    python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4 3/4/8]
+    python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4]
     python -m benchmarks.adaptive_card --model tiny        (a smoke test on a CPU)
 
 One engine at Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4, random weights of which the output head is
@@ -16,8 +16,8 @@ would spoil a mean. The chooser is a new one in each cell, and has seen WARM_STE
 longer. Beside it stands an engine that never drafts, on the same device, which takes its turns,
 too: a card that is warm is slower than a cold one. Every text is compared with what it must be.
 
---mode tree: the largest shape is 3/4/16, with smaller ones beside it. The dial says how often the
-first candidate is right, so what a chain accepts; a tree accepts more, and with fewer nodes less.
+--mode tree: the largest shape is 3/4/16. The dial says how often the first candidate is right, so
+what a chain accepts; a tree accepts more.
 --shapes: other candidates than the mode's, beside the largest. Programs with filters are not made.
 
 Of each shape in a cell: tokens a row and step (what a plain step emits is 1), and of the chooser's
@@ -32,10 +32,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from jspec.messages.features import PLAIN, StepFeatures
+from jspec.messages.plan import StepKind, StepPlan, StepResult
 
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,11 +51,8 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.engine.building import build_runner
 from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models
-from jspec.messages.features import PLAIN, StepFeatures
-from jspec.messages.plan import StepKind, StepPlan, StepResult
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
-from jspec.scheduler.shapes.shape_choice import FixedShape, ReadyShapes, ShapeChooser
-from jspec.scheduler.shapes.shape_policy import ShapeTotals
+from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, ShapeTotals, StepCosts
 from tests.support.counting_dial import COUNTING, counting_weights, seed_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,18 +78,18 @@ CARDS = {
     "chain": Card(acceptances=(0.0, 0.3, 0.5, 0.7, 0.85, 1.0), result="adaptive_card.json"),
     "tree": Card(
         acceptances=(0.3, 0.6, 0.85),
-        shapes=("0/1/1", "3/1/4", "3/4/8"),
+        shapes=("0/1/1", "3/1/4"),
         result="adaptive_card_tree.json",
     ),
 }
 
 
 def shape_named(name: str, largest: SpeculativeConfig) -> SpeculativeConfig:
-    """A shape of the largest one's drafter. Raises ValueError for what is no shape."""
-    steps, topk, nodes = (int(number) for number in name.split("/"))
+    """S/K/N of the largest one's drafter. Raises ValueError for what is no shape."""
+    steps, topk, most = (int(number) for number in name.split("/"))
     if steps == 0:
         return SpeculativeConfig.plain()
-    return replace(largest, num_steps=steps, topk=topk, num_draft_tokens=nodes)
+    return replace(largest, num_steps=steps, topk=topk, num_draft_tokens=most)
 
 
 @dataclass(slots=True)
@@ -113,9 +114,9 @@ class Taken:
 class Switched:
     """A ShapeChooser that is the engine's own, or a fixed one, as `use` says."""
 
-    def __init__(self, limits: ServeLimits, ready: ReadyShapes) -> None:
-        self._limits, self._ready = limits, ready
-        self.adaptive = AdaptiveShapes(limits, ready=ready)
+    def __init__(self, limits: ServeLimits, step_costs: StepCosts) -> None:
+        self._limits, self._step_costs = limits, step_costs
+        self.adaptive = AdaptiveShapes(limits, step_costs=step_costs)
         self._now: ShapeChooser = self.adaptive
         self._taken: dict[str, Taken] = {}
 
@@ -129,7 +130,7 @@ class Switched:
 
     def renew(self) -> None:
         """The engine's own chooser as after a start."""
-        self.adaptive = AdaptiveShapes(self._limits, ready=self._ready)
+        self.adaptive = AdaptiveShapes(self._limits, step_costs=self._step_costs)
         self._now = self.adaptive
 
     def taken(self) -> dict[str, Taken]:
@@ -201,22 +202,27 @@ class CountingEngine(Engine):
     def _shapes(self, runner: Any) -> ShapeChooser | None:
         if not self.config.speculative_adaptive:
             return None
-        self.switched = Switched(runner.limits, runner.ready_shapes)
+        self.switched = Switched(runner.limits, runner.step_costs)
         return self.switched
 
     @property
     def num_programs(self) -> int:
         return self._runner.num_programs
 
+    def step_costs(self, rows: int) -> Mapping[SpeculativeConfig, float]:
+        """Seconds by shape, measured when the programs became ready."""
+        return self._runner.step_costs(rows, PLAIN)
+
     def wait_for_programs(self) -> None:
-        """Until all shapes can be chosen. What would be made after that, with filters, is left out:
-        it would be made beside what is timed, on the same device.
+        """Until all shapes can be chosen, so are built and measured. What would be made after
+        that, with filters, is left out: it would be made beside what is timed, on the same device.
 
         Raises RuntimeError if they do not come.
         """
-        runner, wanted = self._runner, set(self.limits.shapes)
+        runner = self._runner
+        wanted = set(self.limits.shapes) if self.limits.other_shapes else set()  # else no costs
         deadline = time.monotonic() + LONGEST_BUILD
-        while any(set(runner.ready_shapes(rows, PLAIN)) != wanted for rows in self._batches):
+        while any(set(runner.step_costs(rows, PLAIN)) != wanted for rows in self._batches):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.num_programs} programs after {LONGEST_BUILD} s")
             time.sleep(0.2)
@@ -336,6 +342,10 @@ def measured(
         "of_best": round(rates[ADAPTIVE] / rates[best], 4),
         "tokens_a_step": {
             name: used[name][name].tokens_a_step for name in named if name != ADAPTIVE
+        },
+        "measured_ms": {
+            str(shape): round(1e3 * seconds, 3)
+            for shape, seconds in engine.step_costs(rows).items()
         },
         "chosen": {
             name: {"steps": steps.steps, "tokens_a_step": steps.tokens_a_step}

@@ -29,7 +29,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from jspec.config.limits import SpeculativeConfig
 from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepPlan, StepResult
-from jspec.scheduler.shapes.shape_policy import ShapeTotals
+from jspec.scheduler.shapes.shape_choice import ShapeTotals
 
 ROOT = Path(__file__).resolve().parent.parent
 

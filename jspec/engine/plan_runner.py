@@ -31,11 +31,12 @@ from jspec.messages.plan import StepKind, StepPlan, StepResult
 @dataclass(frozen=True, slots=True)
 class ReadyPrograms:
     """Executables by key, and which of them runs what: replaced as a whole by each addition, so
-    that whoever dispatches sees both of one moment."""
+    that whoever dispatches sees both of one moment. seconds: of a step, where it was measured."""
 
     executables: Mapping[ProgramKey, Any]
+    seconds: Mapping[ProgramKey, float] = field(default_factory=dict)
     _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
-    _shapes: dict[tuple[int, StepFeatures], tuple[SpeculativeConfig, ...]] = field(
+    _costs: dict[tuple[int, StepFeatures], dict[SpeculativeConfig, float]] = field(
         default_factory=dict
     )
 
@@ -46,19 +47,39 @@ class ReadyPrograms:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
         return found
 
-    def shapes(
+    def step_costs(
         self, limits: ServeLimits, num_rows: int, features: StepFeatures
-    ) -> tuple[SpeculativeConfig, ...]:
-        """As ready_shapes, searched for once a number of rows and set of features."""
+    ) -> dict[SpeculativeConfig, float]:
+        """Seconds of a decode by the shapes that are ready (ready_shapes) and measured; searched
+        for once a number of rows and set of features."""
         asked = num_rows, features
-        if asked not in self._shapes:
-            self._shapes[asked] = ready_shapes(
+        if asked not in self._costs and self.executables:
+            found = self._costs[asked] = {}
+            for shape in ready_shapes(
                 limits, self.executables, num_rows=num_rows, features=features
-            )
-        return self._shapes[asked]
+            ):
+                other = None if shape == limits.spec else shape
+                key = self.nearest(ProgramKey(StepKind.DECODE, num_rows, features, other))
+                if key in self.seconds:
+                    found[shape] = self.seconds[key]
+        return self._costs.get(asked, {})
 
-    def with_program(self, key: ProgramKey, executable: Any) -> ReadyPrograms:
-        return ReadyPrograms({**self.executables, key: executable})
+    @property
+    def measured(self) -> dict[ProgramKey, float | None]:
+        """Every program, with the seconds of a step if they were measured."""
+        return {key: self.seconds.get(key) for key in self.executables}
+
+    @classmethod
+    def of_measured(cls, measured: Mapping[ProgramKey, float | None]) -> ReadyPrograms:
+        """From another process's `measured`: without the executables themselves."""
+        seconds = {key: each for key, each in measured.items() if each is not None}
+        return cls(dict.fromkeys(measured), seconds)
+
+    def with_program(
+        self, key: ProgramKey, executable: Any, seconds: float | None = None
+    ) -> ReadyPrograms:
+        measured = {} if seconds is None else {key: seconds}
+        return ReadyPrograms({**self.executables, key: executable}, {**self.seconds, **measured})
 
 
 class PlanRunner(ABC):
@@ -85,9 +106,17 @@ class PlanRunner(ABC):
         """What can be dispatched now; none after close()."""
         return tuple(self._programs.executables)
 
-    def ready_shapes(self, num_rows: int, features: StepFeatures) -> tuple[SpeculativeConfig, ...]:
-        """What a decode of so many rows can be now; from any thread."""
-        return self._programs.shapes(self._limits, num_rows, features)
+    @property
+    def programs(self) -> ReadyPrograms:
+        """A snapshot; another object once a program was added."""
+        return self._programs
+
+    def step_costs(
+        self, num_rows: int, features: StepFeatures
+    ) -> Mapping[SpeculativeConfig, float]:
+        """Seconds of a decode of so many rows, by the shapes that it can have now; from any thread.
+        Empty where shapes are not chosen: nothing is measured then."""
+        return self._programs.step_costs(self._limits, num_rows, features)
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.config.shape_sets import read_candidate_steps, shapes_for
+from jspec.config.shape_sets import read_candidates, shapes_for
 from jspec.engine.programs.program_keys import FEW_PROGRAMS, step_programs
 from jspec.errors import ConfigError
 from jspec.pallas_kernels.choose import OPS, choose_ops
@@ -131,9 +131,9 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
             f"something"
         )
     path = args.speculative_adaptive_config
-    candidates = None if path is None else read_candidate_steps(Path(path))
+    levels = None if path is None else read_candidates(Path(path))
     largest = replace(spec, algorithm=checkpoint.algorithm or spec.algorithm)
-    return tuple(shape for shape in shapes_for(largest, candidates) if shape != largest)
+    return tuple(shape for shape in shapes_for(largest, levels) if shape != largest)
 
 
 def ops_of(config: ResolvedConfig) -> Ops:

@@ -6,10 +6,13 @@ step consumes it (donated) and the next one is put in its place.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,13 +29,21 @@ from jspec.engine.programs.compilation import Progress, compile_all
 from jspec.engine.programs.program_growth import Maker, ProgramGrowth
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import ProgramStore
+from jspec.engine.transfer import layout_of
 from jspec.errors import ConfigError, EngineClosedError
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
+from jspec.messages.features import PLAIN, SAMPLING
+from jspec.messages.plan import StepKind
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.drafters.deferred import empty_deferred
 from jspec.speculative.step import StepProgram
+
+# Of a program that is measured: how often it is timed, in runs of two as at overlap depth 1. The
+# least counts, since what else a host does only adds to it.
+TIMED_PAIRS = 3
+LOGGER = logging.getLogger("jspec.engine")
 
 
 class DeviceRunner(PlanRunner):
@@ -59,7 +70,7 @@ class DeviceRunner(PlanRunner):
         self._params = params
         self._state: EngineState | None = state
         self._make_state = make_state
-        self._adding = threading.Lock()
+        self._owning = threading.RLock()  # of programs and state, to run them or replace them
         self._growth: ProgramGrowth | None = None
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
@@ -99,15 +110,18 @@ class DeviceRunner(PlanRunner):
             first=first,
             store=store,
         )
-        return cls(
+        runner = cls(
             limits=limits,
             params=params,
             state=state,
-            executables=executables,
+            executables={},
             mesh=mesh,
             vocab_size=program.target.vocab_size,
             make_state=make_state,
         )
+        for key, executable in executables.items():
+            runner.add(key, executable)
+        return runner
 
     @property
     def device_kind(self) -> str:
@@ -131,12 +145,35 @@ class DeviceRunner(PlanRunner):
     def add(self, key: ProgramKey, executable: Any) -> None:
         """Puts a program among the ready ones, from any thread; the next dispatch sees it.
 
-        After close() it is dropped.
+        A decode of an engine that chooses shapes is timed first, while steps wait. After close()
+        the program is dropped.
         """
-        with self._adding:
+        with self._owning:
             if self._state is not None:
-                self._programs = self._programs.with_program(key, executable)
+                seconds = self._step_seconds(key, executable)
+                self._programs = self._programs.with_program(key, executable, seconds)
                 self._num_programs = len(self._programs.executables)
+
+    def _step_seconds(self, key: ProgramKey, executable: Any) -> float | None:
+        """Seconds of a step all of whose rows are dummies, as padding is: their slot and page
+        belong to no row. None where no chooser asks for it, or the program fails: if the state is
+        lost by that, the next step says so.
+        """
+        is_chosen = key.kind is StepKind.DECODE and key.features in (PLAIN, SAMPLING)
+        if not (is_chosen and self._limits.other_shapes):
+            return None
+        batch = np.zeros(layout_of(key, self._limits).size, np.int32)
+        found = []
+        try:
+            for _ in range(1 + TIMED_PAIRS):  # the first two runs are slower, and wait for others
+                started = time.perf_counter()
+                outputs = [self._run(executable, (batch,)) for _ in range(2)]
+                outputs[-1].block_until_ready()
+                found.append((time.perf_counter() - started) / 2)
+        except Exception as error:
+            LOGGER.warning("%s could not be timed: %r", key, error)
+            return None
+        return min(found[1:])
 
     def grow(self, growth: ProgramGrowth) -> None:
         """Takes all programs that `growth` makes, until close(), which ends it."""
@@ -182,13 +219,19 @@ class DeviceRunner(PlanRunner):
             raise EngineClosedError("the runner is closed; it holds no weights")
         return self._params
 
+    def exclusively(self) -> AbstractContextManager[object]:
+        """While it is held no program begins, and none that was begun for its time is running."""
+        return self._owning
+
     def replace_params(self, params: Any) -> None:
         """Puts other weights in place, between steps; they must lie as the former did."""
-        self._params = params
+        with self._owning:
+            self._params = params
 
     def replace_state(self, state: EngineState) -> None:
         """Puts another state in place, between steps; it must have the same shapes."""
-        self._state = state
+        with self._owning:
+            self._state = state
 
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
         """Begins one program, and the copy of its output to the host if it is to be read there.
@@ -196,15 +239,20 @@ class DeviceRunner(PlanRunner):
         operands: arrays of the host, and outputs of former programs. Raises EngineClosedError
         after close().
         """
+        with self._owning:
+            output = self._run(self._programs.executables[key], operands)
+        if is_read:
+            output.copy_to_host_async()
+        return output
+
+    def _run(self, executable: Any, operands: tuple[Any, ...]) -> Any:
+        """Begins a program, by whoever owns the state."""
         if not self._is_cpu:
             operands = tuple(
                 jax.device_put(each, self._replicated) if isinstance(each, np.ndarray) else each
                 for each in operands
             )
-        executable = self._programs.executables[key]
         self._state, output = executable(self._params, self.state, *operands)
-        if is_read:
-            output.copy_to_host_async()
         return output
 
     def _enqueue(
@@ -236,7 +284,7 @@ class DeviceRunner(PlanRunner):
         """
         if self._make_state is None:
             raise EngineClosedError("this runner cannot be begun anew")
-        with self._adding:
+        with self._owning:
             self._in_flight.clear()
             self._state = None  # before the next one takes as much
             self._state = self._make_state()
@@ -251,7 +299,7 @@ class DeviceRunner(PlanRunner):
         traceback, holds no device memory.
         """
         self.stop_growing()
-        with self._adding:
+        with self._owning:
             self._programs, self._in_flight = ReadyPrograms({}), deque()
             self._params = self._state = self._make_state = None
 

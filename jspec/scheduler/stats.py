@@ -7,7 +7,7 @@ from typing import Any
 
 from jspec.messages.request import SpecCounters
 from jspec.scheduler.outputs.token_history import Tally
-from jspec.scheduler.shapes.shape_policy import NO_SHAPES, ShapeTotals
+from jspec.scheduler.shapes.shape_choice import NO_SHAPES, ShapeTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

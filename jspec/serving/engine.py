@@ -151,7 +151,7 @@ class Engine(EngineCalls):
         """Who chooses the shape of each decode; None: it is fixed. Another one may be put here."""
         if not self.config.speculative_adaptive:
             return None
-        return AdaptiveShapes(runner.limits, ready=runner.ready_shapes)
+        return AdaptiveShapes(runner.limits, step_costs=runner.step_costs)
 
     def _build_runner(
         self, progress: Progress | None

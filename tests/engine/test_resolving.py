@@ -265,17 +265,12 @@ def test_an_adaptive_engine_has_shapes_and_another_one_none() -> None:
     assert adaptive.speculative.num_steps == 3
 
 
-def test_an_adaptive_tree_has_a_smaller_one_or_the_levels_that_a_file_names(
-    tmp_path: Path,
-) -> None:
-    tree = EAGLE | {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
-    adaptive = resolved(speculative_adaptive=True, checkpoint=DRAFTED, **tree)
-    assert [str(shape) for shape in adaptive.other_shapes][-1] == "3/4/8"
+def test_an_adaptive_engine_has_the_levels_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "candidates.json"
-    file.write_text('{"candidate_steps": [0, 2]}')
+    file.write_text('{"candidate_steps": [2, 5]}')
     named = {"speculative_adaptive_config": str(file), "speculative_adaptive": True}
-    adaptive = resolved(checkpoint=DRAFTED, **named, **tree)
-    assert [str(shape) for shape in adaptive.other_shapes] == ["0/1/1", "2/4/16"]
+    adaptive = resolved(checkpoint=DRAFTED, **named, **EAGLE)
+    assert [str(shape) for shape in adaptive.other_shapes] == ["2/1/3"]
 
 
 @pytest.mark.parametrize(

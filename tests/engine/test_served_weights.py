@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ class Params:
 
     def replace_params(self, params: Any) -> None:
         self.params = params
+
+    def exclusively(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 @pytest.fixture(scope="module")

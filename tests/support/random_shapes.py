@@ -7,7 +7,7 @@ import random
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepPlan, StepResult
-from jspec.scheduler.shapes.shape_policy import ShapeTotals
+from jspec.scheduler.shapes.shape_choice import ShapeTotals
 
 LONGEST_RUN = 24  # more than may be pending (config.limits.LEAST_DEFERRED)
 

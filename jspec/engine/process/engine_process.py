@@ -23,6 +23,7 @@ import jax
 
 from jspec.engine.building import build_runner
 from jspec.engine.gc_control import collect_seldom, settle_heap
+from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.process.process_messages import (
     Call,
     Enqueue,
@@ -52,7 +53,7 @@ class StepServer:
         self._outputs: dict[int, jax.Array] = {}
         self._kept: dict[int, Any] = {}  # outputs that later programs take
         self._by_name: dict[str, ProgramKey] = {}
-        self._told: tuple[ProgramKey, ...] = ()
+        self._told: ReadyPrograms | None = None
 
     def run(self) -> None:
         """Until the pipe ends. Raises what a step raises, after the server was told."""
@@ -86,8 +87,8 @@ class StepServer:
 
     def _send(self, number: int) -> None:
         array = self._runner.read(self._outputs.pop(number))
-        ready = self._runner.ready_programs
-        news = None if len(ready) == len(self._told) else ready
+        ready = self._runner.programs
+        news = None if ready is self._told else ready.measured
         self._told = ready
         self._steps.send(Output(array, news))
 
@@ -101,14 +102,14 @@ class Calls:
         self._profiler = Profiler()
         self._prepared: Any = None
 
-    def programs(self) -> tuple[ProgramKey, ...]:
-        """All that are ready."""
-        return self._runner.ready_programs
+    def programs(self) -> dict[ProgramKey, float | None]:
+        """All that are ready, with the seconds of a step."""
+        return self._runner.programs.measured
 
-    def ensure(self, keys: tuple[ProgramKey, ...]) -> tuple[ProgramKey, ...]:
+    def ensure(self, keys: tuple[ProgramKey, ...]) -> dict[ProgramKey, float | None]:
         """DeviceRunner.ensure; all that are ready then."""
         self._runner.ensure(keys)
-        return self._runner.ready_programs
+        return self._runner.programs.measured
 
     def prepare(self, update: WeightUpdate) -> None:
         """ServedWeights.prepare; what it gave stays here."""
@@ -171,7 +172,7 @@ def start(task: StartTask, control: Connection) -> tuple[DeviceRunner, ServedWei
         config=config,
         limits=runner.limits,
         vocab_size=runner.vocab_size,
-        programs=runner.ready_programs,
+        programs=runner.programs.measured,
         num_wanted=runner.num_programs_wanted,
         device_kind=runner.device_kind,
         has_draft=weights.has_draft,

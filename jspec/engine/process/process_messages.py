@@ -32,12 +32,13 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What was built. num_wanted: programs there will be in the end."""
+    """What was built. programs: with the seconds of a step, where measured. num_wanted: programs
+    there will be in the end."""
 
     config: ResolvedConfig
     limits: ServeLimits
     vocab_size: int
-    programs: tuple[ProgramKey, ...]
+    programs: dict[ProgramKey, float | None]
     num_wanted: int
     device_kind: str
     has_draft: bool
@@ -72,10 +73,10 @@ class Read(NamedTuple):
 
 
 class Output(NamedTuple):
-    """programs: all that are ready, if they are others than when the last output was sent."""
+    """programs: as Started's, if they are others than when the last output was sent."""
 
     array: np.ndarray
-    programs: tuple[ProgramKey, ...] | None
+    programs: dict[ProgramKey, float | None] | None
 
 
 class Call(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -42,8 +42,9 @@ class ProcessRunner(PlanRunner):
         super().__init__(
             limits=started.limits,
             vocab_size=started.vocab_size,
-            programs=dict.fromkeys(started.programs),
+            programs={},
         )
+        self._learn(started.programs)
         self._process = process
         self._started = started
         # What is chosen by what is free at a start must not differ in the next one.
@@ -105,8 +106,8 @@ class ProcessRunner(PlanRunner):
             self._learn(self._process.call("ensure", keys))
         self._ensured |= dict.fromkeys(keys)
 
-    def _learn(self, programs: tuple[ProgramKey, ...]) -> None:
-        self._programs = ReadyPrograms(dict.fromkeys(programs))
+    def _learn(self, programs: Mapping[ProgramKey, float | None]) -> None:
+        self._programs = ReadyPrograms.of_measured(programs)
 
     # Steps.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,10 @@ class HoldsParams(Protocol):
     def params(self) -> Any: ...
 
     def replace_params(self, params: Any) -> None: ...
+
+    def exclusively(self) -> AbstractContextManager[object]:
+        """While it is held no program begins, and none that was begun for its time is running."""
+        ...
 
 
 HasRoom = Callable[[int], bool]
@@ -191,6 +196,10 @@ class ServedWeights:
     def switch(self, prepared: PreparedWeights) -> None:
         """Serves them. On the runner's thread, no step being in flight. If it raises, what served
         before does still, but for EngineClosedError."""
+        with self._runner.exclusively():
+            self._switch(prepared)
+
+    def _switch(self, prepared: PreparedWeights) -> None:
         old = flat_leaves(self._runner.params)
         derive = prepared.source.with_target
         try:

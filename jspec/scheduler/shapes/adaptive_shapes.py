@@ -1,312 +1,213 @@
-"""The chooser of an adaptive engine: takes what is worth most by late statistics, and looks around.
+"""The chooser of an adaptive engine: for each decode the draft shape that is worth most.
 
-Two things can only be known by trying. What a shape costs at a bucket: each shape is tried a few
-times in a row where a bucket is new, again soon, and then ever more rarely: one look may have met
-a moment when all was slow. What a deeper shape would accept: while the steps are plain or shallow,
-one now and then is of a deeper shape, whose verifications say how far drafts would get. A look
-loses time, by all that is known, and each step after one of another program some more; so it comes
-so rarely that it loses LOOK_SHARE or PROBE_SHARE of all time: what is nearly as good is looked at
-often, and what costs several times as much hardly ever.
+A step that emits E tokens a row in c seconds is worth E / c. E is 1 and, for each depth, the share
+of verifications that got so far; c is what the runner measured when the shape's program became
+ready, corrected by how long its steps take under load. Both drift, so both forget.
 
-The statistics are the engine's: all rows of a step share its shape. It decides nothing about rows.
+    worked example, chain 3/1/4, one row, milliseconds of an H200: plain 4.14, 3/1/4 4.85
+    of 100 verifications 60 accepted one draft or more, 40 two, 30 three: E = 1 + 0.6 + 0.4 + 0.3
+    worth of 3/1/4: 2.3 / 4.85 = 0.47 tokens a millisecond; of plain: 1 / 4.14 = 0.24
+
+Only a shape that runs says what it accepts and costs. Therefore a shape that might be worth more,
+as far as what was seen of it allows, is tried for a few steps, once PROBE_SHARE of the time has
+been saved up for what that loses. So probes cost no more than that share of all time, whatever they
+find and however much a change of programs costs.
+
+Statistics are the engine's: all rows of a step have one shape.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepKind, StepPlan, StepResult
-from jspec.scheduler.shapes.shape_choice import ReadyShapes
-from jspec.scheduler.shapes.shape_policy import (
-    COLD_RUNS,
-    ENOUGH_SAMPLES,
-    MARGIN,
-    Costs,
-    Family,
-    ShapeTotals,
-    Survival,
-    best_shape,
-    family,
-    is_part,
-)
+from jspec.scheduler.shapes.shape_choice import ShapeTotals, StepCosts
 from jspec.spec import indexing as core_shapes
 
-LOOK_SHARE = 0.0015  # of all time, for each shape that is looked at
-SOON_SHARE = 0.01  # the same where a cost is measured again for the first time
-# The same for drafts while nothing is drafted, and where depth 1 says that more of them might pay.
-PROBE_SHARE, HOPED_SHARE = 0.0045, 0.01
-PROBE_STEPS, SOON_STEPS = 64, 16  # at most one of so many
-FIRST_STEPS = 8  # or more at a bucket until a shape whose cost is unknown there is tried
-# After so many a known cost is measured again, at first and in the end, if the loss allows.
-FIRST_REFRESH, REFRESH_STEPS = 32, 2048
-# In a row: the first may tell the drafter what it missed. A program's cold runs come on top.
-TRY_STEPS = ENOUGH_SAMPLES + 1
+# Chosen by benchmarks/simulate_adaptive.py.
+MARGIN = 0.015  # another shape must be worth so much more to be chosen
+HALF_VERIFICATIONS = 512  # what was accepted before that many counts half
+HALF_STEPS = 64  # the same for decode steps that verified nothing at a depth
+PRIOR = 4.0  # verifications that what other shapes accept counts for
+HOPE = 2.0  # verifications that might have gone well, beyond those that were seen
+HOPED_COST = 0.05  # share of a cost by which one that was never corrected might be too high
+COST_GAIN, COST_CLIP = 0.05, 0.05  # of a deviation of a step's time, which counts up to this share
+# The same of a probe that took less time: its steps are few, and a slow host only adds to them.
+LESS_GAIN, LESS_CLIP = 0.3, 0.5
+PROBE_SHARE = 0.008  # of all time may be lost by probes
+MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or owed
+FIRST_SAVED = 6.0
+# Of a probe, at least: only steps after the first say what a shape costs.
+PROBE_STEPS, PROBE_VERIFICATIONS = 4, 8
+MOST_CHARGED = 1.5  # steps that a change of shape is held to lose: a slow moment may add to it
+
+Place = tuple[int, StepFeatures]  # what costs belong to: the batch's bucket, what its rows need
+
+
+class Acceptance:
+    """How far verifications got. reached[d]: weight of those that got to depth d and had a draft
+    there; passed[d]: of those that accepted it; idle[d]: decode steps since there was one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.reached = np.zeros(num_steps)
+        self.passed = np.zeros(num_steps)
+        self.idle = np.zeros(num_steps)
+
+    @property
+    def freshness(self) -> np.ndarray:
+        return 0.5 ** (self.idle / HALF_STEPS)
+
+    def see(self, counts: Sequence[int]) -> None:
+        """Count a decode step: counts[i] of its verifications accepted i drafts, of
+        len(counts) - 1 at most; none where it verified nothing."""
+        freshness, left = self.freshness, sum(counts)
+        self.idle += 1
+        for depth, rejected in enumerate(counts[:-1]):
+            if left:
+                kept = freshness[depth] * 0.5 ** (left / HALF_VERIFICATIONS)
+                self.reached[depth] = kept * self.reached[depth] + left
+                left -= rejected
+                self.passed[depth] = kept * self.passed[depth] + left
+                self.idle[depth] = 0
 
 
 class AdaptiveShapes:
-    """A `ShapeChooser`. ready: what can be chosen. Called from one thread, but for `totals`."""
+    """A `ShapeChooser`. step_costs: what can be chosen, and its measured seconds. Called from one
+    thread, but for `totals`."""
 
-    def __init__(self, limits: ServeLimits, *, ready: ReadyShapes) -> None:
+    def __init__(self, limits: ServeLimits, *, step_costs: StepCosts) -> None:
         self._limits = limits
-        self._ready = ready
+        self._step_costs = step_costs
         self._current = limits.spec
-        self._costs = Costs()
-        most: dict[Family, int] = {}
-        for shape in limits.shapes:
-            most[family(shape)] = max(shape.num_steps, most.get(family(shape), 0))
-        # Of all shapes: few verifications of one say less of it than those of the others do.
-        deepest = limits.spec.num_steps
-        self._any = Survival.of(deepest, guess=Survival.of(deepest))
-        self._survival = {key: Survival.of(steps, guess=self._any) for key, steps in most.items()}
-        self._parts = {  # families of what is a part of each
-            whole: tuple(family(part) for part in limits.shapes if is_part(part, of=whole))
-            for whole in limits.shapes
-        }
-        self._expected: dict[SpeculativeConfig, float] = {}  # of the choice that is being made
-        self._seen_at = dict.fromkeys(most, 0)
-        self._num_chosen = 0
-        self._probed_at = dict.fromkeys(most, 0)
-        self._measured_at: dict[tuple[SpeculativeConfig, int], int] = {}
-        self._num_refreshes: dict[tuple[SpeculativeConfig, int], int] = {}
-        self._ran_before: tuple[SpeculativeConfig, int] | None = None
-        self._trying, self._num_tries_left = limits.spec, 0
-        self._bucket, self._entered_at = 0, 0  # where steps are now, and since which choice
-        self._untried: dict[int, int] = {}  # steps at a bucket since an unknown cost was tried
-        self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
+        depth = limits.spec.num_steps
+        self._any = Acceptance(depth)  # of all shapes: a guess for those hardly seen
+        self._accepted = {shape.topk: Acceptance(depth) for shape in limits.shapes}
+        self._measured: dict[Place, dict[SpeculativeConfig, float]] = {}
+        self._shift: dict[Place, float] = {}  # seconds, of every shape there
+        self._own_shift: dict[tuple[Place, SpeculativeConfig], float] = {}
+        self._num_seen: dict[tuple[Place, SpeculativeConfig], int] = {}
+        self._seen_shift: dict[tuple[Place, SpeculativeConfig], float] = {}  # when it ran last
+        self._saved = FIRST_SAVED
+        self._probe, self._num_probes_left = limits.spec, 0
+        self._ran: tuple[Place, SpeculativeConfig] | None = None  # of the last step, a decode
+        self._totals = ShapeTotals(num_steps=depth)
 
     @property
     def totals(self) -> ShapeTotals:
         """A snapshot; from any thread."""
         return self._totals
 
-    def expected_tokens(self, shape: SpeculativeConfig) -> float:
-        """Tokens a row that a step of this shape emits, as far as is known; of a tree with all of
-        its nodes at least what some of them are known to emit."""
-        families = (family(shape), *self._parts[shape])  # a part has as many steps
-        return max(self._survival[key].expected(shape.num_steps) for key in families)
+    def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
+        """Tokens a row that a step of this shape emits. hope: as if so many verifications more had
+        accepted each draft."""
+        own, everything = self._accepted[shape.topk], self._any
+        weight = 1.0 if hope == 0 else own.freshness
+        guess = (everything.passed + PRIOR / 2) / (everything.reached + PRIOR)
+        reached, passed = own.reached + PRIOR, own.passed + PRIOR * guess
+        rates = (weight * passed + hope) / (weight * reached + hope)
+        return 1.0 + float(np.cumprod(rates[: shape.num_steps]).sum())
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         """See ShapeChooser."""
-        self._num_chosen += 1
-        bucket = core_shapes.bucket(num_rows, self._limits.decode_buckets)
-        is_elsewhere = bucket != self._bucket
-        if is_elsewhere:  # what is tried here says nothing of there
-            self._bucket, self._entered_at, self._num_tries_left = bucket, self._num_chosen, 0
-        self._untried[bucket] = self._untried.get(bucket, 0) + 1
-        ready = self._ready(num_rows, features)
-        costs = self._costs.all_known(ready, bucket)
-        known = {shape: costs.get(shape) for shape in ready}
-        before = self._current
-        current = before if before in ready else self._limits.spec
-        if costs and current not in costs:  # what little is known here need not be better
-            guess = self._costs.guess(current, bucket, beside=next(iter(costs)))
-            costs |= {} if guess is None else {current: guess}
-        self._expected = {shape: self.expected_tokens(shape) for shape in ready}
-        self._current = best_shape(
-            current,
-            expected=self._expected,
-            costs=costs,
+        place = self._place(num_rows, features)
+        measured = self._measured[place] = dict(self._step_costs(num_rows, features))
+        if self._limits.spec not in measured:  # nothing to compare others with yet
+            return self._limits.spec
+        worth = {s: self.expected_tokens(s) / self._cost(place, s) for s in measured}
+        before = self._current if self._current in measured else self._limits.spec
+        best = max(worth, key=lambda shape: worth[shape])
+        self._current = best if worth[best] > (1 + MARGIN) * worth[before] else before
+        self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
+        self._plan_probe(place, worth)
+        is_probe = self._num_probes_left > 0
+        self._num_probes_left -= is_probe
+        self._count(num_changes=self._current != before, num_probes=is_probe)
+        return self._probe if is_probe else self._current
+
+    def _plan_probe(self, place: Place, worth: dict[SpeculativeConfig, float]) -> None:
+        """Begin a probe of the shape that might be worth most, if that is more than the present
+        one is worth and what the probe loses is saved up."""
+        if self._num_probes_left and self._probe in worth:
+            return
+        self._num_probes_left = 0
+        hoped = {
+            shape: self.expected_tokens(shape, hope=HOPE) / self._hoped_cost(place, shape)
+            for shape in worth
+            if shape != self._current
+        }
+        shape = max(hoped, key=lambda shape: hoped[shape], default=self._current)
+        if hoped.get(shape, 0.0) <= (1 + MARGIN) * worth[self._current]:
+            return
+        # Of a step's time what the chosen shape would have needed for the same tokens is not lost.
+        share = 1 - worth[shape] / worth[self._current]
+        num_steps = max(PROBE_STEPS, PROBE_VERIFICATIONS // place[0])
+        cost = num_steps * share * self._cost(place, shape) / self._cost(place, self._current)
+        if self._saved >= min(cost, MOST_SAVED):
+            self._saved -= cost
+            self._probe, self._num_probes_left = shape, num_steps
+
+    def _place(self, num_rows: int, features: StepFeatures) -> Place:
+        return core_shapes.bucket(num_rows, self._limits.decode_buckets), features
+
+    def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
+        """Seconds of a step; never less than half of what was measured."""
+        measured = self._measured[place][shape]
+        shift = self._shift.get(place, 0.0) + self._own_shift.get((place, shape), 0.0)
+        return max(measured + shift, measured / 2)
+
+    def _hoped_cost(self, place: Place, shape: SpeculativeConfig) -> float:
+        """The least that may be true. What other shapes' steps have taken longer since it ran may
+        be no matter of it."""
+        risen = self._shift.get(place, 0.0) - self._seen_shift.get((place, shape), 0.0)
+        cost = self._cost(place, shape) * (
+            1 - HOPED_COST / (1 + self._num_seen.get((place, shape), 0))
         )
-        # If a slow moment was to blame, that is soon seen.
-        if self._current != before and not is_elsewhere:
-            self._num_refreshes.pop((before, bucket), None)
-        probe = self._probe(ready, known, bucket)
-        self._count(changed=self._current != before, probed=probe is not None)
-        return probe or self._current
-
-    def _probe(
-        self,
-        ready: tuple[SpeculativeConfig, ...],
-        known: dict[SpeculativeConfig, float | None],
-        bucket: int,
-    ) -> SpeculativeConfig | None:
-        """Another shape than the current one, if it is time to look at it."""
-        now, others = self._num_chosen, [shape for shape in ready if shape != self._current]
-        if self._num_tries_left and self._trying in ready:
-            self._num_tries_left -= 1
-            return self._trying
-        is_known = known[self._current] is not None
-        unknown = [shape for shape in others if known[shape] is None]
-        guesses = {s: self._costs.guess(s, bucket, beside=self._current) for s in unknown}
-        known = {**known, **guesses}
-        for shape in unknown if is_known else ():
-            if self._untried[bucket] > self._first_after(shape, known):
-                self._untried[bucket] = 0
-                return self._try(shape, extra=COLD_RUNS)
-        passes = now - self._entered_at < FIRST_STEPS  # perhaps: what is unknown waits
-        deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
-        own = family(self._current)
-        for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
-            is_seen = key == own and shape.num_steps <= self._current.num_steps
-            waits = passes and (shape in unknown or not is_known)
-            if not (shape.is_plain or is_seen or waits) and self._is_due(shape, known):
-                self._probed_at[key] = now
-                is_far = self._switch_steps(known) > 1  # there and back: then for several looks
-                return self._try(shape) if is_far and self._might_pay(shape, known) else shape
-        for shape in (s for s in others if is_known and s not in unknown):
-            at = (shape, bucket)
-            if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
-                self._measured_at[at] = now
-                self._num_refreshes[at] = self._num_refreshes.get(at, 0) + 1
-                self._costs.fade(shape, bucket)
-                return self._try(shape)
-        return None
-
-    def _first_after(
-        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
-    ) -> float:
-        """Steps at the bucket after which a shape whose cost is unknown there is tried: as rarely
-        as if what is known of other buckets held here."""
-        lost = self._steps_lost(shape, known, num_looks=TRY_STEPS + COLD_RUNS, switching=False)
-        share = SOON_SHARE if self._could_pay(shape, known) else LOOK_SHARE
-        return max(FIRST_STEPS, (lost or 0.0) / share)
-
-    def _could_pay(
-        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
-    ) -> bool:
-        """Whether it would be best if it took no longer than what does less: if not, no look at
-        its cost can show that it is."""
-        own, least = known[self._current], self._costs.least(shape, known, self._bucket)
-        if own is None or least is None:
-            return True
-        worth = self._expected[self._current] / own
-        return self._expected[shape] / least > (1 + MARGIN) * worth
-
-    def _refresh_after(
-        self, shape: SpeculativeConfig, bucket: int, known: dict[SpeculativeConfig, float | None]
-    ) -> float:
-        """Steps after which a known cost is measured again. The first time soon: it is the first
-        look that is mistaken, or the last before a shape was left. So is one that found less to
-        take longer than more, or that was made when another shape cost much more or less."""
-        count = self._num_refreshes.get((shape, bucket), 0)
-        if self._costs.has_strayed(shape, bucket):
-            count = 0
-        lost = self._steps_lost(shape, known, num_looks=TRY_STEPS, switching=count > 0)
-        found, believed = self._costs.known(shape, bucket), known[shape]
-        is_mistaken = found is not None and believed is not None and found > believed
-        is_soon = (count == 0 or is_mistaken) and self._could_pay(shape, known)
-        least = (lost or 0.0) / (SOON_SHARE if is_soon else LOOK_SHARE)
-        return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
-
-    def _is_due(
-        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
-    ) -> bool:
-        """Whether it is time to see how far this shape's drafts would get."""
-        key, now, lost = family(shape), self._num_chosen, self._steps_lost(shape, known)
-        if now - max(self._probed_at.values()) < SOON_STEPS:  # one after the other
-            return False
-        is_only_sign = self._current.is_plain and key == self._cheapest_drafts(known)
-        share = PROBE_SHARE if is_only_sign else LOOK_SHARE
-        after = max(PROBE_STEPS, (lost or 0.0) / share)
-        if self._might_pay(shape, known):
-            after = max(SOON_STEPS, self._switch_steps(known) / HOPED_SHARE)
-        seen_at = 0 if key == family(self._current) else self._seen_at[key]  # there: not so deep
-        return now - max(self._probed_at[key], seen_at) >= after
-
-    def _cheapest_drafts(self, known: dict[SpeculativeConfig, float | None]) -> Family | None:
-        """What shapes of this family accept says of the others, too."""
-        costs = {s: cost for s, cost in known.items() if cost is not None and not s.is_plain}
-        return family(min(costs, key=lambda shape: costs[shape])) if costs else None
-
-    def _steps_lost(
-        self,
-        shape: SpeculativeConfig,
-        known: dict[SpeculativeConfig, float | None],
-        *,
-        num_looks: int = 1,
-        switching: bool = True,
-    ) -> float | None:
-        """Steps of the current shape that num_looks in a row at this one lose, as far as is known;
-        None: a cost is not. switching: with the way there and back."""
-        own, cost = known[self._current], known[shape]
-        if own is None or cost is None:
-            return None
-        tokens, here = self._expected[shape], self._expected[self._current]
-        lost = num_looks * max(cost / own - tokens / here, 0.0)
-        return lost + switching * self._switch_steps(known)
-
-    def _switch_steps(self, known: dict[SpeculativeConfig, float | None]) -> float:
-        """Steps of the current shape that fit into the way to another one and back."""
-        own = known[self._current]
-        return 2 * self._costs.switch(self._bucket) / own if own else 0.0
-
-    def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
-        self._trying, self._num_tries_left = shape, TRY_STEPS + extra - 1
-        return shape
-
-    def _might_pay(
-        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
-    ) -> bool:
-        """Whether it would be best if every depth accepted as the first one does."""
-        current, cost, own = self._current, known[shape], known[self._current]
-        if current.is_plain or cost is None or own is None or family(shape) != family(current):
-            return False
-        rate = self._survival[family(current)].expected(1) - 1
-        hoped = sum(rate**depth for depth in range(shape.num_steps + 1))
-        return hoped / cost > self._expected[current] / own
+        return max(cost - max(risen, 0.0), cost / 2)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
         """See ShapeChooser."""
-        if plan.kind is not StepKind.DECODE:
-            return
-        shape, now = plan.spec(self._limits), self._num_chosen
-        emitted = sum(int(of_round.num_emitted.sum()) for of_round in result.rounds)
-        expected = self.expected_tokens(shape) * len(plan.rows) * len(result.rounds)
-        if not shape.is_plain:
-            counts = np.bincount(
-                np.concatenate([of_round.num_emitted for of_round in result.rounds]) - 1,
-                minlength=shape.num_steps + 1,
-            ).tolist()
-            key = family(shape)
-            for survival, seen_at in (
-                (self._survival[key], self._seen_at[key]),
-                (self._any, max(self._seen_at.values())),
-            ):
-                age = max(now - seen_at - 1, 0)
-                survival.see(counts, num_steps=shape.num_steps, age=age)
-            self._seen_at[key] = now
-        self._count(expected_tokens=expected, emitted_tokens=emitted)
+        shape = plan.spec(self._limits)
+        emitted = np.concatenate([of_round.num_emitted for of_round in result.rounds])
+        expected = self.expected_tokens(shape) * len(emitted)
+        self._count(expected_tokens=expected, emitted_tokens=int(emitted.sum()))
+        counts = np.bincount(emitted - 1, minlength=shape.num_steps + 1).tolist()
+        verified = () if shape.is_plain else counts
+        self._any.see(verified)
+        for topk, accepted in self._accepted.items():
+            accepted.see(verified if topk == shape.topk else ())
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """See ShapeChooser. What waits for the host (grammars) or tells the drafter of more than
-        its own tokens is no measure of a shape."""
-        before, self._ran_before = self._ran_before, None
+        """See ShapeChooser. Steps after another program's are longer, or seem shorter, and so are
+        those that wait for the host or tell the drafter more than their own tokens: they do not
+        correct costs. But what a change of shape takes is paid out of what is saved for probes."""
+        before, self._ran = self._ran, None
         if plan.kind is not StepKind.DECODE:
             return
-        shape = plan.spec(self._limits)
-        bucket = core_shapes.bucket(len(plan.rows), self._limits.decode_buckets)
-        self._ran_before = shape, bucket
-        ran = before[0] if before is not None and before[1] == bucket else None
-        if plan.owed and not plan.constraints:
-            self._costs.see_change(shape, bucket, seconds, before=ran)
-        if plan.constraints or plan.owed:
+        shape, place = plan.spec(self._limits), self._place(len(plan.rows), plan.features)
+        if shape not in self._measured.get(place, {}):
             return
-        expected = self._costs.known(shape, bucket)
-        if expected is not None:
-            self._count(expected_seconds=expected, measured_seconds=seconds)
-        leads = shape == self._current
-        self._costs.see(shape, bucket, seconds, before=ran, leads=leads)
-        self._measured_at[shape, bucket] = self._num_chosen
-
-    def _count(
-        self,
-        *,
-        changed: bool = False,
-        probed: bool = False,
-        expected_tokens: float = 0.0,
-        emitted_tokens: int = 0,
-        expected_seconds: float = 0.0,
-        measured_seconds: float = 0.0,
-    ) -> None:
-        before = self._totals
-        self._totals = ShapeTotals(
-            num_steps=self._current.num_steps,
-            expected_tokens=before.expected_tokens + expected_tokens,
-            emitted_tokens=before.emitted_tokens + emitted_tokens,
-            expected_seconds=before.expected_seconds + expected_seconds,
-            measured_seconds=before.measured_seconds + measured_seconds,
-            num_changes=before.num_changes + changed,
-            num_probes=before.num_probes + probed,
+        self._ran = place, shape
+        cost = self._cost(place, shape)
+        if before is not None and before[0] == place and before[1] != shape:
+            charge = min(max(seconds / cost - 1, 0.0), MOST_CHARGED)
+            self._saved = max(self._saved - charge, -MOST_SAVED)
+        if before != self._ran or plan.owed or plan.constraints:
+            return
+        self._count(expected_seconds=cost, measured_seconds=seconds)
+        is_probe = shape != self._current
+        gain, clip = (
+            (LESS_GAIN, LESS_CLIP) if is_probe and seconds < cost else (COST_GAIN, COST_CLIP)
         )
+        change = gain * min(max(seconds - cost, -clip * cost), clip * cost)
+        self._own_shift[self._ran] = self._own_shift.get(self._ran, 0.0) + change
+        if not is_probe:
+            self._shift[place] = self._shift.get(place, 0.0) + change
+        self._num_seen[self._ran] = self._num_seen.get(self._ran, 0) + 1
+        self._seen_shift[self._ran] = self._shift.get(place, 0.0)
+
+    def _count(self, **more: float) -> None:
+        self._totals = self._totals.plus(num_steps=self._current.num_steps, **more)

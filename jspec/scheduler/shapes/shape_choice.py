@@ -1,4 +1,5 @@
-"""Who says what shape a decode step has. The scheduler asks; it knows no cost and no acceptance.
+"""Who decides which draft shape a decode step has. The scheduler asks; it knows no cost and no
+acceptance.
 
 Whatever is chosen, and in whatever order, the text is the same: a shape says only how much is
 drafted and verified in one step.
@@ -6,8 +7,8 @@ drafted and verified in one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +16,37 @@ import numpy as np
 from jspec.config.limits import SpeculativeConfig
 from jspec.messages.features import StepFeatures
 from jspec.messages.plan import RoundResult, StepPlan, StepResult
-from jspec.scheduler.shapes.shape_policy import ShapeTotals
 
-# The shapes that a decode of so many rows with these features can have now: programs are there.
-# The engine's own is always one of them.
-ReadyShapes = Callable[[int, StepFeatures], tuple[SpeculativeConfig, ...]]
+# Seconds of a decode of so many rows with these features, by the shapes whose programs are there
+# and measured.
+StepCosts = Callable[[int, StepFeatures], Mapping[SpeculativeConfig, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeTotals:
+    """What a chooser expected of the decodes that were read, and what came: tokens of all rows, and
+    seconds of those steps that correct a cost. num_changes: of the shape that is worth most.
+    num_probes: steps of another one."""
+
+    num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
+    expected_tokens: float = 0.0
+    emitted_tokens: int = 0
+    expected_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    num_changes: int = 0
+    num_probes: int = 0
+
+    def steps_now(self, spec: SpeculativeConfig) -> int:
+        """S of the shape that is chosen now; spec's where none is."""
+        return spec.num_steps if self.num_steps is None else self.num_steps
+
+    def plus(self, *, num_steps: int, **more: float) -> ShapeTotals:
+        """Those of `more` added, by name."""
+        added = {name: getattr(self, name) + value for name, value in more.items()}
+        return replace(self, num_steps=num_steps, **added)
+
+
+NO_SHAPES = ShapeTotals()
 
 
 class ShapeChooser(Protocol):
@@ -39,7 +66,7 @@ class ShapeChooser(Protocol):
         ...
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """How long the device took for a decode."""
+        """How long the device took for a step, prefills included."""
         ...
 
 
@@ -51,7 +78,7 @@ class FixedShape:
 
     @property
     def totals(self) -> ShapeTotals:
-        return ShapeTotals()
+        return NO_SHAPES
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         del num_rows, features
@@ -65,8 +92,8 @@ class FixedShape:
 
 
 def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
-    """chooser.read of a decode. drafts: bool of each row: whoever switched speculation off says
-    nothing of what drafts are worth, and a decode of nothing else is not told."""
+    """chooser.read of a decode. drafts: bool of each row: a request that switched speculation off
+    says nothing of what drafts are worth, and a decode of nothing else is not told."""
     if not drafts.all():
         plan = replace(
             plan, rows=tuple(row for row, own in zip(plan.rows, drafts, strict=True) if own)

@@ -1,0 +1,60 @@
+"""The set of draft shapes that an adaptive engine is built with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jspec.config.limits import SpeculativeConfig
+from jspec.errors import ConfigError
+
+
+def shapes_for(
+    spec: SpeculativeConfig, steps: tuple[int, ...] | None = None
+) -> tuple[SpeculativeConfig, ...]:
+    """The shapes of an adaptive engine whose largest is `spec`, smallest first.
+
+    steps: levels of drafts, 0 is plain decoding; those beyond S are left out. None: plain, one
+    level, half of four or more, and for trees also the chain as deep as they are.
+
+    In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
+         3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/16
+    """
+    most = spec.num_steps
+    levels = steps if steps is not None else (0, 1, *((most // 2,) if most >= 4 else ()))
+    found = [_of_levels(spec, level) for level in sorted({*levels, most}) if level <= most]
+    if spec.topk > 1 and steps is None and spec.num_draft_tokens > most + 1:
+        found.insert(-1, _shaped(spec, most, 1, most + 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _of_levels(spec: SpeculativeConfig, levels: int) -> SpeculativeConfig:
+    if levels == 0:
+        return SpeculativeConfig.plain()
+    if levels == spec.num_steps:
+        return spec
+    most = 1 + spec.algorithm.drafting.num_candidates(levels, spec.topk)
+    nodes = levels + 1 if spec.topk == 1 else min(most, spec.num_draft_tokens)
+    return _shaped(spec, levels, spec.topk, nodes)
+
+
+def _shaped(spec: SpeculativeConfig, steps: int, topk: int, nodes: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        algorithm=spec.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
+    )
+
+
+def read_candidates(path: Path) -> tuple[int, ...]:
+    """The levels of {"candidate_steps": [levels, ...]}. Raises ConfigError for any other file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"speculative_adaptive_config {path}: {error}") from error
+    levels = found.get("candidate_steps") if isinstance(found, dict) and len(found) == 1 else None
+    is_right = isinstance(levels, list) and all(type(x) is int and x >= 0 for x in levels)
+    if not levels or not is_right:
+        raise ConfigError(
+            f"speculative_adaptive_config {path}: found {found!r}; expected "
+            f'{{"candidate_steps": [0, 1, 3]}}, levels of drafts, 0 being plain decoding'
+        )
+    return tuple(levels)
