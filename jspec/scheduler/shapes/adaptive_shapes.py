@@ -18,7 +18,7 @@ Statistics are the engine's: all rows of a step have one shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +34,9 @@ HALF_VERIFICATIONS = 512  # what was accepted before that many counts half
 HALF_STEPS = 64  # the same for decode steps that verified nothing at a depth
 PRIOR = 4.0  # verifications that what other shapes accept counts for
 HOPE = 2.0  # verifications that might have gone well, beyond those that were seen
-HOPED_COST = 0.05  # share of a cost by which one that was never corrected might be too high
+# Share of a cost by which one that was never corrected might be too high: whatever else a host did
+# while it was measured, compiling above all, only added to it.
+HOPED_COST = 0.3
 COST_GAIN, COST_CLIP = 0.05, 0.05  # of a deviation of a step's time, which counts up to this share
 # The same of a probe that took less time: its steps are few, and a slow host only adds to them.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
@@ -87,6 +89,7 @@ class AdaptiveShapes:
         self._any = Acceptance(depth)  # of all shapes: a guess for those hardly seen
         self._accepted = {shape.topk: Acceptance(depth) for shape in limits.shapes}
         self._measured: dict[Place, dict[SpeculativeConfig, float]] = {}
+        self._given: dict[Place, Mapping[SpeculativeConfig, float]] = {}  # `measured`, uncapped
         self._shift: dict[Place, float] = {}  # seconds, of every shape there
         self._own_shift: dict[tuple[Place, SpeculativeConfig], float] = {}
         self._num_seen: dict[tuple[Place, SpeculativeConfig], int] = {}
@@ -114,7 +117,10 @@ class AdaptiveShapes:
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         """See ShapeChooser."""
         place = self._place(num_rows, features)
-        measured = self._measured[place] = dict(self._step_costs(num_rows, features))
+        given = self._step_costs(num_rows, features)
+        if given is not self._given.get(place):  # programs were added
+            self._given[place], self._measured[place] = given, _capped(given)
+        measured = self._measured[place]
         if self._limits.spec not in measured:  # nothing to compare others with yet
             return self._limits.spec
         worth = {s: self.expected_tokens(s) / self._cost(place, s) for s in measured}
@@ -211,3 +217,15 @@ class AdaptiveShapes:
 
     def _count(self, **more: float) -> None:
         self._totals = self._totals.plus(num_steps=self._current.num_steps, **more)
+
+
+def _capped(costs: Mapping[SpeculativeConfig, float]) -> dict[SpeculativeConfig, float]:
+    """A shape that does no more than another one, level by level, costs no more."""
+
+    def work(of: SpeculativeConfig) -> tuple[int, int, int]:
+        return of.num_steps, of.topk, of.num_draft_tokens
+
+    def is_within(shape: SpeculativeConfig, other: SpeculativeConfig) -> bool:
+        return all(a <= b for a, b in zip(work(shape), work(other), strict=True))
+
+    return {s: min(cost for o, cost in costs.items() if is_within(s, o)) for s in costs}
