@@ -1,4 +1,4 @@
-"""The set of shapes of an adaptive engine."""
+"""The set of draft shapes that an adaptive engine is built with."""
 
 from __future__ import annotations
 
@@ -12,24 +12,19 @@ from jspec.errors import ConfigError
 def shapes_for(
     spec: SpeculativeConfig, steps: tuple[int, ...] | None = None
 ) -> tuple[SpeculativeConfig, ...]:
-    """Return the shapes of an adaptive engine whose largest is `spec`, smallest first.
+    """The shapes of an adaptive engine whose largest is `spec`, smallest first.
 
-    steps: levels of drafts to choose from, 0 is plain decoding; those beyond S are left out.
-    Without them plain, one level, half of four or more, and `spec`; for trees also the chain as
-    deep as they are, and the tree with half of its nodes where that is more than the chain.
+    steps: levels of drafts, 0 is plain decoding; those beyond S are left out. None: plain, one
+    level, half of four or more, and for trees also the chain as deep as they are.
 
     In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
-         3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/8 3/4/16
+         3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/16
     """
     most = spec.num_steps
     levels = steps if steps is not None else (0, 1, *((most // 2,) if most >= 4 else ()))
     found = [_of_levels(spec, level) for level in sorted({*levels, most}) if level <= most]
-    if spec.topk > 1 and steps is None:
-        chain, half = most + 1, spec.num_draft_tokens // 2
-        if spec.num_draft_tokens > chain:
-            found.insert(-1, _shaped(spec, most, 1, chain))
-        if half > chain:
-            found.insert(-1, _shaped(spec, most, spec.topk, half))
+    if spec.topk > 1 and steps is None and spec.num_draft_tokens > most + 1:
+        found.insert(-1, _shaped(spec, most, 1, most + 1))
     return tuple(dict.fromkeys(found))
 
 
@@ -49,20 +44,17 @@ def _shaped(spec: SpeculativeConfig, steps: int, topk: int, nodes: int) -> Specu
     )
 
 
-def read_candidate_steps(path: Path) -> tuple[int, ...]:
-    """The levels in {"candidate_steps": [levels, ...]}. Raises ConfigError for any other file."""
+def read_candidates(path: Path) -> tuple[int, ...]:
+    """The levels of {"candidate_steps": [levels, ...]}. Raises ConfigError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"speculative_adaptive_config {path}: {error}") from error
-    steps = found.get("candidate_steps") if isinstance(found, dict) and len(found) == 1 else None
-    if not (isinstance(steps, list) and steps and all(map(_is_level, steps))):
+    levels = found.get("candidate_steps") if isinstance(found, dict) and len(found) == 1 else None
+    is_right = isinstance(levels, list) and all(type(x) is int and x >= 0 for x in levels)
+    if not levels or not is_right:
         raise ConfigError(
             f"speculative_adaptive_config {path}: found {found!r}; expected "
             f'{{"candidate_steps": [0, 1, 3]}}, levels of drafts, 0 being plain decoding'
         )
-    return tuple(steps)
-
-
-def _is_level(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return tuple(levels)
