@@ -204,16 +204,15 @@ class Ops:
     ) -> tuple[Float[Array, "B N"], Int[Array, "B N"]]:
         """Return (value, id) of each node's largest logit + T * noise; the lowest id wins ties.
 
-        threshold: only tokens whose `scaled` logit reaches it may be chosen. is_split: token_ids is
-        one shard's range of the vocabulary, counting up from its first id.
+        threshold: only logits that reach it may be chosen. is_split: token_ids is one shard's range
+        of the vocabulary, counting up from its first id.
         """
         del is_split
         logits = without_nan(logits)
         seeds = jnp.broadcast_to(seed[:, None, :], (*positions.shape, 2))
         perturbed = logits + temperature[:, None, None] * noise.gumbel(seeds, positions, token_ids)
         if threshold is not None:
-            keep = scaled(logits, temperature) >= threshold[..., None]
-            perturbed = jnp.where(keep, perturbed, -jnp.inf)
+            perturbed = jnp.where(logits >= threshold[..., None], perturbed, -jnp.inf)
         best = jnp.argmax(perturbed, axis=-1)
         return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")
 
@@ -270,12 +269,6 @@ class ReferenceOps(Ops):
 def without_nan(logits: jax.Array) -> jax.Array:
     """Replace NaN by -inf, so that it is chosen only if every logit is NaN or -inf."""
     return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-
-
-def scaled(logits: Float[Array, "B N V"], temperature: Float[Array, "B"]) -> jax.Array:
-    """Return what the filters compare, without NaN: logits / T, or the logits where T is 0."""
-    wide = temperature[:, None, None]
-    return without_nan(logits) / jnp.where(wide > 0, jnp.maximum(wide, noise.COLDEST), 1.0)
 
 
 def _written(

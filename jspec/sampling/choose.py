@@ -3,8 +3,10 @@
 At T = 0 this is plain argmax; there is no branch. Each vocabulary shard reduces to (value, id),
 and every device decides from the same gathered pairs, the lowest id winning ties (`Ops.sample`).
 
-NaN is not chosen where anything else is, with filters or without: whether a program filters depends
-on all rows of its batch, and a row's choice must not.
+Whether a program filters depends on all rows of its batch, and a row's choice must not: NaN is not
+chosen where anything else is, with filters or without, and a row that asks for no filter is
+compared with nothing. What filters keep is decided on one array of logits, which the program stores
+(`_stored`): the search for the threshold and the choice read the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device import noise
 from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.ops import Ops, scaled
+from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.filters import threshold
 
 
@@ -50,13 +52,17 @@ def choose(
     filtered: whether this program applies top-k, top-p and min-p.
     """
     is_split = shard.axis is not None and shard.size > 1
+    least = None
+    if filtered:
+        logits = _stored(logits)
+        least = threshold(logits, rows, shard=shard)
     value, ids = ops.sample(
         logits,
         temperature=rows.temperature,
         seed=rows.seed,
         positions=positions,
         token_ids=token_ids,
-        threshold=_threshold(logits, rows, shard=shard) if filtered else None,
+        threshold=least,
         is_split=is_split,
     )
     if not is_split:
@@ -67,6 +73,11 @@ def choose(
     return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
 
 
-def _threshold(logits: jax.Array, rows: SamplingRows, *, shard: Shard) -> jax.Array:
-    """[B, N]: the least scaled logit that the filters keep."""
-    return threshold(scaled(logits, rows.temperature), rows, shard=shard)
+def _stored(logits: jax.Array) -> jax.Array:
+    """The same logits, computed once.
+
+    Penalties are arithmetic. Without the barrier each fusion that reads the logits may repeat it,
+    contract it or rewrite its divisions in its own way, and a logit that is the threshold would
+    miss itself by its last bit.
+    """
+    return jax.lax.optimization_barrier(logits)

@@ -1,15 +1,21 @@
 """Top-k, top-p and min-p, jointly: one threshold per node, found by bisection.
 
 All three look at the same distribution, softmax(logits / T) (not one after the other with
-renormalisation in between). A token of scaled logit x is kept iff
+renormalisation in between). A token of logit x is kept iff
 
     #{v : x_v > x} < top_k   and   P{v : x_v > x} < top_p   and   p(x) >= min_p * p(max)
 
 Each condition can only turn true as x grows, so what is kept is "x >= threshold". The threshold is
-found among the float32 values themselves, by dividing the range of their ordered bit patterns: a
+found among the float32 logits themselves, by dividing the range of their ordered bit patterns: a
 pass over the logits measures count and mass above several pivots at once and leaves one of the
 parts between them. Counts and sums only, no sort, and nothing of size V is kept. Tokens that tie
 with the threshold are all kept.
+
+The threshold is often one of the logits, to the bit. It is therefore a logit, not a logit / T: a
+compiler may round that quotient differently in each place that computes it (it multiplies by 1 / T
+in one and divides in another), and the token at the threshold would be dropped. Whoever compares
+with it must have the very array that was searched; `choose` keeps that in memory. A row that asks
+for no filter is not compared at all: its threshold is -infinity.
 
 The number of parts is a matter of speed alone and depends on the platform (record 0006). The
 number of passes is static: a device loop that waits for its own data makes the host wait too.
@@ -24,8 +30,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.device import noise
 from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import without_nan
 
 _LOWEST = -3.4e38  # -inf is never kept for its own sake
 
@@ -62,44 +70,57 @@ def _from_ordered(key: jax.Array) -> jax.Array:
 
 
 def threshold(
-    scaled: Float[Array, "B N V"], rows: SamplingRows, *, shard: Shard, passes: Passes | None = None
+    logits: Float[Array, "B N V"], rows: SamplingRows, *, shard: Shard, passes: Passes | None = None
 ) -> Float[Array, "B N"]:
-    """Smallest scaled logit that is kept at each node.
+    """Smallest logit that is kept at each node; -inf for a row that asks for no filter.
 
-    scaled: logits / T, one vocabulary shard; all shards return the same threshold.
-    passes: None is what suits the platform that this is compiled for.
+    logits: one vocabulary shard, in which NaN counts as -inf; all shards return the same threshold,
+    never more than the largest logit. passes: None is what suits the platform that this is compiled
+    for.
     """
-    top = _max_over(jnp.max(scaled, axis=-1), shard)
+    top = _max_over(jnp.max(without_nan(logits), axis=-1), shard)
+    divisor = divisors(rows.temperature)
+    args = logits, top, 1.0 / divisor, rows.top_k, rows.top_p
     if passes is None:
         found = jax.lax.platform_dependent(
-            scaled,
-            top,
-            rows.top_k,
-            rows.top_p,
+            *args,
             cpu=partial(_lowest_kept, shard=shard, passes=ON_CPU),
             tpu=partial(_lowest_kept, shard=shard, passes=ON_TPU),
             default=partial(_lowest_kept, shard=shard, passes=ON_GPU),
         )
     else:
-        found = _lowest_kept(scaled, top, rows.top_k, rows.top_p, shard=shard, passes=passes)
+        found = _lowest_kept(*args, shard=shard, passes=passes)
     min_p = rows.min_p[:, None]
-    by_min_p = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
-    return jnp.maximum(found, by_min_p)
+    # No logarithm of 1 and no rounded sum may pass the largest logit, which every filter keeps.
+    below_top = jnp.minimum(divisor[:, None] * jnp.log(jnp.maximum(min_p, 1e-38)), 0.0)
+    found = jnp.where(min_p > 0, jnp.maximum(found, top + below_top), found)
+    keeps_all = (rows.top_k >= logits.shape[-1] * shard.size) & (rows.top_p >= 1)
+    return jnp.where(keeps_all[:, None] & (min_p <= 0), -jnp.inf, found)
+
+
+def divisors(temperature: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """What the filters divide logits by; at temperature 0 they look at the logits."""
+    return jnp.where(temperature > 0, jnp.maximum(temperature, noise.COLDEST), 1.0)
 
 
 def _lowest_kept(
-    scaled: jax.Array,
+    logits: jax.Array,
     top: jax.Array,
+    inverse: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     *,
     shard: Shard,
     passes: Passes,
 ) -> jax.Array:
-    """f32[B, N]: the smallest scaled logit that top-k and top-p keep; top: the largest there is."""
+    """f32[B, N]: the smallest logit that top-k and top-p keep.
+
+    top: the largest there is. inverse: f32[B], 1 / T.
+    """
     bits = passes.parts.bit_length() - 1
     limit_k, limit_p = top_k[:, None], top_p[:, None]
-    total = _sum_over(jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1), shard)
+    weights = _weights(without_nan(logits), top[..., None], inverse[:, None, None])
+    total = _sum_over(jnp.sum(weights, axis=-1), shard)
 
     def divide(
         _: jax.Array | int, bounds: tuple[jax.Array, jax.Array]
@@ -107,7 +128,7 @@ def _lowest_kept(
         low, high = bounds  # high is kept, low - 1 is not known to be
         pivots = _pivots(low, high, bits=bits)
         above = [_from_ordered(pivot) for pivot in pivots]
-        counts, masses = _above(scaled, top, above, columns=passes.columns)
+        counts, masses = _above(logits, top, inverse, above, columns=passes.columns)
         count, mass = _sum_over(jnp.stack(counts), shard), _sum_over(jnp.stack(masses), shard)
         kept = (count < limit_k) & ((mass < limit_p * total) | (limit_p >= 1.0))
         pivot = jnp.stack(pivots)
@@ -133,18 +154,23 @@ def _pivots(low: jax.Array, high: jax.Array, *, bits: int) -> list[jax.Array]:
 
 
 def _above(
-    scaled: jax.Array, top: jax.Array, pivots: list[jax.Array], *, columns: int
+    logits: jax.Array,
+    top: jax.Array,
+    inverse: jax.Array,
+    pivots: list[jax.Array],
+    *,
+    columns: int,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """(number, mass relative to the maximum's) of the logits above each pivot, in one reduction.
 
     Both comparisons say the same. XLA on a GPU stores a [B, N, V] array that two operands of a
     reduction share, and a mask a pivot costs more bytes than the logits; it does not see that
-    these are equal, so one kernel reads the logits and nothing else.
+    these are equal, so one kernel reads the logits and nothing else. NaN is above no pivot.
     """
-    pieces = _in_pieces(scaled, columns)
+    pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))
     top, pivots = jnp.expand_dims(top, axes), [jnp.expand_dims(pivot, axes) for pivot in pivots]
-    weight = jnp.exp(pieces - top)
+    weight = _weights(pieces, top, jnp.expand_dims(inverse, (1, *axes)))
     is_above = [(pivot < pieces).astype(jnp.int32) for pivot in pivots]
     weights = [jnp.where(pieces > pivot, weight, 0.0) for pivot in pivots]
     zeros = [jnp.int32(0)] * len(pivots) + [jnp.float32(0)] * len(pivots)
@@ -152,6 +178,11 @@ def _above(
     for axis in reversed(axes):
         sums = jax.lax.reduce(sums, zeros, _add_each, (axis,))
     return sums[: len(pivots)], sums[len(pivots) :]
+
+
+def _weights(logits: jax.Array, top: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Probabilities relative to the largest."""
+    return jnp.exp((logits - top) * inverse)
 
 
 def _in_pieces(x: jax.Array, columns: int) -> jax.Array:

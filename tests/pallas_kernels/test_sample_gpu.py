@@ -82,7 +82,7 @@ _ODD = st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38])
     offset=st.sampled_from([0.0, -7.0, 1e5]),
     temperature=_TEMPERATURES,
     odd=st.lists(st.tuples(st.integers(0, 599), _ODD), max_size=3),
-    least=st.sampled_from([-np.inf, -1.0, 0.5, 1e9, np.nan, "a quotient"]),
+    least=st.sampled_from([-np.inf, -1.0, 0.5, 1e9, np.nan, "a logit"]),
 )
 def test_any_row_is_bit_equal(
     key: int,
@@ -104,17 +104,12 @@ def test_any_row_is_bit_equal(
         jnp.asarray(rng.integers(0, 10_000, 4), jnp.int32),
     )
     assert_equal(interpreted(*arrays), _reference(*arrays))
-    threshold = _scaled(*arrays[:2])[:, 7] if isinstance(least, str) else jnp.full((4,), least)
+    threshold = arrays[0][:, 7] if isinstance(least, str) else jnp.full((4,), least)
     filtered = (*arrays, threshold)
     assert_equal(interpreted(*filtered), _reference(*filtered))
 
 
 _reference = jax.jit(reference)
-
-
-@jax.jit
-def _scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    return logits / sample_gpu._divisor(temperature)[:, None]
 
 
 def test_the_rough_noise_bounds_the_exact_one() -> None:
@@ -161,18 +156,6 @@ def test_a_threshold_per_row_filters() -> None:
     assert_equal(got, _reference(*arrays))
     kept = np.asarray(logits)[1, int(got[1][1])] / np.float32(0.8)
     assert kept >= 6.0
-
-
-def test_the_least_logit_that_is_kept_is_the_quotients_own() -> None:
-    """Thresholds that are quotients, as filters' are: the logit after each is still kept."""
-    rng = np.random.default_rng(3)
-    logits = jnp.asarray(rng.normal(size=4000) * 10, jnp.float32)
-    temperature = jnp.asarray(rng.uniform(0, 3, 4000), jnp.float32).at[:100].set(0.0)
-    divisor = jnp.where(temperature > 0, temperature, 1.0)
-    least = np.asarray(jax.jit(sample_gpu._least_logit)(logits / divisor, temperature))
-    assert (np.asarray(logits) >= least).all()
-    below = jnp.nextafter(jnp.asarray(least), jnp.float32(-jnp.inf)) / divisor
-    assert (np.asarray(below) < np.asarray(logits / divisor)).all()
 
 
 def test_ties_go_to_the_lowest_id_within_and_across_chunks() -> None:
@@ -223,8 +206,7 @@ def test_the_path_that_serves_chooses_the_same_with_either_bundle(filtered: bool
     np.testing.assert_array_equal(chosen["gpu_interpret"], chosen["xla"])
     least = []
     if filtered:
-        scaled = nodes / jnp.asarray([1.0, 1.3], jnp.float32)[:, None, None]
-        least = [threshold(scaled, rows, shard=Shard()).ravel()]
+        least = [threshold(nodes, rows, shard=Shard()).ravel()]
     _, ids = interpreted(logits, rows.temperature, rows.seed, positions, *least)
     np.testing.assert_array_equal(ids, np.asarray(chosen["xla"]).ravel())
 

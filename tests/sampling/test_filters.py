@@ -57,9 +57,9 @@ def kept_by_sorting(x: np.ndarray, filters: Filters) -> tuple[np.ndarray, float]
 
 
 @jax.jit
-def _keep(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-    found = threshold(scaled[:, None], rows, shard=Shard())[:, 0]
-    return (scaled >= found[:, None]) & (scaled > -jnp.inf)
+def _keep(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    found = threshold(logits[:, None], rows, shard=Shard())[:, 0]
+    return (logits >= found[:, None]) & (logits > -jnp.inf)
 
 
 def keep(x: np.ndarray, filters: Filters) -> np.ndarray:
@@ -128,8 +128,8 @@ def test_min_p_is_relative_to_the_maximum(min_p: float) -> None:
 def _over_two_devices() -> Callable[[jax.Array, SamplingRows], jax.Array]:
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
 
-    def found(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-        return threshold(scaled, rows, shard=Shard(2, "tensor"))[None]
+    def found(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+        return threshold(logits, rows, shard=Shard(2, "tensor"))[None]
 
     over_vocabulary = PartitionSpec(None, None, "tensor")
     return jax.jit(
@@ -159,3 +159,15 @@ def test_two_vocabulary_shards_find_the_same_threshold() -> None:
     kept = np.asarray(x) >= both[0][..., None]
     np.testing.assert_array_equal(kept, np.asarray(x) >= np.asarray(alone)[..., None])
     assert 0 < kept.mean() < 1
+
+
+def test_a_row_without_filters_has_no_threshold() -> None:
+    """On one device and on two, whatever the others have: nothing that rounding could miss."""
+    filters: list[Filters] = [NOTHING, (V, 1.0, 0.5), (V, 0.9, 0.0), (3, 1.0, 0.0), NOTHING]
+    x = jnp.asarray(np.random.default_rng(3).normal(0, 2, (len(filters), 2, V)), jnp.float32)
+    sampling = sampling_rows(filters)
+    alone = jax.jit(partial(threshold, shard=Shard()))(x, sampling)
+    for found in (alone, *_over_two_devices()(x, sampling)):
+        keeps_all = [[each == NOTHING] * 2 for each in filters]
+        np.testing.assert_array_equal(np.asarray(found) == -np.inf, keeps_all)
+        assert (np.asarray(found) <= np.asarray(x).max(axis=-1)).all()

@@ -30,8 +30,9 @@ EVERY = [ON_CPU, ON_GPU, ON_TPU, Passes(parts=4, columns=6), Passes(parts=16, co
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def by_halving(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
+def by_halving(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """32 halvings between the lowest float and the maximum; ordered keys as in filters.py."""
+    divisor = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
 
     def key(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -42,15 +43,15 @@ def by_halving(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
             jnp.where(k < 0, k ^ jnp.int32(0x7FFFFFFF), k), jnp.float32
         )
 
-    top = jnp.max(scaled, axis=-1)
-    weight = jnp.exp(scaled - top[..., None])
+    top = jnp.max(logits, axis=-1)
+    weight = jnp.exp((logits - top[..., None]) * (1.0 / divisor[..., None]))
     total = jnp.sum(weight, axis=-1)
     top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)
-        above = scaled > value(middle)[..., None]
+        above = logits > value(middle)[..., None]
         count = jnp.sum(above, axis=-1, dtype=jnp.int32)
         mass = jnp.sum(jnp.where(above, weight, 0.0), axis=-1)
         kept = (count < top_k) & ((mass < top_p * total) | (top_p >= 1.0))
@@ -58,8 +59,10 @@ def by_halving(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
 
     lowest = jnp.full(top.shape, key(jnp.float32(-3.4e38)), jnp.int32)
     _, found = jax.lax.fori_loop(0, 32, halve, (lowest, key(top)))
-    by_min_p = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
-    return jnp.maximum(value(found), by_min_p)
+    lowest_p = top + divisor * jnp.log(jnp.maximum(min_p, 1e-38))
+    by_min_p = jnp.where(min_p > 0, lowest_p, -jnp.inf)
+    keeps_all = (top_k >= logits.shape[-1]) & (top_p >= 1.0) & (min_p <= 0)
+    return jnp.where(keeps_all, -jnp.inf, jnp.maximum(value(found), by_min_p))
 
 
 def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> SamplingRows:
@@ -76,11 +79,11 @@ def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> Samplin
     )
 
 
-def rounding_decides(scaled: np.ndarray, rows: SamplingRows) -> bool:
+def rounding_decides(logits: np.ndarray, rows: SamplingRows) -> bool:
     """Whether the mass above some logit lies so near top_p that the order of a sum matters."""
-    p = np.exp(scaled.astype(np.float64) - scaled.max(axis=-1, keepdims=True))
+    p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
-    above = (scaled[..., None, :] > scaled[..., None]) * p[..., None, :]
+    above = (logits[..., None, :] > logits[..., None]) * p[..., None, :]
     top_p = np.asarray(rows.top_p, np.float64)[:, None, None]
     return bool(((np.abs(above.sum(axis=-1) - top_p) < 1e-5) & (top_p < 1.0)).any())
 
@@ -92,8 +95,8 @@ def _of_one_device(passes: Passes) -> Callable[[jax.Array, SamplingRows], jax.Ar
 def _over_two_devices(passes: Passes) -> Callable[[jax.Array, SamplingRows], jax.Array]:
     """The threshold that each of two vocabulary shards finds: [2, B, N]."""
 
-    def found(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-        return threshold(scaled, rows, shard=Shard(2, "tensor"), passes=passes)[None]
+    def found(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+        return threshold(logits, rows, shard=Shard(2, "tensor"), passes=passes)[None]
 
     return jax.jit(
         jax.shard_map(
@@ -158,12 +161,11 @@ def test_a_long_vocabulary_chooses_the_same_tokens(num_ids: int, temperature: fl
     token_ids = jnp.arange(num_ids, dtype=jnp.int32)
     call = partial(choose, positions=positions, token_ids=token_ids, shard=Shard(), ops=Ops())
     chosen = jax.jit(partial(call, filtered=True))(logits, rows)
-    scaled = logits / (temperature if temperature > 0 else 1.0)
-    expected = _halved(scaled, rows)
+    expected = _halved(logits, rows)
     for passes in EVERY:
-        found = _searches[passes](scaled, rows)
+        found = _searches[passes](logits, rows)
         np.testing.assert_array_equal(found, expected, err_msg=str(passes))
-    masked = jnp.where(scaled >= expected[..., None], logits, -jnp.inf)
+    masked = jnp.where(logits >= expected[..., None], logits, -jnp.inf)
     np.testing.assert_array_equal(chosen, jax.jit(partial(call, filtered=False))(masked, rows))
 
 

@@ -60,7 +60,7 @@ def reference(
     """(value, id) of each row; ids count from `first_id`, the first of this vocabulary shard.
 
     temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
-    threshold: keeps v only if logit / T (logit where T is 0) reaches it: filters.threshold.
+    threshold: keeps v only if its logit reaches it: filters.threshold.
     """
     logits = _without_nan(logits.astype(jnp.float32))
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
@@ -68,8 +68,7 @@ def reference(
     temperature, seed = jnp.repeat(temperature, nodes), jnp.repeat(seed, nodes, axis=0)
     perturbed = logits + temperature[:, None] * noise.gumbel(seed, positions, token_ids)
     if threshold is not None:
-        scaled = logits / _divisor(temperature)[:, None]
-        perturbed = jnp.where(scaled >= threshold[:, None], perturbed, -jnp.inf)
+        perturbed = jnp.where(logits >= threshold[:, None], perturbed, -jnp.inf)
     best = jnp.argmax(perturbed, axis=1).astype(jnp.int32)
     return jnp.max(perturbed, axis=1), best + first_id
 
@@ -92,8 +91,7 @@ def sample(
     num_chunks = pl.cdiv(width, chunk)
     rows = [temperature, seed, positions, jnp.asarray(first_id, jnp.int32).reshape(1)]
     if threshold is not None:
-        nodes = num_rows // temperature.shape[0]
-        rows.append(_least_logit(threshold, jnp.repeat(temperature, nodes)))
+        rows.append(threshold)
 
     def sample_gpu(*refs: Any) -> None:  # the name that profiles show
         _body(*refs, chunk=chunk, filtered=threshold is not None, interpret=interpret)
@@ -222,24 +220,3 @@ def _from_key(key: jax.Array) -> jax.Array:
 def _folded(bits: jax.Array) -> jax.Array:
     """A sign and a magnitude to a two's complement, and back."""
     return jnp.where(bits < 0, jnp.int32(_NO_KEY) - bits, bits)
-
-
-def _divisor(temperature: jax.Array) -> jax.Array:
-    return jnp.where(temperature > 0, jnp.maximum(temperature, noise.COLDEST), 1.0)
-
-
-def _least_logit(threshold: jax.Array, temperature: jax.Array) -> jax.Array:
-    """f32[T]: logit >= this iff logit / T >= threshold, to the bit; NaN where nothing reaches it.
-
-    Division by a positive number keeps the order, so bisection over the ordered floats finds it.
-    Triton's own division is not rounded as XLA's, and the threshold is one of the quotients.
-    """
-    divisor = _divisor(temperature)
-    low = jnp.full(threshold.shape, _to_key(jnp.float32(-jnp.inf)))
-    high = jnp.full(threshold.shape, _to_key(jnp.float32(jnp.inf)))
-    for _ in range(32):
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
-        reached = _from_key(middle) / divisor >= threshold
-        low, high = jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
-    least = _from_key(high)
-    return jnp.where(least / divisor >= threshold, least, jnp.nan)
