@@ -137,7 +137,7 @@ class Compiled:
             state=place_state(state, mesh),
             executables=self.executables,
             mesh=mesh,
-            vocab_size=TARGET.vocab_size,
+            vocab_size=self.program.target.vocab_size,
         )
 
 
@@ -168,9 +168,10 @@ def build(
 
     variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
     drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
-    target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
-    last layer and what comes out. shapes: beside `spec`. windows: page spaces of the target's, with
-    a prefix cache. sharing: of prefixes, with a prefix cache and one program for each of variants.
+    target_spec: of TARGET's hidden size, with a head of its vocabulary too; the head reads the
+    inputs of its first and last layer and what comes out. shapes: beside `spec`. windows: page
+    spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
+    program for each of variants.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()

@@ -1,0 +1,121 @@
+"""Rows with top-k, top-p, min-p and none of them in one batch write one shard's text on several.
+
+The logits are so flat that the token at a filter's edge is often chosen, and in a row without
+filters now and then the least likely one. Temperatures are such that dividing by them and
+multiplying with their inverse round differently (1.0 and 2.0 would hide that). No shard's columns
+are a whole number of vectors. Every drafter under mixed filters is test_engine_laws.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.messages.features import SAMPLING, StepFeatures
+from jspec.messages.request import Request, SamplingParams
+from jspec.models.decoder import Params
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
+from jspec.spec.model_spec import ModelSpec
+from tests.speculative.engines import PLAIN, TARGET, Compiled, build, corpus_params, serve, spec_of
+from tests.speculative.every_drafter import dealt, lookup
+
+TEMPERATURES = (1.5, 1.3, 0.7)
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 2},
+    {},
+    {"min_p": 0.5},
+    {},
+    {"top_p": 0.1},
+    {"top_k": 1},
+    {"min_p": 1.0, "top_p": 0.9},
+)
+NUM_REQUESTS, NUM_TOKENS = 48, 40
+TREE = spec_of(2, 2, 5, Algorithm.NGRAM)
+
+
+def target_of(vocab_size: int) -> ModelSpec:
+    return dataclasses.replace(TARGET, vocab_size=vocab_size, eos_token_ids=(), bos_token_id=None)
+
+
+@functools.cache
+def weights_of(vocab_size: int) -> Params:
+    """Random, with logits from -1.5 to 1.5."""
+    params = init_params(table_of(target_of(vocab_size)), seed=0)
+    kernel = params["lm_head"]["kernel"]
+    return {**params, "lm_head": {**params["lm_head"], "kernel": kernel * 0.5}}
+
+
+@functools.cache
+def engine(vocab_size: int, shards: int, spec: SpeculativeConfig) -> Compiled:
+    target = target_of(vocab_size)
+    params = dealt(table_of(target), weights_of(vocab_size), shards)
+    return build(
+        spec,
+        page_size=16,
+        shards=shards,
+        params=(params, {} if spec == PLAIN else corpus_params([(0,)])),
+        variants=(StepFeatures(), SAMPLING) if shards == 1 else (SAMPLING,),
+        make=None if spec == PLAIN else functools.partial(lookup, spec),
+        target_spec=target,
+    )
+
+
+@functools.cache
+def requests(vocab_size: int) -> list[Request]:
+    rng = np.random.default_rng(vocab_size)
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt_ids=tuple(rng.integers(0, vocab_size, 3 + i % 5).tolist()),
+            sampling=SamplingParams(
+                temperature=TEMPERATURES[i % len(TEMPERATURES)],
+                max_new_tokens=NUM_TOKENS - i % 7,
+                ignore_eos=True,
+                **FILTERS[i % len(FILTERS)],
+            ),
+            seed=int(rng.integers(0, 2**63)),
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+@functools.cache
+def texts(vocab_size: int, shards: int, spec: SpeculativeConfig) -> tuple[tuple[int, ...], ...]:
+    return serve(engine(vocab_size, shards, spec), requests(vocab_size)).ids
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "shards", "spec"),
+    [
+        pytest.param(72, 2, PLAIN, id="plain-72-2"),
+        *(
+            pytest.param(vocab_size, shards, spec, id=f"{name}-{vocab_size}-{shards}", marks=slow)
+            for slow in [pytest.mark.slow]
+            for name, spec in (("plain", PLAIN), ("tree", TREE))
+            for vocab_size, shards in ((72, 2), (72, 4), (84, 4), (320, 4))
+            if (name, vocab_size, shards) != ("plain", 72, 2)
+        ),
+    ],
+)
+def test_several_shards_write_the_text_of_one(
+    vocab_size: int, shards: int, spec: SpeculativeConfig
+) -> None:
+    expected = texts(vocab_size, 1, PLAIN)
+    assert texts(vocab_size, shards, spec) == expected
+
+
+def test_a_row_without_filters_writes_the_same_alone() -> None:
+    """In a step that filters nothing."""
+    mixed = [each.sampling.features for each in requests(72)]
+    plain = [request for request, needed in zip(requests(72), mixed, strict=True) if not needed]
+    served = serve(engine(72, 1, PLAIN), plain)
+    assert all(step.features == StepFeatures() for step, _ in served.steps)
+    expected = zip(texts(72, 1, PLAIN), mixed, strict=True)
+    assert list(served.ids) == [ids for ids, needed in expected if not needed]
