@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +52,9 @@ class Setting:
 FAST = (
     Setting("eagle1", (2, 2, 7), 4),
     Setting("eagle3", (3, 2, 11), 1),
-    Setting("standalone", (3, 1, 4), 16),
+    Setting("standalone", (3, 1, 4), 16, shards=2),
     Setting("multi_layer_not_chained", (3, 1, 4), 64),
-    Setting("ngram", (3, 3, 10), 16),
+    Setting("ngram", (3, 3, 10), 16, shards=4),
     Setting("recurrent", (2, 1, 3), 4),
 )
 REST = (
@@ -128,9 +129,16 @@ def scripted(requests: list[Request], texts: list[tuple[int, ...]]) -> Params:
 
 
 def requests_of(
-    batch: int, *, num_tokens: int, seed: int, longest: int = 40, **sampling: Any
+    batch: int,
+    *,
+    num_tokens: int,
+    seed: int,
+    longest: int = 40,
+    by_row: Sequence[Mapping[str, Any]] = ({},),
+    **sampling: Any,
 ) -> list[Request]:
-    """Prompts of unequal lengths, the second of a single token."""
+    """Prompts of unequal lengths, the second of a single token. by_row: what is asked for in turn,
+    beside `sampling`."""
     lengths = (11, 1, longest, 3, 17, 29, 8, 23)
     return [
         make_request(
@@ -140,6 +148,7 @@ def requests_of(
             max_new_tokens=max(num_tokens - 3 * i, 4),
             ignore_eos=True,
             **sampling,
+            **by_row[i % len(by_row)],
         )
         for i in range(batch)
     ]
