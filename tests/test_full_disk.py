@@ -314,7 +314,7 @@ def test_a_trace_without_room_ends_and_no_request_does(
     with little_room(100):
         for _ in range(3):
             write("x" * 60 + "\n")
-    assert caplog.messages == [f"{path}: requests are traced no more: {WHY}"]
+    assert caplog.messages == [f"{path}: request tracing has stopped: {WHY}"]
 
 
 def test_a_part_is_removed_whatever_ends_it(tmp_path: Path) -> None:

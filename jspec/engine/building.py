@@ -1,4 +1,4 @@
-"""From arguments to a runner that is ready: cache, devices, weights, sizes, programs."""
+"""Build a ready runner from arguments: compilation cache, devices, weights, sizes, programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Load(Protocol):
-    """As `load_models`, with its own drafters."""
+    """The signature of `load_models`; tests pass their own drafters."""
 
     def __call__(self, args: EngineArgs, paths: ModelPaths, /, *, mesh: Mesh) -> LoadedModels: ...
 
@@ -44,13 +44,13 @@ class Load(Protocol):
 def build_runner(
     args: EngineArgs, *, progress: Progress | None, load: Load = load_models
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
-    """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
+    """Load weights, size the pools, compile the programs needed at the start; build the rest later.
 
-    Also returns what it was built from, and its weights, to be read and changed. load: for drafters
-    that no registry has.
+    Return the runner, its resolved config, and its weights for reading and updating. load: for
+    drafters that no registry has.
 
-    Raises ConfigError and CheckpointError for what cannot be.
-    Whoever keeps an error of it keeps no weights, state or programs.
+    Raises ConfigError and CheckpointError. Frames of a raised error are cleared, so that an error
+    that is kept does not keep weights, state or programs alive.
     """
     try:
         return _build_runner(args, progress=progress, load=load)
@@ -123,11 +123,10 @@ def _build_runner(
 
 
 def _open_store(named: str | None) -> ProgramStore | None:
-    """The directory of compiled programs, for jax's cache and ours; None for "" (keep none). Of a
-    bucket's there is a directory here, and ours are in both.
+    """Open the directory of compiled programs, for jax's cache and ours; None for "" (keep none).
 
-    Raises ConfigError for a named directory that cannot be one. Without a usable home nothing is
-    kept, and a warning says so.
+    A bucket has a local directory, and our programs are stored in both. Raises ConfigError if a
+    named directory is unusable. Without a usable home nothing is kept, with a warning.
     """
     if named == "":
         return None
@@ -136,7 +135,7 @@ def _open_store(named: str | None) -> ProgramStore | None:
         directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
         directory = directory if bucket is None else bucket.directory
         enable_persistent_cache(directory)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+    except (OSError, RuntimeError) as error:  # RuntimeError: home is unknown
         if named:
             raise ConfigError(
                 f"compilation_cache_dir is {named!r}; expected a directory to write to ({error})"

@@ -1,10 +1,10 @@
-"""Ctrl-C while an engine starts: it is never lost.
+"""Ctrl-C handling while an engine starts, so that it is never lost.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage
-collector, of a weak reference, or in `__del__`, an exception is only printed, and a start goes on
-as if nothing had been said. So while something starts, the handler also remembers the interrupt,
-and the start asks between its stages. While a module is imported it only remembers: an exception
-in the midst of a native module's initialisation can end the process by a fault (jaxlib's does).
+Python raises KeyboardInterrupt wherever the main thread is. Inside a garbage collector callback, a
+weak reference callback or `__del__`, the exception is only printed, and the start continues. So the
+handler also records the interrupt, and the start checks for it between its stages. During an import
+it only records: an exception in the middle of a native module's initialisation can crash the
+process (jaxlib's does).
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ _IMPORTER = "<frozen importlib._bootstrap>"
 
 
 class InterruptGuard:
-    """Handles SIGINT as Python does, and remembers it.
-
-    While installed it is found through the table of signal handlers, which belongs to the process.
-    """
+    """A SIGINT handler like Python's that also records the interrupt; found by `getsignal`."""
 
     def __init__(self) -> None:
         self.is_interrupted = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
         self.is_interrupted = True
         if not _is_importing(frame):
             signal.default_int_handler(signum, frame)
 
     def on_unraisable(self, unraisable: sys.UnraisableHookArgs, /) -> None:
-        """Says nothing about the interrupt that is raised again later, and passes on the rest."""
+        """Suppress the report of an interrupt that is raised again later; pass on the rest."""
         if not (self.is_interrupted and issubclass(unraisable.exc_type, KeyboardInterrupt)):
             self._unraisablehook(unraisable)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Raises KeyboardInterrupt at the end if one came and was lost, or became an Exception."""
+        """On exit raise KeyboardInterrupt if one came and was lost or became an Exception."""
         self._unraisablehook: Any = sys.unraisablehook
         sys.unraisablehook = self.on_unraisable
         signal.signal(signal.SIGINT, self)
@@ -60,7 +56,6 @@ class InterruptGuard:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether the code that this frame runs is a part of an import."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTER:
             return True
@@ -70,10 +65,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While this runs, Ctrl-C is KeyboardInterrupt at the latest at its end, and from `check`.
+    """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block at the latest.
 
-    Changes nothing off the main thread, where no signal arrives, nor where the process handles
-    SIGINT in its own way. May be nested.
+    No effect off the main thread, where no signal arrives, or if the process has its own SIGINT
+    handler. May be nested.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -86,7 +81,7 @@ def interruptible() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt, on the main thread, if one came since `interruptible` began."""
+    """Raise KeyboardInterrupt on the main thread if one came within `interruptible`."""
     guard = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and isinstance(guard, InterruptGuard) and guard.is_interrupted:

@@ -1,8 +1,4 @@
-"""Plans into packed arrays, and those into results: the half of a runner that needs no device.
-
-Whoever runs the programs, in this process or another, is given one flat array a step and gives one
-back; so nothing else crosses between the two.
-"""
+"""The device-independent half of a runner: one flat array per step to the programs, one back."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class ReadyPrograms:
     )
 
     def nearest(self, needed: ProgramKey) -> ProgramKey:
-        """As nearest_program, searched for once a size and set of features."""
+        """Return `nearest_program`, cached per size and set of features."""
         found = self._nearest.get(needed)
         if found is None:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
@@ -83,14 +79,14 @@ class ReadyPrograms:
 
 
 class PlanRunner(ABC):
-    """Dispatches and collects by `_enqueue` and `_read`, which run programs somewhere."""
+    """Dispatch and collect on top of `_enqueue` and `_read`, which subclasses implement."""
 
     def __init__(
         self, *, limits: ServeLimits, vocab_size: int, programs: Mapping[ProgramKey, Any]
     ) -> None:
         self._limits = limits
         self._vocab_size = vocab_size
-        self._programs = ReadyPrograms(programs)  # never changed: the caller may share it
+        self._programs = ReadyPrograms(programs)  # never mutated: the caller may share it
         self._in_flight: deque[tuple[StepPlan, ProgramKey, Any]] = deque()
 
     @property
@@ -103,7 +99,7 @@ class PlanRunner(ABC):
 
     @property
     def ready_programs(self) -> tuple[ProgramKey, ...]:
-        """What can be dispatched now; none after close()."""
+        """Programs that can be dispatched now; empty after close()."""
         return tuple(self._programs.executables)
 
     @property
@@ -121,36 +117,34 @@ class PlanRunner(ABC):
     @property
     @abstractmethod
     def device_kind(self) -> str:
-        """As jax names the devices."""
+        """The device kind, as jax names it."""
 
     @property
     @abstractmethod
     def num_programs(self) -> int:
-        """How many are there, or were before close()."""
+        """Number of ready programs; after close(), the number before it."""
 
     @property
     @abstractmethod
     def num_programs_wanted(self) -> int:
-        """How many there will be if all that is still being built succeeds."""
+        """Number of programs once all pending builds have succeeded."""
 
     @abstractmethod
     def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
-        """Makes what is missing of `keys`, while others serve; from any thread but the engine's.
-
-        Raises BuildError for what cannot be made.
-        """
+        """Build the missing programs of `keys` while others serve; not from the engine's thread.
+        Raises BuildError for a program that cannot be made."""
 
     @abstractmethod
     def restart(self) -> None:
-        """core.protocols.Runner.restart."""
+        """See `messages.protocols.Runner.restart`."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """core.protocols.Runner.give_up."""
+        """See `messages.protocols.Runner.give_up`."""
 
     @abstractmethod
     def close(self) -> None:
-        """core.protocols.Runner.close."""
+        """See `messages.protocols.Runner.close`."""
 
     @abstractmethod
     def _enqueue(
@@ -161,27 +155,26 @@ class PlanRunner(ABC):
         is_kept: bool = False,
         drops: tuple[Any, ...] = (),
     ) -> Any:
-        """Begins a program without waiting; returns what stands for its output.
+        """Start a program without waiting; return a handle of its output.
 
-        operands: arrays of the host, or what stands for kept outputs. is_read: `_read` will be
-        asked for it. is_kept: it will be an operand, until a program `drops` it.
+        operands: host arrays, or handles of kept outputs.
+        is_read: `_read` will be called for the output.
+        is_kept: the output will be an operand, until a program lists it in `drops`.
         """
 
     @abstractmethod
     def _read(self, output: Any) -> np.ndarray:
-        """Waits for a program's output, i32."""
+        """Wait for a program's output, i32."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises EngineClosedError after close()."""
+        """Raise EngineClosedError after close()."""
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Enqueues one step; never waits for the device, but for the tree that a grammar is to see.
+        """Enqueue one step. Waits for the device only if a grammar needs the draft tree.
 
-        Raises EngineClosedError after close().
-
-        The program may be larger than the plan, or have more features. Raises InvariantError if
-        none serves it.
+        The program may be larger than the plan, or have more features. Raises InvariantError if no
+        ready program fits, EngineClosedError after close().
         """
         self._check_open()
         programs = self._programs
@@ -202,8 +195,11 @@ class PlanRunner(ABC):
         return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
 
     def _run_cut(self, plan: StepPlan) -> tuple[ProgramKey, Any]:
-        """A decode in three programs, and the one of its output. The host reads the trees, and
-        makes the masks, while the device scores them; rows without a grammar go along."""
+        """Run a decode as PROPOSE, SCORE and SETTLE; return the last key and its output.
+
+        The host reads the trees and computes the grammar masks while the device scores them. Rows
+        without a grammar take part.
+        """
         nearest, size = self._programs.nearest, len(plan.rows)
         propose = nearest(ProgramKey(StepKind.PROPOSE, size, PLAIN))
         settle = nearest(ProgramKey(StepKind.SETTLE, propose.bucket, plan.features))
@@ -215,17 +211,17 @@ class PlanRunner(ABC):
         return settle, self._enqueue(settle, masks, tree, scored, drops=(tree, scored))
 
     def _recall(self, plan: StepPlan) -> None:
-        """Tells rows with a cached prefix its ids, as far as they use them."""
+        """Replay the ids of cached prefixes for admitted rows that need them."""
         for flat in pack_recalls(plan, self._limits):
             (key,) = recall_programs(self._limits)
             self._enqueue(key, flat, is_read=False)
 
     def _catch_up(self, plan: StepPlan) -> None:
-        """Tells the drafter what plain steps did not."""
+        """Advance the drafter over tokens that plain steps left pending."""
         key = self._programs.nearest(ProgramKey(StepKind.CATCH_UP, len(plan.rows), PLAIN))
         self._enqueue(key, pack_catch_up(plan, key, self._limits), is_read=False)
 
     def collect(self) -> StepResult:
-        """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""
+        """Wait for the oldest dispatched step. Raises IndexError if none is in flight."""
         plan, key, output = self._in_flight.popleft()
         return unpack_result(plan, self._read(output), self._limits, features=key.features)

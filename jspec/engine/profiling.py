@@ -1,4 +1,4 @@
-"""Traces of what device and host do, as jax's profiler writes them, one at a time."""
+"""Device and host traces, written by jax's profiler, one at a time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from jspec.errors import RequestError
 
 
 class Profiler:
-    """At most one trace runs in a process. Any thread may call."""
+    """Runs at most one trace per process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._directory: str | None = None
 
     def start(self, directory: str) -> None:
-        """Begins a trace that `stop` writes below `directory`.
-
-        Raises RequestError if one runs, or if nothing can be written there.
-        """
+        """Start a trace that `stop` writes below `directory`. Raises RequestError if one runs, or
+        if the directory is not writable."""
         with self._lock:
             if self._directory is not None:
                 raise RequestError("a profile is being taken; expected /stop_profile before")
             try:
-                os.makedirs(directory, exist_ok=True)  # jax would find out when it stops
+                os.makedirs(directory, exist_ok=True)  # jax would fail only when it stops
                 if not os.access(directory, os.W_OK):
                     raise PermissionError(EACCES, os.strerror(EACCES), directory)
                 jax.profiler.start_trace(directory)
@@ -36,8 +34,7 @@ class Profiler:
             self._directory = directory
 
     def stop(self) -> str:
-        """Ends the trace; returns its directory. Raises RequestError if none runs, or if it cannot
-        be written."""
+        """End the trace; return its directory. Raises RequestError if none runs or writes fail."""
         with self._lock:
             if self._directory is None:
                 raise RequestError("no profile is being taken; expected /start_profile before")

@@ -1,7 +1,4 @@
-"""Scores finished texts again, chunk by chunk, beside an engine and apart from its pages.
-
-It has one row's pools of the target and one program; the weights are the engine's own.
-"""
+"""Rescores finished texts chunk by chunk, with the engine's weights and KV pools of its own."""
 
 from __future__ import annotations
 
@@ -35,16 +32,14 @@ from jspec.spec import indexing
 from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
 
 CHUNK = 64
-MAX_EXPLAINED = 64  # differences of one text whose margin is computed: a fault makes very many
+MAX_EXPLAINED = 64  # differences of one text with a computed margin; a fault makes very many
 PAGE_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A token that was emitted where the target alone chooses another one.
-
-    index: of the output. margin: in units of a logit (`sampling.margin`).
-    """
+    """An emitted token that the target alone would not choose. index: of the output; margin: in
+    logits (`sampling.margin`)."""
 
     index: int
     emitted_id: int
@@ -54,26 +49,26 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A whole text, prompt and output; entry i of an array is of its token i, the first unknown.
-
-    num_differences counts all; `differences` explains the first MAX_EXPLAINED of them.
-    """
+    """A text's scores; entry i is for token i, entry 0 unknown. `differences` has the first
+    MAX_EXPLAINED of num_differences."""
 
     prompt_len: int
-    chosen_ids: np.ndarray  # i32[n], given the tokens before; the prompt's mean nothing
-    logprobs: np.ndarray  # f32[n], of the text's token, by the raw logits
+    chosen_ids: np.ndarray  # i32[n], given the tokens before; meaningless in the prompt
+    logprobs: np.ndarray  # f32[n], of the text's tokens, from the raw logits
     top_ids: np.ndarray  # i32[n, 20]
     top_logprobs: np.ndarray  # f32[n, 20]
     differences: tuple[Difference, ...]
     num_differences: int
-    hidden: np.ndarray | None = None  # [n, E], where features were asked for
+    hidden: np.ndarray | None = None  # [n, E], if features were requested
     aux: np.ndarray | None = None  # [n, A]
 
 
 class Rescorer:
-    """served: whose target scores. most_tokens: of a text. chunk_size: tokens a call.
+    """Scores texts with the target of `served`.
 
-    target: another reading of the same weights; None: the served one.
+    most_tokens: longest text.
+    chunk_size: tokens per call.
+    target: another implementation over the same weights; None: the served one.
     """
 
     def __init__(
@@ -105,16 +100,18 @@ class Rescorer:
         first_chunk: int | None = None,
         features: bool = False,
     ) -> Rescored:
-        """Scores prompt and output of a request.
+        """Score prompt and output of a request.
 
-        first_chunk: tokens of the first call, so that the others fall elsewhere. features: keeps
-        the target's too.
-        Raises RequestError for a text that is too long or has no output, and for one that a
-        grammar held to what it allows: which tokens those were is not known here.
+        first_chunk: tokens of the first call, to shift the chunk boundaries.
+        features: also return the target's hidden states.
+        Raises RequestError for a text that is too long or has no output, and for a request with a
+        grammar, whose masks are unknown here.
         """
         if request.sampling.grammar is not None:
             kind = request.sampling.grammar.kind.value
-            raise RequestError(f"the request has a {kind}; expected none: no mask is scored again")
+            raise RequestError(
+                f"the request has a {kind}; expected none: grammar masks are not rescored"
+            )
         ids = np.asarray((*request.prompt_ids, *output_ids), np.int32)
         if not 1 < len(ids) <= self._most_tokens:
             raise RequestError(
@@ -162,7 +159,6 @@ class Rescorer:
         return logits, scores
 
     def _sampling(self, request: Request) -> SamplingRows:
-        """The request's row, [1, ...], as the engine packs it."""
         fields = {
             name: np.zeros(shape, np.int32) for name, shape in packed_fields(SAMPLING_FIELDS, 1)
         }
@@ -187,7 +183,7 @@ class Rescorer:
         return tuple(jax.device_put(pool, split) for pool in pools)
 
     def _program(self) -> Any:
-        """Jitted (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""
+        """Jit (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""
         params = {"target": self._served.params["target"]}
         tables = {"target": self._target.table}
         pools = PartitionSpec(None, None, sharding.TENSOR_AXIS, None)
@@ -220,7 +216,7 @@ class Rescorer:
 
 
 class _Counts:
-    """What of a text comes before a chunk, as penalties want it."""
+    """Token counts before a chunk, for penalties."""
 
     def __init__(self, ids: np.ndarray, prompt_len: int, vocab_size: int) -> None:
         self._ids, self._prompt_len, self._vocab_size = ids, prompt_len, vocab_size
@@ -228,14 +224,13 @@ class _Counts:
         self._marks[0, ids[:prompt_len]] = 1
 
     def before(self, start: int) -> Seen:
-        """Host arrays [1, V]."""
         emitted = self._ids[self._prompt_len : start]
         counts: Any = np.bincount(emitted, minlength=self._vocab_size).astype(np.int32)
         return Seen(output_counts=counts[None], prompt_marks=self._marks)
 
 
 class _Differences:
-    """Finds and explains them, while the logits of their chunk are there."""
+    """Collects differences while the logits of their chunk are available."""
 
     def __init__(self, request: Request, ids: np.ndarray) -> None:
         self._request, self._ids = request, ids
@@ -275,7 +270,7 @@ def _on_host(scores: ChunkScores, size: int, *, features: bool) -> dict[str, np.
 def _rescored(
     found: list[dict[str, np.ndarray]], prompt_len: int, differences: _Differences
 ) -> Rescored:
-    """What a token's row says of the next one moves to that one; features stay where they are."""
+    """Join the chunks. Predictions move from a token to the next; features stay."""
     whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
     for name in ("chosen_ids", "logprobs", "top_ids", "top_logprobs"):
         whole[name] = np.concatenate((np.zeros_like(whole[name][:1]), whole[name][:-1]))

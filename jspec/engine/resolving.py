@@ -1,7 +1,7 @@
-"""The one step from what was given to what runs: EngineArgs, checkpoint and devices, all as data.
+"""Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig.
 
-After it nobody asks whether an argument was given, or on which platform this is. Only the pool's
-size is found later, by `memory.size_pool`: it is what the weights leave.
+Later code never checks whether an argument was given or on which platform it runs. Only the pool
+size is found later, by `memory.size_pool`: it depends on the memory that the weights leave.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.model_spec import ModelSpec
 
-LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
-# Clients send their whole benchmark or batch at once; each waiting request holds its ids.
+LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
+# Clients send a whole benchmark or batch at once. The cost of a waiting request is its ids.
 DEFAULT_QUEUE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What the files say that are to be served.
+    """Facts from the files to be served.
 
-    model_path, tokenizer_path, draft_path: directories, as found; draft_path None: no draft model.
-    max_position: tokens that the target can read. head_dims: of all models that run, target first.
-    algorithm: how the draft's layers draft, where the files decide it.
+    model_path, tokenizer_path, draft_path: directories as found; draft_path None: no draft model.
+    max_position: longest context of the target.
+    head_dims: of all models that run, target first.
+    algorithm: the drafting algorithm, if the files decide it.
     """
 
     model_path: str
@@ -48,8 +49,12 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What the devices say. platform: "cpu", "gpu" or "tpu". compute_capability: a GPU's.
-    bytes_limit: memory of one that jax may use, 0 where it does not say."""
+    """Facts about the devices.
+
+    platform: "cpu", "gpu" or "tpu".
+    compute_capability: a GPU's.
+    bytes_limit: memory per device that jax may use; 0: unknown.
+    """
 
     platform: str
     compute_capability: str = "unknown"
@@ -57,7 +62,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> DeviceFacts:
-        """Of jax devices that are alike: the first one is asked."""
+        """Read the facts of jax devices of one kind, from the first one."""
         first = devices[0]
         return cls(
             platform=first.platform,
@@ -67,10 +72,10 @@ class DeviceFacts:
 
 
 def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) -> ResolvedConfig:
-    """Everything that the engine is built from.
+    """Return everything that the engine is built from.
 
-    Raises ConfigError for what contradicts the checkpoint or the devices: a context beyond the
-    model's, kernels asked for by name that do not serve.
+    Raises ConfigError for arguments that contradict the checkpoint or the devices, such as a
+    context longer than the model's or unsupported kernels.
     """
     is_cpu = device.platform == "cpu"
     dtype = args.dtype
@@ -115,7 +120,6 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
 
 
 def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeConfig, ...]:
-    """Those of an adaptive engine; nothing of another one."""
     if not args.speculative_adaptive:
         if args.speculative_adaptive_config is not None:
             raise ConfigError(
@@ -127,8 +131,7 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
     if spec.is_plain or spec.simulate_acceptance is not None:
         found = "speculative_algorithm is NONE" if spec.is_plain else "simulate_acceptance is set"
         raise ConfigError(
-            f"speculative_adaptive is True, but {found}; expected drafts whose acceptance says "
-            f"something"
+            f"speculative_adaptive is True, but {found}; expected drafts with a measured acceptance"
         )
     path = args.speculative_adaptive_config
     levels = None if path is None else read_candidates(Path(path))
@@ -137,12 +140,10 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
 
 
 def ops_of(config: ResolvedConfig) -> Ops:
-    """The kernels that run here."""
     return OPS[config.kernels].with_columns(config.by_columns)
 
 
 def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:
-    """Each width of a head once, in order."""
     widths = (layer.attention.head_dim for model in models for layer in model.layers)
     return tuple(dict.fromkeys(widths))
 
@@ -150,7 +151,7 @@ def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:
 def _kernels(
     args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts, *, dtype: str
 ) -> Ops:
-    """The platform's own where they serve, unless told otherwise."""
+    """Choose the platform's kernels if they support this model; arguments may name others."""
     problem = None
     if device.platform == "gpu":
         from jspec.pallas_kernels.ops_gpu import gpu_problem
@@ -165,7 +166,7 @@ def _kernels(
 
 
 def _context_length(args: EngineArgs, most: int) -> int:
-    """The argument, or all of the model's; beyond the model's the text would be nonsense."""
+    """Return the argument or the model's length; text beyond the model's would be nonsense."""
     if args.context_length is not None and args.context_length > most:
         raise ConfigError(
             f"context_length is {args.context_length}; expected at most {most}, "
@@ -175,16 +176,16 @@ def _context_length(args: EngineArgs, most: int) -> int:
 
 
 def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
-    """Prefill tokens of one step. With the Hopper kernels many, so that what a step costs beside
-    its tokens does not show; XLA's attention meets every query with every row's keys."""
+    """Return the prefill tokens per step. Large for the Hopper kernels, to amortize a step's fixed
+    cost; XLA's attention multiplies every query with every row's keys."""
     if device.platform == "cpu":
         return 256
     return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
 
 
 def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
-    """Prompt tokens between two decode steps: 45 ms of an 8B model's on an H200. A CPU pads every
-    longer prompt to a whole chunk, so that parts of one save nothing."""
+    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200. A CPU
+    pads every longer prompt to a whole chunk, so splitting one saves nothing."""
     if args.prefill_budget_tokens is not None:
         if args.prefill_budget_ms is not None:
             raise ConfigError(
@@ -196,14 +197,15 @@ def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
 
 
 def _few(num_slots: int) -> tuple[int, ...]:
-    """On a CPU a compilation costs seconds and a padded row little: 1, 4, then all slots."""
+    """Return decode buckets for a CPU (1, 4, all): compiling costs seconds, a padded row little."""
     return (*(size for size in (1, 4) if size < num_slots), num_slots)
 
 
 def prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
-    """Tokens of the prefill programs. Their products take padding as they take tokens, so most
-    prompts pay for little of it: every 128 up to 1,024, four sizes an octave up to 2,048, two above
-    (decision 21). On a CPU a compilation costs more than that.
+    """Return the token counts of the prefill programs.
+
+    Padding costs as much as tokens, so sizes are dense: every 128 up to 1,024, four per octave up
+    to 2,048, two above (decision 21). On a CPU compiling costs more than padding.
 
     In:  8192    Out: 128 256 ... 1024, 1280 1536 1792 2048, 3072 4096, 6144 8192
     """
@@ -217,6 +219,5 @@ def prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
 
 
 def _between(octave: int) -> tuple[int, ...]:
-    """A power of two, and the sizes of programs up to the next one."""
     step = 128 if octave < 1024 else octave // (4 if octave < 2048 else 2)
     return tuple(range(octave, 2 * octave, step))

@@ -1,7 +1,7 @@
-"""The one owner of device state: takes plans, runs compiled steps, hands results back in order.
+"""The owner of device state: runs compiled steps of plans and returns results in order.
 
-`dispatch` only enqueues; `collect` waits for the oldest step. The state itself never leaves: each
-step consumes it (donated) and the next one is put in its place.
+`dispatch` only enqueues; `collect` waits for the oldest step. The state never leaves: each step
+consumes it (donated) and its output replaces it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LOGGER = logging.getLogger("jspec.engine")
 class DeviceRunner(PlanRunner):
     """Implements `messages.protocols.Runner` on jax devices.
 
-    params: {"target": ..., "draft": ...} as placed by `loading.place`; programs are compiled by
-    the constructor's caller and passed in, so that building one has no hidden cost. They must
-    serve every plan together; better fitting ones may be added at any time. make_state: an empty
-    state like the given one, for `restart`.
+    params: {"target": ..., "draft": ...} as placed by `loading.place`.
+    executables: compiled by the caller, so that construction has no hidden cost. Together they must
+    serve every plan; better fitting ones may be added at any time.
+    make_state: makes an empty state like the given one, for `restart`.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class DeviceRunner(PlanRunner):
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        # A CPU's executable takes an array of the host without device_put, which costs 0.2 ms.
-        # So does a GPU's, but more slowly than with it: a prefill of 128 tokens took 11% longer.
+        # A CPU executable takes host arrays without device_put, which costs 0.2 ms. A GPU's does
+        # too, but slower: a prefill of 128 tokens took 11% longer.
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._num_programs = len(executables)
 
@@ -93,7 +93,7 @@ class DeviceRunner(PlanRunner):
         first: tuple[ProgramKey, ...] | None = None,
         store: ProgramStore | None = None,
     ) -> DeviceRunner:
-        """Allocates the state and compiles everything, or `first` beside what the store has."""
+        """Allocate the state; load stored programs and compile the others, or only `first`."""
 
         def make_state() -> EngineState:
             made = init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype)
@@ -129,17 +129,15 @@ class DeviceRunner(PlanRunner):
 
     @property
     def executables(self) -> Mapping[ProgramKey, Any]:
-        """The ready programs themselves, which are not to be run."""
+        """The ready executables; do not run them."""
         return self._programs.executables
 
     @property
     def num_programs(self) -> int:
-        """How many are there, or were before close()."""
         return self._num_programs
 
     @property
     def num_programs_wanted(self) -> int:
-        """How many there will be if all that is still being built succeeds."""
         return self._num_programs if self._growth is None else self._growth.num_wanted
 
     def add(self, key: ProgramKey, executable: Any) -> None:
@@ -176,25 +174,21 @@ class DeviceRunner(PlanRunner):
         return min(found[1:])
 
     def grow(self, growth: ProgramGrowth) -> None:
-        """Takes all programs that `growth` makes, until close(), which ends it."""
+        """Add all programs that `growth` makes, until close(), which ends it."""
         self._growth = growth
-        weakref.finalize(self, growth.cancel)  # whoever drops the runner, or ends the process
+        weakref.finalize(self, growth.cancel)  # covers a dropped runner and the process's exit
         growth.start(weakref.WeakMethod(self.add))
 
     def stop_growing(self) -> None:
-        """Ends it, and leaves out what is not made yet: what is there serves every plan."""
+        """End the growth and leave out unfinished programs; the ready ones serve every plan."""
         if self._growth is not None:
             self._growth.stop()
 
     def make_on_demand(self, maker_of: Callable[[tuple[ProgramKey, ...]], Maker]) -> None:
-        """Says who makes programs that few engines need, once one is needed."""
+        """Set the maker of on-demand programs."""
         self._maker_of = maker_of
 
     def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
-        """Makes what is missing of `keys`, while others serve; from any thread but the engine's.
-
-        Raises BuildError for what cannot be made.
-        """
         with self._ensuring:
             missing = tuple(key for key in keys if key not in self._programs.executables)
             if not missing or self._maker_of is None:
@@ -204,10 +198,7 @@ class DeviceRunner(PlanRunner):
 
     @property
     def state(self) -> EngineState:
-        """The state after the last dispatched step; reading it waits for the device.
-
-        Raises EngineClosedError after close().
-        """
+        """State after the last step; waits for it. Raises EngineClosedError after close()."""
         if self._state is None:
             raise EngineClosedError("the runner is closed; it holds no state and no programs")
         return self._state
@@ -224,20 +215,20 @@ class DeviceRunner(PlanRunner):
         return self._owning
 
     def replace_params(self, params: Any) -> None:
-        """Puts other weights in place, between steps; they must lie as the former did."""
+        """Replace the weights between steps; shapes and shardings must be the same."""
         with self._owning:
             self._params = params
 
     def replace_state(self, state: EngineState) -> None:
-        """Puts another state in place, between steps; it must have the same shapes."""
+        """Replace the state between steps; shapes must be the same."""
         with self._owning:
             self._state = state
 
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
-        """Begins one program, and the copy of its output to the host if it is to be read there.
+        """Start one program, and the copy of its output to the host if it is to be read there.
 
-        operands: arrays of the host, and outputs of former programs. Raises EngineClosedError
-        after close().
+        operands: host arrays, and outputs of earlier programs. Raises EngineClosedError after
+        close().
         """
         with self._owning:
             output = self._run(self._programs.executables[key], operands)
@@ -263,11 +254,10 @@ class DeviceRunner(PlanRunner):
         is_kept: bool = False,
         drops: tuple[Any, ...] = (),
     ) -> Any:
-        del is_kept, drops  # whoever refers to an output keeps it
+        del is_kept, drops  # Python references keep an output alive
         return self.enqueue(key, operands, is_read=is_read)
 
     def read(self, output: jax.Array) -> np.ndarray:
-        """Waits for what `enqueue` gave."""
         return np.asarray(output)
 
     def _read(self, output: jax.Array) -> np.ndarray:
@@ -277,26 +267,26 @@ class DeviceRunner(PlanRunner):
         _ = self.state
 
     def restart(self) -> None:
-        """Drops what is in flight and zeroes the state; weights and programs stay.
+        """Drop steps in flight and zero the state; weights and programs stay.
 
-        Raises what the devices say; after some errors they do nothing more in this process.
-        Raises EngineClosedError for a runner that was not built by `create`.
+        Raises device errors; after some of them the devices are unusable in this process. Raises
+        EngineClosedError for a runner that was not built by `create`.
         """
         if self._make_state is None:
             raise EngineClosedError("this runner cannot be begun anew")
         with self._owning:
             self._in_flight.clear()
-            self._state = None  # before the next one takes as much
+            self._state = None  # free it before the next one is allocated
             self._state = self._make_state()
 
     def give_up(self) -> None:
-        """A restart takes no longer than zeroing its pools."""
+        """Do nothing: a restart takes no longer than zeroing its pools."""
 
     def close(self) -> None:
-        """Lets go of programs, state and params; what is in flight is dropped. May come twice.
+        """Release programs, state and params, and drop steps in flight. May be called twice.
 
-        Ends what still builds programs. Whoever still holds the runner, or an error with it in a
-        traceback, holds no device memory.
+        Also ends background builds. A reference to the runner, or an error with it in a traceback,
+        then keeps no device memory alive.
         """
         self.stop_growing()
         with self._owning:
@@ -307,7 +297,7 @@ class DeviceRunner(PlanRunner):
 def init_state(
     program: StepProgram, limits: ServeLimits, *, shards: int, kv_dtype: Any
 ) -> EngineState:
-    """Zeroed state for all slots and pages, the dummies included."""
+    """Return zeroed state for all slots and pages, dummies included."""
     target, drafter = program.target, program.drafter
     num_slots = limits.num_slots + 1
     pools = partial(
@@ -341,7 +331,6 @@ def init_state(
 def _pools_of_spaces(
     groups: tuple[CacheGroup, ...], *, limits: ServeLimits, **settings: Any
 ) -> tuple[jax.Array, ...]:
-    """`empty_pools`, each group with the pages of its space."""
     pools: tuple[jax.Array, ...] = ()
     for group in groups:
         pools += empty_pools((group,), num_pages=limits.pages_of(group.window) + 1, **settings)
@@ -357,18 +346,18 @@ def empty_pools(
     dtype: Any,
     ops: Ops,
 ) -> tuple[jax.Array, ...]:
-    """One zeroed array a layer, group by group: [num_pages, page_size, 2G, D] with the heads of all
-    shards. `num_pages` includes the dummy page 0.
+    """Make zeroed KV pools, one array per layer: [num_pages, page_size, 2G, D], heads of all
+    shards.
 
-    K and V lie in one array, as wide as K; a narrower V is padded. Raises ConfigError for a group
-    whose V is the wider one.
+    num_pages includes the dummy page 0. K and V share one array, as wide as K; a narrower V is
+    padded. Raises ConfigError for a group whose V is wider than K.
     """
     pools: list[jax.Array] = []
     for group in groups:
         entry = group.entry
         if entry.qk_dim < entry.v_dim:
             raise ConfigError(
-                f"cache group {group.name} has K of {entry.qk_dim} and V of {entry.v_dim} numbers; "
+                f"cache group {group.name} has head dims K {entry.qk_dim} and V {entry.v_dim}; "
                 f"expected V to be no wider"
             )
         heads = kv_heads_per_shard(entry.num_heads, Shard(shards)) * shards
@@ -379,5 +368,4 @@ def empty_pools(
 
 
 def place_state(state: EngineState, mesh: Mesh) -> EngineState:
-    """Puts each array where its rule says."""
     return jax.device_put(state, sharding.shardings(mesh, sharding.state_specs(state)))

@@ -1,4 +1,4 @@
-"""Turning a plan into the one flat i32 array that a step receives, and a result back into ids."""
+"""Packing a plan into a step's flat i32 array, and unpacking a step's result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from jspec.messages.plan import (
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import SamplingTable, write_neutral, write_request
 
-# A tree of one node: its token (which nobody reads), and no parent.
+# A tree of one node: its token (unused), and no parent.
 ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)
 
 
 def layout_of(
     key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
 ) -> PackedLayout:
-    """The packed layout of a program's batch."""
     kind, bucket, features, _ = key
     num_windows = len(limits.windows)
     if kind is StepKind.RECALL:
@@ -41,7 +40,7 @@ def layout_of(
     if kind is StepKind.SETTLE:
         nodes = limits.spec.num_draft_tokens
         return layout.settle_layout(batch=bucket, nodes=nodes, words=words)
-    if kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.SCORE):  # SCORE reads its slots
+    if kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.SCORE):  # SCORE reads only the slots
         num_grants = bucket * limits.grants_per_row
         return layout.decode_layout(
             batch=bucket,
@@ -69,7 +68,7 @@ def pack(
     tree: np.ndarray | None = None,
     table: SamplingTable = SAMPLING_FIELDS,
 ) -> np.ndarray:
-    """i32[layout size]. tree: what PROPOSE gave, i32[3, B, N], which SETTLE's masks are about."""
+    """Pack a plan, i32[layout size]. tree: PROPOSE's output i32[3, B, N], for SETTLE's masks."""
     packed = layout_of(key, limits, table=table)
     if tree is not None:
         return packed.pack(_settle_fields(plan, packed, tree))
@@ -86,7 +85,7 @@ def pack(
 
 
 def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
-    """What is sent before a plan with `owed`, i32[layout size]."""
+    """Pack the CATCH_UP step before a plan with `owed`, i32[layout size]."""
     packed = layout_of(key, limits)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
@@ -95,10 +94,10 @@ def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.nd
 
 
 def pack_recalls(plan: StepPlan, limits: ServeLimits) -> list[np.ndarray]:
-    """What recall steps must be sent before `plan`, each i32[layout size]: mostly nothing.
+    """Pack the recall steps to run before `plan`, each i32[layout size]; mostly none.
 
-    The cached ids of admitted rows that use ids: all of them if the drafter keeps ids, else those
-    with penalties. More ids than one step takes are several pieces.
+    They carry the cached ids of admitted rows that need them: all rows if the drafter keeps ids,
+    else those with penalties. Ids that exceed one step are split.
     """
     keeps_ids = limits.spec.algorithm.drafting.keeps_ids
     packed = layout.recall_layout(tokens=limits.recall_size, rows=limits.prefill_rows)
@@ -133,7 +132,7 @@ def _write_window_grants(
 
 
 def _write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
-    """field: i32[X, 3]. Raises ValueError for more grants than it has room for."""
+    """Write grants of one page space. field: i32[X, 3]. Raises ValueError if they do not fit."""
     grants = [(g.slot, g.index, g.page) for g in plan.grants if g.space == space]
     if grants:
         field[: len(grants)] = grants
@@ -149,20 +148,18 @@ def _write_decode(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
 
 @functools.lru_cache(maxsize=64)  # more than the sizes and features of an engine
 def _neutral_prefill(packed: PackedLayout, vocab_size: int, table: SamplingTable) -> np.ndarray:
-    """What a prefill of no row sends."""
     flat = np.zeros(packed.size, np.int32)
     fields = packed.unpack(flat)
     write_neutral(fields, table, vocab_size=vocab_size)
     if "allowed" in fields:
         fields["allowed"][:] = -1
-    flat.flags.writeable = False  # others are copies of it
+    flat.flags.writeable = False  # callers copy it
     return flat
 
 
 def _write_prefill(
     fields: dict[str, np.ndarray], plan: StepPlan, *, vocab_size: int, table: SamplingTable
 ) -> None:
-    """fields: of `_neutral_prefill`."""
     admissions = {admission.row: admission for admission in plan.admissions}
     offset = 0
     for r, chunk in enumerate(plan.chunks):
@@ -186,7 +183,6 @@ def _write_prefill(
 
 
 def _settle_fields(plan: StepPlan, packed: PackedLayout, tree: np.ndarray) -> dict[str, np.ndarray]:
-    """Waits for no device, but asks each row's grammar about its tree."""
     fields = {name: np.empty(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = 0
     fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
@@ -199,7 +195,6 @@ def _settle_fields(plan: StepPlan, packed: PackedLayout, tree: np.ndarray) -> di
 
 
 def _write_admission(fields: dict[str, np.ndarray], r: int, admission: Admission) -> None:
-    """Row r of the batch brings a whole new row of the state along."""
     fields["admitted"][r] = admission.row.slot
     fields["prompt_lens"][r] = admission.prompt_len
     fields["page_table"][r, : len(admission.page_ids)] = admission.page_ids
@@ -212,11 +207,12 @@ def unpack_result(
     *,
     features: StepFeatures = PLAIN,
 ) -> StepResult:
-    """What the scheduler reads of a step's packed output; padding rows are left out.
+    """Unpack a step's output for the scheduler, without padding rows.
 
-    output: i32[rounds * bucket, columns], the batch's rows once for each round; in a prefill with
-    log-probabilities or hidden states the packed tokens' rows follow. features: of the program
-    that ran. Raises ValueError for another number of columns than the plan's kind has with them.
+    output: i32[rounds * bucket, columns], the batch's rows once per round; in a prefill with
+    log-probabilities or hidden states, one entry per packed token follows.
+    features: of the program that ran.
+    Raises ValueError if the number of columns does not match.
     """
     is_decode = plan.kind is StepKind.DECODE
     spec = plan.spec(limits)

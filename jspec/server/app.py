@@ -1,7 +1,4 @@
-"""The HTTP application: routes, and which endpoint does what. The engine is given, never made here.
-
-Everything an endpoint decides is in the schemas; everything it waits for is in the service.
-"""
+"""The HTTP application: routes and their endpoints, around an engine made by the caller."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ from jspec.serving.engine import Engine
 
 
 def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
-    """The ASGI application around `engine`, which the caller closes."""
+    """Return the ASGI application for `engine`, which the caller closes."""
     args = args or ServerArgs()
     endpoints = Endpoints(Service(engine, args))
 
@@ -72,7 +69,7 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
 
 
 def middleware_of(args: ServerArgs) -> list[Middleware]:
-    """What every request passes, outermost first."""
+    """Return the middleware, outermost first."""
     found = [Middleware(RequestLog)] if args.log_requests else []
     if args.origins:
         found.append(
@@ -87,12 +84,12 @@ def middleware_of(args: ServerArgs) -> list[Middleware]:
 
 
 async def _on_bug(_: Request, __: Exception) -> Response:
-    # Starlette raises it again after this answer, so that it is logged with its traceback.
+    # Starlette raises it again after this answer, so it is logged with its traceback.
     return error_response(INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class Endpoints:
-    """One method an endpoint."""
+    """One method per endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -152,7 +149,7 @@ class Endpoints:
     # Models and state.
 
     async def page(self, _: Request) -> Response:
-        """GET /: the page that shows drafts being accepted."""
+        """GET /: a page that shows drafts being accepted."""
         return HTMLResponse(page(), headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
     async def openapi(self, request: Request) -> Response:
@@ -160,12 +157,12 @@ class Endpoints:
         return JSONResponse(openapi.document(request.app.routes))
 
     async def docs(self, request: Request) -> Response:
-        """GET /docs: the same for people."""
+        """GET /docs: this document as HTML."""
         text = openapi.page(openapi.document(request.app.routes))
         return HTMLResponse(text, headers={"Content-Security-Policy": openapi.PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 while the engine works; not while it is closed or begun anew."""
+        """GET /health: 200 while the engine works; 503 while it is closed or restarting."""
         engine = self.service.engine
         return _health(not (engine.is_closed or engine.is_restarting))
 
@@ -193,7 +190,7 @@ class Endpoints:
         )
 
     async def model_info(self, _: Request) -> Response:
-        """GET /model_info: what is served, without the counters."""
+        """GET /model_info: the served model, without counters."""
         engine = self.service.engine
         return JSONResponse(
             {
@@ -215,7 +212,7 @@ class Endpoints:
         return Response(self.service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request {rid | abort_all}; an id matches whole, not by its beginning."""
+        """POST /abort_request {rid | abort_all}; an id must match exactly, not by prefix."""
         call = await read_call(request, self._args, parse_abort)
         if call.rid is None:
             num_aborted = await self.service.aborts.abort_all()
@@ -228,12 +225,11 @@ def _health(is_well: bool) -> Response:
     if is_well:
         return Response(status_code=HTTPStatus.OK)
     return error_response(
-        "the engine makes no progress, is begun anew or is closed", HTTPStatus.SERVICE_UNAVAILABLE
+        "the engine makes no progress, is restarting or is closed", HTTPStatus.SERVICE_UNAVAILABLE
     )
 
 
 def _without_key(argv: list[str]) -> list[str]:
-    """The command line with the secrets taken out."""
     words = list(argv)
     for index, word in enumerate(words):
         for flag in ("--api-key", "--ssl-keyfile-password"):

@@ -1,7 +1,4 @@
-"""Running the server: socket, engine, uvicorn, in that order, with every stage said aloud.
-
-It parses nothing: settings come checked.
-"""
+"""Runs the server: socket, engine, uvicorn, in that order, with a log line for each stage."""
 
 from __future__ import annotations
 
@@ -43,15 +40,15 @@ from jspec.serving.engine import Engine
 LOGGER = logging.getLogger("jspec.server")
 GRACE_SECONDS = 5
 DRAIN_POLL_SECONDS = 0.05
-END_SECONDS = 1.0  # until aborted requests have said so
+END_SECONDS = 1.0  # for aborted requests to send their last event
 KEY_VARIABLE = "JSPEC_API_KEY"
 
 
 class EngineServer(uvicorn.Server):
-    """A uvicorn server that says when it listens, and how it ends.
+    """A uvicorn server that logs its start and shuts down in stages.
 
-    SIGTERM refuses new requests (503, as /ready does) and leaves those that are there `service`'s
-    shutdown_timeout; any other signal, or a second one, ends the engine's streams at once.
+    SIGTERM refuses new requests (503, as /ready does) and gives running ones shutdown_timeout
+    seconds; any other signal, or a second one, ends the engine's streams at once.
     """
 
     def __init__(
@@ -63,9 +60,9 @@ class EngineServer(uvicorn.Server):
         self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - of uvicorn
-        """Remembers which signal it was; from here on no request is taken.
+        """Record the signal; no more requests are accepted.
 
-        uvicorn is not told: it raises each signal again once it has shut down, and a SIGTERM would
+        uvicorn must not see it: it raises each signal again after its shutdown, and a SIGTERM would
         end the process before the engine is closed.
         """
         self._signals.append(sig)
@@ -75,13 +72,12 @@ class EngineServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, then calls on_ready."""
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs after SIGTERM; closes the engine, then the connections."""
+        """After SIGTERM wait for running requests; close the engine, then the connections."""
         self._service.is_shutting_down = True
         if self._signals == [signal.SIGTERM]:
             await self._drain()
@@ -89,10 +85,11 @@ class EngineServer(uvicorn.Server):
             server.close()
         await self._end_requests()
         await self._service.engine.close()
-        # Who does not read its answer's end is gone; uvicorn would cancel it, with a traceback.
+        # Abort clients that do not read the end of their answer; uvicorn would cancel with a
+        # traceback.
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # uvicorn leaves the application as it is
+        if self.force_exit:  # uvicorn skips the lifespan shutdown then
             await self.lifespan.shutdown()
 
     def _abort(self) -> None:
@@ -109,11 +106,11 @@ class EngineServer(uvicorn.Server):
         while tasks and len(self._signals) == 1 and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if tasks:
-            LOGGER.info("shutting down: requests that are ended: %d", len(tasks))
+            LOGGER.info("shutting down: requests aborted: %d", len(tasks))
 
     async def _end_requests(self) -> None:
-        """Aborts what is there, so that each stream says so itself and ends with [DONE]."""
-        with contextlib.suppress(JspecError, TimeoutError):  # of an engine that failed, or stands
+        """Abort all requests, so that each stream reports it and ends with [DONE]."""
+        with contextlib.suppress(JspecError, TimeoutError):  # the engine failed or hangs
             async with asyncio.timeout(END_SECONDS):
                 await self._service.engine.abort_all(why="the server is shutting down")
                 while self.server_state.tasks:
@@ -121,14 +118,14 @@ class EngineServer(uvicorn.Server):
 
 
 def bind(args: ServerArgs) -> Listener:
-    """A bound socket that does not listen yet. Raises ConfigError if the address is no free one."""
+    """Return a bound socket, not yet listening. Raises ConfigError if the address is not free."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    # asyncio turns Nagle off where the protocol is named: else each event waits for an ACK, 40 ms.
+    # asyncio disables Nagle only if the protocol is named; else each event waits for an ACK, 40 ms.
     bound = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((args.host, args.port))
-    except (OSError, TypeError, ValueError) as error:  # the latter: no host has such a name
+    except (OSError, TypeError, ValueError) as error:  # ValueError, TypeError: an invalid host name
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
@@ -139,19 +136,18 @@ def bind(args: ServerArgs) -> Listener:
 
 
 def url_of(bound: socket.socket, *, scheme: str = "http") -> str:
-    """http://127.0.0.1:30000"""
+    """Return the URL, such as http://127.0.0.1:30000."""
     host, port = bound.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def with_environment(args: ServerArgs, environment: Mapping[str, str]) -> ServerArgs:
-    """args, with the API key that the environment has, where no flag gave one."""
     key = environment.get(KEY_VARIABLE)
     return args if args.api_key is not None or not key else replace(args, api_key=key)
 
 
 def check_certificate(args: ServerArgs) -> None:
-    """Raises ConfigError for TLS files that cannot be used, before anything loads."""
+    """Raise ConfigError for unusable TLS files, before anything loads."""
     if args.ssl_certfile is None:
         return
     try:
@@ -166,7 +162,7 @@ def check_certificate(args: ServerArgs) -> None:
 
 
 def log_progress(log: Callable[[str], None]) -> Progress:
-    """The programs' progress as lines: compiled 3/9: decode B=4, or loaded 3/9 from the disk."""
+    """Return a Progress that logs lines such as "compiled 3/9: decode B=4"."""
 
     def progress(done: int, total: int, what: str, how: str) -> None:
         log(f"{how} {done}/{total}: {what}")
@@ -175,7 +171,6 @@ def log_progress(log: Callable[[str], None]) -> Progress:
 
 
 def describe(engine: Engine) -> str:
-    """The engine in one line."""
     spec, limits = engine.limits.spec, engine.limits
     shape = f" {spec.num_steps}/{spec.topk}/{spec.num_draft_tokens}" if spec.num_steps else ""
     if spec.simulate_acceptance is not None:
@@ -187,13 +182,12 @@ def describe(engine: Engine) -> str:
 
 
 def describe_config(config: ResolvedConfig) -> str:
-    """Every resolved value in one line, but for those that are None."""
     known = ((name, value) for name, value in config.values().items() if value is not None)
     return ", ".join(f"{name}={value}" for name, value in known)
 
 
 def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
-    """What makes this engine's text meaningless, one line each; empty for an ordinary one."""
+    """Return a warning for each setting that makes the text meaningless."""
     warnings = []
     if args.simulate_acceptance is not None:
         warnings.append(
@@ -206,7 +200,7 @@ def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
 
 
 def serve(settings: Settings) -> None:
-    """Serves until a signal ends it. Raises ConfigError or CheckpointError before it listens."""
+    """Serve until a signal. Raises ConfigError or CheckpointError before it listens."""
     started = time.monotonic()
     args = with_environment(settings.server, os.environ)
     check_certificate(args)
@@ -253,7 +247,7 @@ def _server(
 
 
 def server_config(app: ASGIApp, args: ServerArgs, bound: Listener) -> uvicorn.Config:
-    """How uvicorn serves an application on `bind`'s socket."""
+    """Return uvicorn's configuration for an application on the socket of `bind`."""
     most = most_connections()
     bound.handshakes = Handshakes(most)
     return uvicorn.Config(

@@ -1,7 +1,4 @@
-"""What a user may set on the server itself; what the model pair needs is in `EngineArgs`.
-
-It opens no socket and reads no file.
-"""
+"""Arguments of the server itself; the model's are in `EngineArgs`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _ORIGIN = re.compile(r"https?://[^/\s,*?#]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
-    """Arguments of `jspec serve` beside the engine's. Raises ConfigError for what cannot be."""
+    """Arguments of `jspec serve` in addition to the engine's. Raises ConfigError."""
 
     host: str = argument("127.0.0.1", "Address to listen on (127.0.0.1)", _SERVER)
     port: int = argument(30000, "Port to listen on; 0: a free one", _SERVER, low=0, high=65535)
@@ -142,13 +139,12 @@ class ServerArgs:
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """allowed_origins, one by one; also as vLLM writes them, a JSON list."""
+        """allowed_origins split at commas; accepts vLLM's form too, a JSON list."""
         words = (self.allowed_origins or "").strip("[] ").split(",")
         return tuple(word.strip(" \"'").rstrip("/") for word in words if word.strip(" \"'"))
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """How answers are told apart into content, calls and reasoning."""
         return AnswerFormat(calls=self.tool_call_parser, reasoning=self.reasoning_parser)
 
     @classmethod
@@ -158,7 +154,7 @@ class ServerArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that was asked for. engine: only what was set; warnings: one line each."""
+    """All settings of a start. engine: only explicitly set ones; warnings: one line each."""
 
     engine: Mapping[str, Any]
     server: ServerArgs

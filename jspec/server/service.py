@@ -1,7 +1,4 @@
-"""What the endpoints share: one engine, its metrics, and which sequences belong to which request.
-
-Requests come in checked and go out as streams of chunks. It knows no route and no JSON shape.
-"""
+"""The endpoints' shared service: one engine, its metrics, and the sequences of each request."""
 
 from __future__ import annotations
 
@@ -50,18 +47,19 @@ from jspec.text.intake import in_list
 from jspec.text.spec_tokens import SpecTokenTracker
 
 SAMPLE_SECONDS = 1.0
-# Longer prompts are tokenized, and more stop strings made ready, off the event loop, which would
-# stall every stream meanwhile.
+# Longer prompts are tokenized, and more stop strings prepared, off the event loop, which would
+# stall every stream.
 INLINE_CHARS = 16_384
 LOGGER = logging.getLogger("jspec.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The sequences of one accepted call, in order: prompt by prompt, choice by choice.
+    """The sequences of one accepted call: prompt by prompt, choice by choice.
 
-    prompt_idxs: which prompt each sequence answers. close() must be awaited in the end.
-    names: what the call and its prompts can be aborted by, and the sequences behind each.
+    prompt_idxs: the prompt of each sequence.
+    names: ids that abort the call or its prompts, with their sequences.
+    close() must be awaited in the end.
     """
 
     streams: tuple[EngineStream, ...]
@@ -71,14 +69,14 @@ class Work:
     names: Mapping[str, tuple[str, ...]]
 
     async def close(self) -> None:
-        """Aborts what is not finished and forgets the call. May be awaited twice."""
+        """Abort what is not finished and forget the call. May be awaited twice."""
         self.service.forget(self.names)
         for fold in self.folds:
             fold.end_trace()
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
-        """Waits for all sequences and closes; a client that goes away ends them."""
+        """Wait for all sequences and close; a disconnect of the client ends them."""
         try:
             await unless_gone(receive, fold_all(self.streams, self.folds))
         except QueueTimeoutError as error:
@@ -96,7 +94,7 @@ def answer_stream(
     event: Callable[[int, SequenceFold], dict[str, Any] | bytes | None],
     last: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> EventStream:
-    """The answer whose events `event` makes, one for a sequence's new tokens; see fold_events."""
+    """Return the answer as events made by `event`; see fold_events."""
     events = fold_events(
         work.streams,
         work.folds,
@@ -108,8 +106,6 @@ def answer_stream(
 
 
 class Service:
-    """One engine behind HTTP."""
-
     def __init__(self, engine: Engine, args: ServerArgs) -> None:
         self.engine = engine
         self.args = args
@@ -132,18 +128,17 @@ class Service:
 
     @property
     def unready(self) -> str:
-        """Why no request should be sent here now; empty if there is no reason."""
+        """Why the server should get no requests now; "" if it can take them."""
         if self.engine.is_closed:
             return "the engine is closed"
         if self.is_shutting_down:
             return "the server is shutting down"
         if self.engine.is_restarting:
-            return "the engine failed and is begun anew"
+            return "the engine failed and is restarting"
         return "generation is paused" if self.engine.is_paused else ""
 
     @property
     def model_name(self) -> str:
-        """The id in /v1/models."""
         if self.args.served_model_name is not None:
             return self.args.served_model_name
         path = self.engine.args.model_path
@@ -151,7 +146,6 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names under which a client may ask for the model."""
         path = self.engine.args.model_path
         return (self.model_name, "default", *(() if path is None else (path,)))
 
@@ -164,10 +158,8 @@ class Service:
         received: float | None = None,
         return_text_in_logprobs: bool = False,
     ) -> Work:
-        """Takes all prompts of a call or none. received: time.monotonic() of its first byte.
-
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
-        """
+        """Queue all prompts of a call, or none. received: time.monotonic() of its first byte.
+        Raises RequestError, QueueFullError or EngineClosedError before anything is queued."""
         started = time.monotonic()
         if self.is_shutting_down:
             raise EngineClosedError("the server is shutting down")
@@ -210,8 +202,7 @@ class Service:
         )
 
     async def _tokenized(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
-        """Each choice of each prompt, and which prompt it answers."""
-        # Before anything is tokenized, which takes long for what will be refused anyway.
+        # Check first: tokenizing is slow, and wasted on a call that will be refused.
         budget.check_number(self.engine.limits, sum(prompt.sampling.n for prompt in prompts))
         num_chars = sum(
             len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
@@ -221,7 +212,6 @@ class Service:
         return self._requests(prompts)
 
     def _take(self, names: Mapping[str, tuple[str, ...]]) -> None:
-        """They are in use from now on, so that nobody else takes one until all are queued."""
         for name in names:
             if name in self._groups:
                 raise RequestError(f"rid is {name!r}; expected one that is not in use")
@@ -230,7 +220,6 @@ class Service:
     async def _queue(
         self, requests: Sequence[Request], names: Mapping[str, tuple[str, ...]]
     ) -> tuple[EngineStream, ...]:
-        """Queues all under these names, which were taken, or none and gives them back."""
         is_queued = False
         try:
             streams = await self.aborts.submit(requests, max_unread=self.args.max_unread_events)
@@ -246,7 +235,7 @@ class Service:
                     self._trace.forget(request.request_id for request in requests)
 
     async def chat_prompt(self, call: ChatCall) -> PromptCall:
-        """The one prompt of a chat, rendered and tokenized. Raises RequestError."""
+        """Render and tokenize a chat. Raises RequestError."""
         make = partial(
             self.engine.chat_prompt, call.messages, call.sampling, **call.template_options
         )
@@ -280,45 +269,44 @@ class Service:
         return found
 
     def _retry_after(self, num_sequences: int) -> float:
-        """Seconds until the queue may hold that many more."""
         stats, bound = self.engine.stats, self.engine.limits.max_queued_requests
         return self.meter.seconds_until_left(stats, stats.num_queued + num_sequences - bound)
 
     def retry_after_wait(self, num_sequences: int) -> float:
-        """Seconds after which a call of so many waits no longer than it may."""
+        """Return the seconds until a call of that many sequences would wait within its limit."""
         stats, limit = self.engine.stats, self.engine.args.queue_time_limit or 0.0
         ahead = stats.num_queued + num_sequences
         return self.meter.seconds_until_left(stats, ahead, less=limit)
 
     def _say_if_cut(self, request: Request) -> None:
-        """One warning, for the first request that asks for more than the KV pool can hold."""
+        """Warn once, for the first request longer than the KV pool."""
         wanted, prompt_len = request.sampling.max_new_tokens, len(request.prompt_ids)
         most = budget.clip_max_new_tokens(self.engine.limits, prompt_len, wanted)
         if wanted is not None and most < wanted and not self._is_cut_said:
             self._is_cut_said = True
             LOGGER.warning(
                 "max_new_tokens %d was cut to %d after a prompt of %d tokens: the KV pool holds "
-                "max_total_tokens %d; finish_reason says length (said once)",
+                "max_total_tokens %d; finish_reason is length (logged once)",
                 *(wanted, most, prompt_len, self.engine.limits.max_total_tokens),
             )
 
     def forget(self, names: Mapping[str, tuple[str, ...]]) -> None:
-        """Those requests are over; a later call of the same name stays."""
+        """Release the names of a finished call, unless a later call uses them."""
         for name, request_ids in names.items():
             if self._groups.get(name) is request_ids:
                 del self._groups[name]
 
     async def abort(self, rid: str) -> int:
-        """Aborts the sequences of one call, of one prompt, or one by its own name."""
+        """Abort the sequences of one call, of one prompt, or one by its own id."""
         names = self._groups.get(rid, (rid,))
         return sum([await self.aborts.abort(name) for name in names])
 
     async def probe(self) -> bool:
-        """Whether it serves: what it takes makes progress (server.probe)."""
+        """Return True if the engine takes requests and makes progress (control.probe)."""
         return not self.unready and await makes_progress(self.engine)
 
     async def watch(self) -> None:
-        """Samples the rates and writes the decode log, until cancelled."""
+        """Sample the rates and write the decode log, until cancelled."""
         last_logged = time.monotonic()
         while True:
             stats = self.engine.stats
@@ -331,10 +319,7 @@ class Service:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def decode_line(self, stats: SchedulerStats) -> str:
-        """A log line in SGLang's words; rates are of the last seconds in which steps ran.
-
-        While nothing has come out yet (a long prompt) there are no rates to speak of.
-        """
+        """Format a log line as SGLang does, with recent rates; none before the first output."""
         rates = self.meter.rates(stats)
         load = (
             f"#running-req: {stats.num_running}, #queue-req: {stats.num_queued}, "
@@ -352,7 +337,7 @@ class Service:
 
 
 def open_trace(path: str) -> RequestTrace:
-    """A trace that appends to a file, line by line. Raises ConfigError if it cannot be opened."""
+    """Open a trace that appends lines to a file. Raises ConfigError if it cannot be opened."""
     try:
         file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the process ends)
     except OSError as error:
@@ -362,7 +347,7 @@ def open_trace(path: str) -> RequestTrace:
     is_full = False
 
     def write(line: str) -> None:
-        """A disk that is full ends the trace, and no request."""
+        """A full disk ends the trace but no request."""
         nonlocal is_full
         if is_full:
             return
@@ -370,9 +355,9 @@ def open_trace(path: str) -> RequestTrace:
             file.write(line)
         except OSError as error:
             is_full = True
-            with contextlib.suppress(OSError):  # it would write what it still has
+            with contextlib.suppress(OSError):  # closing flushes again
                 file.close()
-            LOGGER.warning("%s: requests are traced no more: %s", path, reason_of(error))
+            LOGGER.warning("%s: request tracing has stopped: %s", path, reason_of(error))
 
     return RequestTrace(write)
 
@@ -385,7 +370,7 @@ def _begin(trace: RequestTrace, requests: Sequence[Request], marks: Mapping[Bord
 
 
 def _names(indexed: Sequence[tuple[int, Request]], group: str | None) -> dict[str, tuple[str, ...]]:
-    """Sequences by the name that aborts them: each prompt's first choice, and the whole call's.
+    """Map the ids that abort to their sequences: each prompt's first choice, and the whole call.
 
     rids a and b with n = 2: a → (a, a-1), b → (b, b-1).
     """

@@ -86,7 +86,7 @@ def test_that_nothing_is_left_for_a_pool_is_said_in_numbers() -> None:
         limits_of(card, mem_fraction_static=0.85)
     assert str(caught.value).startswith(
         "mem_fraction_static 0.85 leaves no memory for the KV pool: that is 0.83 GiB of the 0.98 "
-        "GiB that jax may use on a device, the weights and what else is there take 0.88 GiB, and "
+        "GiB that jax may use on a device, the weights and other data take 0.88 GiB, and "
     )
     assert "expected mem_fraction_static of at least 0.91, tp_size of about 2, " in str(
         caught.value
@@ -105,7 +105,7 @@ def test_a_pool_that_was_asked_for_is_refused_only_where_it_cannot_be() -> None:
         ConfigError, match=r"max_total_tokens 1296 takes .* GiB on each .*480 "
     ) as e:
         limits_of(card, max_total_tokens=81 * 16, mem_fraction_static=0.5)
-    assert "free beside the weights" in str(e.value)
+    assert "free after the weights" in str(e.value)
     assert limits_of(Card(None, platform="cpu"), max_total_tokens=1 << 20).num_pages == 1 << 16
 
 

@@ -50,7 +50,7 @@ def test_the_largest_scratch_is_named_with_all_that_is_there_and_what_would_fit(
         check({PREFILL: 6 * GIB, DECODE: GIB}, free=2 * GIB)
     assert str(caught.value) == (
         "the step prefill T=8192 all takes 6.0 GiB of scratch on each device, and 2.0 GiB of the "
-        "80.0 GiB that jax may use are free beside the target's weights (16.0 GiB), the draft's "
+        "80.0 GiB that jax may use are free after the target's weights (16.0 GiB), the draft's "
         "weights (1.0 GiB), KV pools (50.0 GiB); expected mem_fraction_static of at most 0.80 (or "
         "fewer max_total_tokens), chunked_prefill_size below 8192, tp_size above 2, or a larger "
         "XLA_CLIENT_MEM_FRACTION"

@@ -134,7 +134,7 @@ def test_what_is_made_is_handed_on_and_the_log_says_so(caplog: pytest.LogCapture
     maker.go.release()
     wait_for(lambda: len(caplog.messages) == 2)
     assert taker.taken == [(KEY, "a"), (OTHER, "b")]
-    assert caplog.messages[1].startswith("all 5 programs are there after 0.")
+    assert caplog.messages[1].startswith("all 5 programs are ready after 0.")
     growth.stop()
     assert len(caplog.messages) == 2
 
@@ -152,7 +152,7 @@ def test_a_failure_is_one_warning(
     wait_for(lambda: len(caplog.records) == 1)
     growth.stop()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "1 of 5 programs could not be built, the others serve everything" in caplog.text
+    assert "1 of 5 programs could not be built, the others serve all requests" in caplog.text
     assert reason in caplog.text
     assert taker.taken == [(KEY, "a")]
 

@@ -178,7 +178,7 @@ def test_a_page_of_a_rebound_name_may_not_act_by_a_get(engine: Engine) -> None:
         page = rebound | {"Sec-Fetch-Site": "same-origin"}
         refused = ask(app, "GET", path, headers=page)
         assert refused.status_code == 403, path
-        assert "which may be anybody's name" in refused.json()["message"]
+        assert "which others may own" in refused.json()["message"]
         for headers in (  # a curl, an address that somebody types, and the server's own page
             rebound,
             rebound | {"Sec-Fetch-Site": "none"},

@@ -116,7 +116,7 @@ def test_health_says_that_it_is_begun_anew_and_requests_wait(texts: Path) -> Non
             later = pool.submit(ask, app, "POST", "/generate", json=body)
             for path in ("/health", "/ready", "/health_generate"):
                 assert ask(app, "GET", path).status_code == 503
-            assert "begun anew" in ask(app, "GET", "/ready").json()["message"]
+            assert "restarting" in ask(app, "GET", "/ready").json()["message"]
             while engine.stats.num_queued < 2:
                 time.sleep(0.001)
             may_restart.set()

@@ -117,7 +117,7 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
         ({"prompt": "x", "max_new_tokens": 3}, "did you mean 'max_tokens'?"),
         ({"prompt": "x", "max_completion_tokens": 3}, "did you mean 'max_tokens'?"),
         ({"prompt": "x", "sampling_seed": 3}, "did you mean 'seed'?"),
-        ({"prompt": "x", "sampling_params": {}}, "did you mean its fields beside 'prompt'?"),
+        ({"prompt": "x", "sampling_params": {}}, "did you mean its fields at the top level?"),
         ({"text": "x"}, "unknown field 'text'; did you mean 'prompt'?"),
         ({"messages": []}, "did you mean 'prompt'?"),
         ({"prompt": "x", "model": 3}, "model is 3"),

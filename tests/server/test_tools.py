@@ -297,7 +297,7 @@ def test_a_call_that_must_be_leaves_no_room_for_anything_else(
 ) -> None:
     forced: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required"}
     json_object = {"type": "json_object"}
-    with pytest.raises(openai.BadRequestError, match="tool_choice is 'required' beside json_sch"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice is 'required' with json_sch"):
         speaker("qwen")("x", response_format=json_object, **forced)
     thinks = speaker("qwen", reasoning_parser="deepseek-r1")
     whole = {"separate_reasoning": False}

@@ -237,9 +237,7 @@ def test_pools_follow_the_declared_groups() -> None:
     (pool,) = empty_pools(narrow, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
     assert pool.shape == (5, 3, 2, 24)
     unequal = (CacheGroup("wide values", 1, KVEntry(1, 128, 192)),)
-    with pytest.raises(
-        ConfigError, match="wide values has K of 128 and V of 192 numbers; expected"
-    ):
+    with pytest.raises(ConfigError, match="wide values has head dims K 128 and V 192; expected"):
         empty_pools(unequal, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
 
 

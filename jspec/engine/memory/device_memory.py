@@ -1,7 +1,5 @@
-"""What memory the devices have: jax's share of a GPU, what is free of it, and what fits into it.
-
-It imports no jax, since a process of our own sets jax's share before jax starts.
-"""
+"""Device memory: jax's share of a GPU, what is free of it, and what fits. Imports no jax, whose
+share must be set before it starts."""
 
 from __future__ import annotations
 
@@ -12,19 +10,18 @@ from typing import Any, Protocol
 
 from jspec.errors import ConfigError
 
-# jaxlib reads these where its GPU client starts; the second is an older name of the first, and
-# both together are an error.
+# jaxlib reads these when its GPU client starts. The second is the older name; setting both is an
+# error.
 SHARE_VARIABLE, OLD_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 OTHER_VARIABLES = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
-JAX_SHARE = 0.75  # of a GPU's memory, where no variable says another
-# The rest is for what the driver and the libraries take themselves: contexts, CUDA graphs,
-# workspaces, NCCL's buffers.
+JAX_SHARE = 0.75  # of a GPU's memory, unless a variable sets it
+# The rest is for the driver and libraries: contexts, CUDA graphs, workspaces, NCCL buffers.
 SERVER_SHARE = 0.95
 GIB = 1 << 30
 
 
 class MemoryDevice(Protocol):
-    """What is asked of a jax.Device here."""
+    """The used part of jax.Device."""
 
     @property
     def platform(self) -> str: ...
@@ -34,7 +31,7 @@ class MemoryDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device: `limit` is what jax may use of it, `in_use` what it does use."""
+    """Bytes of one device: `limit` is what jax may use, `in_use` what it uses."""
 
     limit: int
     in_use: int
@@ -44,21 +41,22 @@ class DeviceMemory:
         return self.limit - self.in_use
 
     def beside_weights(self, fraction: float) -> int:
-        """Bytes left of `fraction` of the limit; negative where more is in use."""
+        """Return the bytes left of `fraction` of the limit; negative if more is in use."""
         return int(self.limit * fraction) - self.in_use
 
 
 def share_for_server(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a process that only serves adds to `environ` before jax starts: its share of a GPU.
+    """Return the variables that give a process that only serves its share of a GPU.
 
-    Nothing if a variable already says how jax shall allocate. Other platforms ignore it.
+    Set them before jax starts. Empty if the environment configures allocation already; other
+    platforms ignore them.
     """
     names = (SHARE_VARIABLE, OLD_SHARE_VARIABLE, *OTHER_VARIABLES)
     return {} if any(environ.get(name) for name in names) else {SHARE_VARIABLE: str(SERVER_SHARE)}
 
 
 def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
-    """The device with the least free memory; None if one does not say, as a CPU does not."""
+    """Return the device with the least free memory; None if one has no limit, like a CPU."""
     found = []
     for device in devices:
         stats = device.memory_stats()
@@ -69,10 +67,10 @@ def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
 
 
 def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
-    """Bytes for the KV pool on all devices together, weights already loaded.
+    """Return the bytes for the KV pool on all devices together, after the weights are loaded.
 
-    Every device holds an equal part, so the one with the least room (`fraction` of its limit less
-    what is in use) decides. 0 where one has none; None where a device does not say.
+    Devices get equal parts, so the one with the least room (`fraction` of its limit minus what is
+    in use) decides. 0 if one has none; None if a device has no limit.
     """
     rooms = []
     for device in devices:
@@ -84,10 +82,7 @@ def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
 
 
 def unused_notice(devices: Sequence[MemoryDevice], environ: Mapping[str, str]) -> str | None:
-    """One line if jax took its default share of GPUs; None if somebody chose, or nothing is known.
-
-    jax does not tell a card's memory, so that follows from the share.
-    """
+    """Return a hint if jax took its default share of GPUs; None if a share was chosen."""
     memory = least_memory(devices)
     chosen = any(environ.get(name) for name in (SHARE_VARIABLE, OLD_SHARE_VARIABLE))
     if memory is None or chosen or devices[0].platform != "gpu":
@@ -101,10 +96,7 @@ def unused_notice(devices: Sequence[MemoryDevice], environ: Mapping[str, str]) -
 
 
 def check_weights_fit(devices: Sequence[MemoryDevice], num_bytes: int, what: str) -> None:
-    """Raises ConfigError if `what`, of `num_bytes` over all devices, is beyond what is free.
-
-    Called before anything is read. It counts an equal part on each, which is the least.
-    """
+    """Raise ConfigError if num_bytes over all devices, split equally, exceed the free memory."""
     memory = least_memory(devices)
     each = math.ceil(num_bytes / len(devices))
     if memory is None or each <= memory.free:
@@ -120,15 +112,15 @@ def check_weights_fit(devices: Sequence[MemoryDevice], num_bytes: int, what: str
 def check_pool_fits(
     devices: Sequence[MemoryDevice], *, tokens: int, num_bytes: int, fitting: int
 ) -> None:
-    """Raises ConfigError if the pool asked for, of `num_bytes` on all devices, is beyond what is
-    free. tokens: what was asked for; fitting: tokens that mem_fraction_static has room for."""
+    """Raise ConfigError if the requested pool exceeds the free memory. tokens: the requested size;
+    fitting: tokens that fit mem_fraction_static."""
     memory = least_memory(devices)
     each = math.ceil(num_bytes / len(devices))
     if memory is None or each <= memory.free:
         return
     raise ConfigError(
         f"max_total_tokens {tokens} takes {gib(each)} on each device, and {gib(memory.free)} of "
-        f"the {gib(memory.limit)} that jax may use are free beside the weights; expected at most "
+        f"the {gib(memory.limit)} that jax may use are free after the weights; expected at most "
         f"{fitting} (which mem_fraction_static has room for), or a larger tp_size"
     )
 
@@ -141,15 +133,14 @@ def no_pool_error(
     target_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> ConfigError:
-    """That the smallest pool, of `num_bytes` on all devices, does not fit, and what would.
-
-    target_bytes, draft_bytes: of their weights on each device; 0 where nobody counted."""
+    """Make the error for a smallest pool (num_bytes on all devices) that does not fit, with
+    remedies. target_bytes, draft_bytes: weights on each device; 0: unknown."""
     found = [least_memory([device]) for device in devices]
     known = [memory for memory in found if memory is not None]
     if not known:
         return ConfigError(
-            f"the smallest KV pool takes {gib(num_bytes)}, more than is taken where no memory "
-            f"limit is known; expected a smaller page_size, or max_total_tokens"
+            f"the smallest KV pool takes {gib(num_bytes)}, more than the default without a known "
+            f"memory limit; expected a smaller page_size, or max_total_tokens"
         )
     memory = min(known, key=lambda memory: memory.beside_weights(fraction))
     each = math.ceil(num_bytes / len(devices))
@@ -158,7 +149,7 @@ def no_pool_error(
     more = math.ceil(len(devices) * (memory.in_use + each) / (memory.limit * fraction))
     rest = max(0, memory.in_use - target_bytes - draft_bytes)
     of_draft = f", the draft's {gib(draft_bytes)}" if draft_bytes else ""
-    taken = f"the weights and what else is there take {gib(memory.in_use)}"
+    taken = f"the weights and other data take {gib(memory.in_use)}"
     if target_bytes:
         taken = f"the target's weights take {gib(target_bytes)}{of_draft}, the rest {gib(rest)}"
     if draft_bytes and memory.beside_weights(fraction) + draft_bytes >= each:
@@ -173,6 +164,6 @@ def no_pool_error(
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, with as many digits as tell it from nothing."""
+    """Format bytes as GiB, with enough digits that it is not 0."""
     size = num_bytes / GIB
     return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"

@@ -1,7 +1,7 @@
-"""What of a device's memory is taken by what, and whether the programs' scratch fits beside it.
+"""Device memory by use, and a check that the programs' scratch fits into the rest.
 
-Weights and pools are there before a program has run, its scratch is not: an engine whose scratch
-does not fit would start, and end with the first long prompt or full batch.
+Weights and pools are allocated before a program runs, its scratch is not: without the check an
+engine would start, and fail at the first long prompt or full batch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from jspec.engine.programs.program_keys import ProgramKey
 from jspec.errors import ConfigError
 from jspec.messages.plan import StepKind
 
-# What makes a program smaller, by its kind.
+# The argument that makes a program smaller, by its kind.
 SMALLER = {StepKind.PREFILL: "chunked_prefill_size", StepKind.RECALL: "chunked_prefill_size"}
 
 
 def bytes_each(arrays: Any) -> int:
-    """Bytes of a tree of arrays on the device that holds most of them; an array that stands in the
-    tree twice counts once."""
+    """Return a tree's bytes on the device with most; a repeated array counts once."""
     by_device: dict[Any, int] = {}
     for array in {id(x): x for x in jax.tree.leaves(arrays)}.values():
         for shard in array.addressable_shards:
@@ -32,7 +31,7 @@ def bytes_each(arrays: Any) -> int:
 
 
 def held_bytes(params: Mapping[str, Any], state: Any = None) -> dict[str, int]:
-    """By name, on each device: weights of target and draft and, with a state, what it has."""
+    """Return bytes per device by name: weights of target and draft and, with a state, its parts."""
     target = {id(x) for x in jax.tree.leaves(params.get("target"))}
     own = [x for x in jax.tree.leaves(params.get("draft")) if id(x) not in target]
     held = {"the target's weights": bytes_each(params.get("target"))}
@@ -44,13 +43,12 @@ def held_bytes(params: Mapping[str, Any], state: Any = None) -> dict[str, int]:
 
 
 def scratch_bytes(executables: Mapping[ProgramKey, Any]) -> dict[ProgramKey, int]:
-    """What each program takes beside its arguments while it runs, on each device; programs whose
-    backend does not say are left out."""
+    """Return each program's scratch bytes per device, where the backend knows them."""
     found = {}
     for key, executable in executables.items():
         try:
             analysis = executable.memory_analysis()
-        except jax.errors.JaxRuntimeError:  # it is for a message: the program may run all the same
+        except jax.errors.JaxRuntimeError:  # only needed for a message: the program may still run
             continue
         if analysis is not None:
             found[key] = int(analysis.temp_size_in_bytes)
@@ -64,13 +62,13 @@ def check_scratch_fits(
     held: Mapping[str, int],
     fraction: float,
 ) -> None:
-    """Raises ConfigError if a program's scratch is more than is free, pools and weights being
-    there; it names all of it, and what would fit. fraction: mem_fraction_static."""
+    """Raise ConfigError, with remedies, if a program's scratch exceeds the free memory. Pools and
+    weights must be allocated. fraction: mem_fraction_static."""
     key = max(scratch, key=lambda key: scratch[key], default=None)
     memory = least_memory(devices)
     if key is None or memory is None or scratch[key] <= memory.free:
         return
-    gc.collect()  # what only waits to be collected is not in the way
+    gc.collect()  # garbage must not count
     memory = least_memory(devices)
     if memory is None or scratch[key] <= memory.free:
         return
@@ -82,11 +80,11 @@ def check_scratch_fits(
         fits.insert(0, f"mem_fraction_static of at most {share:.2f} (or fewer max_total_tokens)")
     raise ConfigError(
         f"the step {key} takes {gib(scratch[key])} of scratch on each device, and "
-        f"{gib(max(0, memory.free))} of the {gib(memory.limit)} that jax may use are free beside "
+        f"{gib(max(0, memory.free))} of the {gib(memory.limit)} that jax may use are free after "
         f"{listed(held)}; expected {', '.join(fits)}, or a larger {SHARE_VARIABLE}"
     )
 
 
 def listed(held: Mapping[str, int]) -> str:
-    """the target's weights (14.9 GiB), KV pools (50.1 GiB)"""
+    """Format as "the target's weights (14.9 GiB), KV pools (50.1 GiB)"."""
     return ", ".join(f"{name} ({gib(size)})" for name, size in held.items() if size)

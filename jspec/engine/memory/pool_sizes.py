@@ -1,4 +1,4 @@
-"""How large the KV pool is: what the configuration asks for, or what the weights leave."""
+"""The KV pool's size: as configured, or what the weights leave."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from jspec.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-# Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
+# Without a known memory limit (a CPU), the pool gives every slot full context, up to this.
 CPU_POOL_BYTES = 1 << 30
-# With a prefix cache a window space has pages for the ends of so many texts for each slot, which is
-# where their next turns begin, but at most one page for so many that all layers would have as one.
+# With a prefix cache, a window space also has pages for the ends of this many finished texts per
+# slot, where their next turns start; but at most 1/MOST_FOR_TAILS of the pages that pools of all
+# layers together would have.
 TAILS_PER_SLOT = 4
 MOST_FOR_TAILS = 8
 NO_WEIGHTS: Mapping[str, int] = {}
@@ -38,7 +39,7 @@ NO_WEIGHTS: Mapping[str, int] = {}
 def kv_bytes_per_token(
     groups: tuple[CacheGroup, ...], *, shards: int, dtype: DTypeLike, ops: Ops
 ) -> int:
-    """Bytes of one token in all layers of all shards; kv heads are replicated if shards > G."""
+    """Return the bytes of one token in all layers of all shards; kv heads repeat if shards > G."""
     numbers = 0
     for group in groups:
         heads = kv_heads_per_shard(group.entry.num_heads, Shard(shards)) * shards
@@ -54,11 +55,11 @@ def size_pool(
     ops: Ops,
     weights: Mapping[str, int] = NO_WEIGHTS,
 ) -> ServeLimits:
-    """The static sizes of the engine, with as many pages as the weights, loaded by now, leave.
+    """Return the engine's static sizes, with as many pages as the loaded weights leave.
 
-    groups: what target and drafter keep for each token. weights: `no_pool_error`'s bytes of them,
-    to be named where nothing is left. Raises ConfigError where one request does
-    not fit, or where nothing is left for a pool.
+    groups: what target and drafter cache per token.
+    weights: byte counts for `no_pool_error`.
+    Raises ConfigError if one request does not fit, or if no memory is left for a pool.
     """
     page_size, num_slots = config.page_size, config.max_running_requests
     limits = ServeLimits(
@@ -96,11 +97,11 @@ def _sized(
     of_page: Callable[[tuple[CacheGroup, ...]], int],
     weights: Mapping[str, int],
 ) -> ServeLimits:
-    """limits, whose pages are the most of use, with those that arguments and memory leave.
+    """Return `limits`, which has the most useful page count, with the pages that fit.
 
-    max_total_tokens are tokens of the full space that can be used: the scratch after them is
-    extra, for one row (it is the last one that runs when pages are short). of_page: bytes of one
-    page in all layers of some groups.
+    max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
+    row: the last one that runs when pages are short. of_page: bytes of a page in all layers of some
+    groups.
     """
     page_size = limits.page_size
     scratch = config.speculative.num_scratch_pages(page_size)
@@ -135,12 +136,12 @@ def _sized(
 def _window_spaces(
     limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
 ) -> tuple[WindowSpace, ...]:
-    """Pages of every window that gains by a space of its own: for all slots, or what memory gives;
-    with a prefix cache also for the ends of texts whose rows are gone (TAILS_PER_SLOT).
+    """Return a space for each window that gains by one: pages for all slots, or what memory allows.
 
-    as_one: pages of the pools if all layers kept everything. No window gets more than that, so
-    that the full space never has less; and where not even one row's window fits into them, or a
-    window is as long as the context, its layers stay in the full space.
+    With a prefix cache they include the ends of finished texts (TAILS_PER_SLOT).
+    as_one: pages of the pools if all layers cached everything. It bounds every window, so that the
+    full space never shrinks. A window stays in the full space if one row's does not fit into
+    as_one, or if it is as long as the context.
     """
     of_chunks = limits.pages_of_chunks(limits.chunk_size)
     of_context = limits.num_pages // limits.num_slots
@@ -157,8 +158,8 @@ def _window_spaces(
 
 
 def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
-    """When decodes are told which rows begin alike; None: never, since nothing is cached, it is
-    switched off, or no kernel of `ops` reads a prefix for two rows of such a target at once."""
+    """Return when decodes share prefix reads; None: never. That is without a prefix cache, when
+    switched off, or if no kernel of `ops` reads a prefix for two rows of this target at once."""
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     full = {layer.attention for layer in target.layers if layer.attention.window is None}
     if is_off or ops.sharing_pays_from is None or not full:
@@ -185,7 +186,7 @@ def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: A
 
 
 def _pages_of_context(config: ResolvedConfig) -> int:
-    """Pages with which a row runs to the end of the context: 64 tokens more, or its scratch."""
+    """Return the pages of a row at full context: with 64 more tokens, or its scratch."""
     context, page_size = config.context_length, config.page_size
     roomy = (context + 64) // page_size
     scratch = config.speculative.num_scratch_pages(page_size)
@@ -193,6 +194,5 @@ def _pages_of_context(config: ResolvedConfig) -> int:
 
 
 def _pool_bytes(devices: list[jax.Device], fraction: float) -> int:
-    """Bytes left for the pool on all devices together, weights already loaded."""
     found = device_memory.pool_bytes(devices, fraction)
     return CPU_POOL_BYTES if found is None else found

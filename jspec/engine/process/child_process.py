@@ -1,4 +1,4 @@
-"""The process that holds the devices, seen from the server: begun, spoken to, watched, ended."""
+"""The server's view of the engine process: start, calls, steps, watching, end."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ END_SECONDS = 5.0
 
 
 class EngineProcess:
-    """One such process, from its start to its end. on_end: called once, with why, if it ends by
-    itself; from a thread."""
+    """One engine process, start to end. on_end: called once with the reason, from a thread, if it
+    ends unexpectedly."""
 
     def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end
@@ -49,7 +49,7 @@ class EngineProcess:
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the server
+                start_new_session=True,  # a terminal's Ctrl-C is for the server alone
             )
         root = logging.getLogger()
         settings = settings_of((*SETTINGS, *PLATFORM_SETTINGS))
@@ -65,7 +65,7 @@ class EngineProcess:
         return self._process.pid
 
     def started(self, progress: Progress | None) -> Started:
-        """Waits until it is ready. Raises what it could not be started for."""
+        """Wait until the process is ready. Raises the error that prevented its start."""
         while True:
             message = self._receive(self._control)
             if isinstance(message, Progressed):
@@ -79,7 +79,7 @@ class EngineProcess:
                 return message
 
     def call(self, name: str, *args: Any) -> Any:
-        """One of `engine_process.Calls`, from any thread but after another's. Raises its error."""
+        """Call a method of `engine_process.Calls`; raise its error. Thread-safe, serialized."""
         with self._calling:
             try:
                 self._control.send(Call(name, args))
@@ -92,18 +92,18 @@ class EngineProcess:
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call is under way, after which another would wait."""
+        """True while a call is in progress; another one would wait for it."""
         return self._calling.locked()
 
     def send(self, message: Enqueue | Read) -> None:
-        """On the engine's thread alone. Raises RunnerError if the process is not there."""
+        """Send a message, on the engine's thread. Raises RunnerError if the process is gone."""
         try:
             self.steps.send(message)
         except OSError as error:
             self._raise_failure(error)
 
     def output(self) -> Output:
-        """What was asked for by a Read. Raises RunnerError if the step or the process failed."""
+        """Receive the output of a Read. Raises RunnerError if the step or the process failed."""
         message = self._receive(self.steps)
         if isinstance(message, Failed):
             raise RunnerError(f"the engine failed: {message.text}")
@@ -111,7 +111,6 @@ class EngineProcess:
         return message
 
     def _raise_failure(self, error: OSError) -> None:
-        """A step before this one may have failed, and said so."""
         with suppress(EOFError, OSError):
             if self.steps.poll():
                 self.output()
@@ -124,7 +123,7 @@ class EngineProcess:
             raise RunnerError(self.why_ended()) from error
 
     def why_ended(self) -> str:
-        """The process has closed its pipes, so it is about to end."""
+        """Describe how the process ended; it has closed its pipes, so it is about to exit."""
         try:
             status = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -133,12 +132,12 @@ class EngineProcess:
         return f"the engine's process {self._process.pid} was ended {how}"
 
     def kill(self) -> None:
-        """Now; from any thread, also more than once."""
+        """Kill the process. Thread-safe; may be called more than once."""
         self._is_ending = True
         self._process.kill()
 
     def end(self) -> None:
-        """Lets it go, and waits for that."""
+        """Close the pipes and wait for the process to exit."""
         self._is_ending = True
         self._control.close()
         self.steps.close()
@@ -162,6 +161,5 @@ def _pipe() -> tuple[Connection, Connection]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package first on the path."""
     path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
     return {**os.environ, "PYTHONPATH": path}

@@ -1,10 +1,10 @@
-"""The process that holds devices, weights and state.
+"""The process that owns devices, weights and state.
 
 Run as `python -m jspec.engine.process.engine_process FD FD`.
 
-It runs packed steps for a server in another process, which plans, makes text, and speaks to clients
-(`process_runner`). It ends when its pipes do, so it never outlives the server; and after any error
-of a step, because what follows such an error cannot be trusted: the server begins another one.
+It runs packed steps for a server in another process (`process_runner`), which plans, detokenizes
+and serves clients. It exits when its pipes close, so it never outlives the server, and after any
+step error, because the device state cannot be trusted afterwards; the server starts a new one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 
 class StepServer:
-    """Runs steps one after the other, in the order in which they come."""
+    """Runs steps in the order of their messages."""
 
     def __init__(self, runner: DeviceRunner, steps: Connection) -> None:
         self._runner = runner
         self._steps = steps
         self._outputs: dict[int, jax.Array] = {}
-        self._kept: dict[int, Any] = {}  # outputs that later programs take
+        self._kept: dict[int, Any] = {}  # outputs that are operands of later programs
         self._by_name: dict[str, ProgramKey] = {}
         self._told: ReadyPrograms | None = None
 
     def run(self) -> None:
-        """Until the pipe ends. Raises what a step raises, after the server was told."""
+        """Serve until the pipe closes. A step's error is sent to the server, then raised."""
         try:
             while True:
                 try:
@@ -94,7 +94,7 @@ class StepServer:
 
 
 class Calls:
-    """What is rare, one method a name; on a thread of its own."""
+    """Rare calls, one method each, on a separate thread."""
 
     def __init__(self, runner: DeviceRunner, weights: ServedWeights) -> None:
         self._runner = runner
@@ -107,16 +107,16 @@ class Calls:
         return self._runner.programs.measured
 
     def ensure(self, keys: tuple[ProgramKey, ...]) -> dict[ProgramKey, float | None]:
-        """DeviceRunner.ensure; all that are ready then."""
+        """Call DeviceRunner.ensure; return all ready programs."""
         self._runner.ensure(keys)
         return self._runner.programs.measured
 
     def prepare(self, update: WeightUpdate) -> None:
-        """ServedWeights.prepare; what it gave stays here."""
+        """Call ServedWeights.prepare and keep its result for `switch`."""
         self._prepared = self._weights.prepare(update)
 
     def switch(self) -> None:
-        """ServedWeights.switch, to what was prepared last; no step is in flight."""
+        """Call ServedWeights.switch with what was prepared last; no step may be in flight."""
         prepared, self._prepared = self._prepared, None
         self._weights.switch(prepared)
 
@@ -130,7 +130,7 @@ class Calls:
         return self._profiler.stop()
 
     def serve(self, control: Connection) -> None:
-        """Answers until the pipe ends, and then ends the process, whatever else it does."""
+        """Answer calls until the pipe closes, then exit the process."""
         while True:
             try:
                 call: Call = control.recv()
@@ -144,20 +144,19 @@ class Calls:
                 answer = Failed.of(error)
             control.send(answer)
             if isinstance(answer, Failed) and isinstance(answer.error, EngineClosedError):
-                os._exit(1)  # what is left cannot run a step
+                os._exit(1)  # the state that is left cannot run a step
 
 
 def end_with(control: Connection, built: threading.Event) -> None:
-    """Ends this process if the pipe does while nothing is built yet."""
+    """Exit this process if the pipe closes before `built` is set."""
     while not built.is_set():
         if control.poll(0.1):
             if built.is_set():
                 return
-            os._exit(0)  # nobody sends anything before it is told that we are ready
+            os._exit(0)  # EOF: the server sends no call before it receives Started
 
 
 def start(task: StartTask, control: Connection) -> tuple[DeviceRunner, ServedWeights, Started]:
-    """Builds what the task says, and what the server is to know of it."""
     for name, value in task.settings.items():
         jax.config.update(name, value)
     if task.log_level is not None:
@@ -182,8 +181,8 @@ def start(task: StartTask, control: Connection) -> tuple[DeviceRunner, ServedWei
 
 
 def main() -> int:
-    """Serves the pipes whose file descriptors are the arguments."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever signals a group means the server
+    # a signal to the process group is for the server
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     steps, control = (Connection(int(each)) for each in sys.argv[1:3])
     try:
@@ -195,7 +194,7 @@ def main() -> int:
     threading.Thread(target=end_with, args=(control, built), daemon=True).start()
     try:
         runner, weights, started = start(task, control)
-    except Exception as error:  # the server says it
+    except Exception as error:  # the server reports it
         control.send(Failed.of(error))
         return 1
     built.set()
@@ -216,4 +215,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         status = 1
     sys.stderr.flush()
-    os._exit(status)  # a device that failed may hang in its own clean-up
+    os._exit(status)  # a failed device may hang in its own clean-up

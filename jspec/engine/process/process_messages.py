@@ -1,8 +1,5 @@
-"""What a server says to the process that runs its model, and what that answers.
-
-Two pipes: over one go steps, each as one i32 array, and one back; over the other everything that is
-rare. It knows neither side.
-"""
+"""Messages between a server and its engine process, over two pipes: one i32 array per step and
+direction, and rare calls."""
 
 from __future__ import annotations
 
@@ -22,8 +19,11 @@ MODULE = "jspec.engine.process.engine_process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTask:
-    """The first message. settings: jax's, as the starting thread has them. log_level: of what the
-    process logs to the common standard error; None: as Python does."""
+    """The first message.
+
+    settings: jax's, as the starting thread sees them.
+    log_level: of the process's log on the shared standard error; None: Python's default.
+    """
 
     args: EngineArgs
     settings: dict[str, Any]
@@ -46,7 +46,7 @@ class Started:
 
 
 class Progressed(NamedTuple):
-    """A program is there: the arguments of `compilation.Progress`."""
+    """A program is ready: the arguments of `compilation.Progress`."""
 
     done: int
     total: int
@@ -55,8 +55,11 @@ class Progressed(NamedTuple):
 
 
 class Enqueue(NamedTuple):
-    """Run a program. number: of its output, by which that is asked for, if it is (is_read), or is
-    an operand of later programs (is_kept), the last of which drops it."""
+    """Run a program.
+
+    number: id of its output, for a Read (is_read) or as an operand of later programs (is_kept), the
+    last of which lists it in `drops`.
+    """
 
     number: int
     program: str
@@ -67,7 +70,7 @@ class Enqueue(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Wait for the output of that number, and send it."""
+    """Wait for the output of that number and send it."""
 
     number: int
 
@@ -80,14 +83,14 @@ class Output(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Something rare, by its name in `engine_process.Calls`."""
+    """A rare call, by method name of `engine_process.Calls`."""
 
     name: str
     args: tuple[Any, ...]
 
 
 class Failed(NamedTuple):
-    """What went wrong. error: where it was raised on purpose, as it was raised."""
+    """A failure. error: the exception itself if it is a JspecError."""
 
     text: str
     error: JspecError | None

@@ -1,7 +1,7 @@
-"""A runner whose devices, weights and state are in a process of their own (`engine_process`).
+"""A runner whose devices, weights and state are in a separate process (`engine_process`).
 
-Whatever ends that process, a device's error or a signal, ends no server: `restart` begins another
-one. Steps cross as one packed array each way (`plan_runner`); the plans stay here.
+A device error or a signal ends that process but not the server: `restart` starts another one. Steps
+cross as one packed array each way (`plan_runner`); plans stay here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightU
 
 
 class ProcessRunner(PlanRunner):
-    """Implements the protocols Runner and Weights (`messages.protocols`) by an EngineProcess.
-
-    on_end: called, with why, from a thread, when the process ends by itself, running steps or not.
-    """
+    """Implements the protocols Runner and Weights (`messages.protocols`) with an EngineProcess."""
 
     def __init__(
         self, process: EngineProcess, started: Started, args: EngineArgs, ends: Ends
@@ -47,20 +44,20 @@ class ProcessRunner(PlanRunner):
         self._learn(started.programs)
         self._process = process
         self._started = started
-        # What is chosen by what is free at a start must not differ in the next one.
+        # A restart must not choose another pool size because other memory is free then.
         self._args = replace(args, max_total_tokens=started.limits.max_total_tokens)
         self._ends = ends
         self._next_number = 0
         self._ensured: dict[ProgramKey, None] = {}
-        self._update = DiskUpdate()  # all of them so far, as one
-        self._has_arrays = False  # weights that no file has
+        self._update = DiskUpdate()  # all disk updates so far, merged
+        self._has_arrays = False  # current weights include arrays that no file has
         self._restarting = threading.Lock()
         self._is_given_up = False
         self._is_closed = False
 
     @classmethod
     def start(cls, args: EngineArgs, *, progress: Progress | None) -> ProcessRunner:
-        """Raises ConfigError and CheckpointError as `building.build_runner`."""
+        """Start the process. Raises the errors of `building.build_runner`."""
         ends = Ends()
         process = EngineProcess(args, on_end=ends)
         try:
@@ -77,11 +74,10 @@ class ProcessRunner(PlanRunner):
 
     @property
     def process_id(self) -> int:
-        """Of the process that is there now."""
         return self._process.process_id
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """From now on `on_end` is called, from a thread, when the process ends by itself."""
+        """Set the callback for unexpected ends of the process; it is called from a thread."""
         self._ends.tell = on_end
 
     @property
@@ -135,15 +131,15 @@ class ProcessRunner(PlanRunner):
         if self._is_closed:
             raise EngineClosedError("the runner is closed; it has no process")
 
-    # Beginning anew, and ending.
+    # Restart and end.
 
     def restart(self) -> None:
-        """Another process, with the weights as they were. Raises what prevents it, and
-        EngineClosedError where weights cannot be read again."""
+        """Start another process with the same weights. Raises the error that prevents it, and
+        EngineClosedError if weights cannot be read again."""
         if self._has_arrays:
             raise EngineClosedError(
-                "the weights in force were given as arrays, which went with the engine's process; "
-                "expected weights from disk, which are read again"
+                "the current weights were given as arrays and were lost with the engine process; "
+                "expected weights from disk, which can be read again"
             )
         self._process.kill()
         self._process.end()
@@ -166,7 +162,7 @@ class ProcessRunner(PlanRunner):
 
     def _check_wanted(self) -> None:
         if self._is_given_up:
-            raise EngineClosedError("the engine was closed while its process was begun anew")
+            raise EngineClosedError("the engine was closed while its process was restarting")
 
     def give_up(self) -> None:
         self._is_given_up = True
@@ -189,7 +185,7 @@ class ProcessRunner(PlanRunner):
         return self._started.draft_is_in_target
 
     def prepare(self, update: WeightUpdate) -> WeightUpdate:
-        """Reads and checks all of it there; arrays are sent."""
+        """Read and check all of the update in the process; arrays are sent to it."""
         if isinstance(update, ArrayUpdate):
             arrays = {name: np.asarray(array) for name, array in update.arrays.items()}
             update = replace(update, arrays=arrays)
@@ -214,7 +210,7 @@ class ProcessRunner(PlanRunner):
     # Profiles.
 
     def start_profile(self, directory: str) -> None:
-        """engine.profiling.Profiler.start, of what the process does."""
+        """Start a trace of the process; see `engine.profiling.Profiler.start`."""
         self._process.call("start_profile", os.path.abspath(directory))
 
     def stop_profile(self) -> str:
@@ -223,7 +219,7 @@ class ProcessRunner(PlanRunner):
 
 
 class Ends:
-    """Whom the ends of processes are told to, which is known only after the first has begun."""
+    """A callback for the end of a process; its receiver is set after the first start."""
 
     def __init__(self) -> None:
         self.tell: Callable[[str], None] = lambda _: None
@@ -233,7 +229,7 @@ class Ends:
 
 
 class ProcessProfiler:
-    """As `engine.profiling.Profiler`, of a runner's process."""
+    """`engine.profiling.Profiler` for the process of a runner."""
 
     def __init__(self, runner: ProcessRunner) -> None:
         self._runner = runner

@@ -1,9 +1,8 @@
 """The process that fills the program store for an engine.
 
-Run as `python -m jspec.engine.programs.build_programs`.
-
-It reads a BuildTask from its standard input, and writes one line with a program's name as soon as
-that program is in the store. It ends when its input does: then nobody waits for it any more.
+Run as `python -m jspec.engine.programs.build_programs`. It reads a BuildTask from standard input
+and writes one line with a program's name once that program is in the store. It exits when its
+standard input closes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ from jspec.engine.programs.program_growth import BuildTask
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.errors import ConfigError
 
-NICE = 10  # whoever serves comes first
+NICE = 10  # serving has priority
 
 
 def build(task: BuildTask, *, told: IO[str]) -> None:
-    """Compiles and stores all programs of the task.
-
-    Raises ConfigError where it would make others than the engine's: another device, other sources
-    or settings.
-    """
+    """Compile and store a task's programs. Raises ConfigError if they would differ from the
+    engine's: other devices, sources or settings."""
     for name, value in task.settings.items():
         jax.config.update(name, value)
     devices = {device.id: device for device in jax.devices()}
@@ -64,21 +60,20 @@ def build(task: BuildTask, *, told: IO[str]) -> None:
 
 
 def end_with(source: int) -> None:
-    """Ends this process as soon as the file descriptor `source` does."""
+    """Exit this process when the file descriptor `source` is closed."""
     while os.read(source, 1):
         pass
     os._exit(0)
 
 
 def main() -> int:
-    """Builds what the standard input asks for."""
     if hasattr(os, "nice"):
         os.nice(NICE)
     collect_seldom()
     task = pickle.load(sys.stdin.buffer)
     source = os.dup(sys.stdin.fileno())
     threading.Thread(target=end_with, args=(source,), daemon=True).start()
-    # Whatever else is printed, by a library too, is no program's name.
+    # Only program names may reach the pipe; other prints, also of libraries, go to stderr.
     told = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     build(task, told=told)

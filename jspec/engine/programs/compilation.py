@@ -1,7 +1,7 @@
-"""Compiling an engine's programs before they serve.
+"""Ahead-of-time compilation of an engine's programs.
 
 All shapes are known at the start, so programs are compiled ahead of time, several at once, and the
-runner holds executables: nothing compiles when a step is dispatched, and a wrong shape is an error.
+runner holds executables: a dispatch never compiles, and a wrong shape is an error.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram
 
-# (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
+# (programs done, total, program name, "compiled" or "loaded" from the ProgramStore)
 Progress = Callable[[int, int, str, str], None]
 POLL_SECONDS = 0.2
 
 
 def enable_persistent_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk, so that the next start only loads them. Raises OSError."""
+    """Keep compiled programs on disk, so that the next start only loads them. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
+    compilation_cache.reset_cache()  # jax opens a directory once and would stay with the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """All of an engine's limits that a program's code depends on, beside what its arrays show.
+    """The engine limits that a program's code depends on, apart from array shapes.
 
-    `lower` gets nothing else of them, and the program store's key holds nothing else, so a limit
-    that only the host reads compiles nothing again.
+    `lower` receives no other limit and the program store's key contains no other, so changing a
+    limit that only the host reads recompiles nothing.
     """
 
     kind: StepKind
@@ -77,7 +77,7 @@ def lower(
     params: Any,
     state: Any,
 ) -> jax.stages.Lowered:
-    """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
+    """Lower one program for the shapes and shardings of `params` and `state` (may be abstract)."""
     jitted = _jitted(shape, program, mesh=mesh, params=params, state=state)
     flat = jax.ShapeDtypeStruct((shape.packed.size,), np.int32)
     arrays: tuple[Any, ...] = (_abstract(params), _abstract(state), flat)
@@ -129,14 +129,13 @@ def _jitted(
 def compiler_options(
     key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops
 ) -> dict[str, Any]:
-    """What XLA is told beside its defaults, where a measurement or a compiled program says so.
+    """Return XLA options that differ from the defaults, each for a measured reason.
 
-    On a GPU: no rematerialization (it counts a donated pool twice, finds no memory, and computes
-    whole products a second time). In decoding, no dot-strength-reduction: it makes of a product of
-    one row with less than ten million weights a multiplication that writes as many numbers as
-    there are weights, and a sum that reads them again (seen for `out` of Qwen3-30B-A3B, 4096 x
-    2048, in a step of one row and none of four). And what the kernels' bundle wants
-    (`Ops.compiler_options`).
+    On a GPU no rematerialization: it counts a donated pool twice, finds no memory, and computes
+    whole products a second time. In decoding no dot-strength-reduction: it turns a product of one
+    row and less than ten million weights into a multiplication that writes one value per weight and
+    a sum that reads them again (seen for `out` of Qwen3-30B-A3B, 4096 x 2048, in a step of one row,
+    not of four). Plus the kernels' own (`Ops.compiler_options`).
     """
     if platform != "gpu":
         return {}
@@ -149,8 +148,8 @@ def compiler_options(
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
-    """Compiles with those of `options` that this compiler knows: they are for speed alone, and
-    XLA may drop one of them with any release."""
+    """Compile with the `options` that this compiler knows: XLA may drop any, and all only affect
+    speed."""
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -167,24 +166,24 @@ def _abstract(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All that an engine's programs are made from; of weights and state the shapes alone.
+    """All inputs of an engine's programs, with weights and state as shapes only.
 
-    It can be pickled, and makes the same names in a ProgramStore in every process whose
-    surroundings are the same.
+    It can be pickled, and gives the same ProgramStore names in every process with the same
+    surroundings.
     """
 
     program: StepProgram
     limits: ServeLimits
-    params: Any  # of jax.ShapeDtypeStruct
+    params: Any  # a tree of jax.ShapeDtypeStruct
     state: Any
 
     @classmethod
     def of(cls, program: StepProgram, limits: ServeLimits, *, params: Any, state: Any) -> Recipe:
-        """params, state: arrays or abstract ones; the recipe keeps no array."""
+        """Make a recipe. params, state: arrays or abstract ones; the recipe keeps no array."""
         return cls(program=program, limits=limits, params=_abstract(params), state=_abstract(state))
 
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
-        """Shape, static program and compiler's options of one program."""
+        """Return shape, static program and compiler options of one program."""
         platform = mesh.devices.flat[0].platform
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
         spec = key.shape or self.program.spec
@@ -194,14 +193,12 @@ class Recipe:
     def paths(
         self, keys: Iterable[ProgramKey], *, mesh: Mesh, store: ProgramStore | None
     ) -> dict[ProgramKey, Path]:
-        """Where `store` has, or would have, each program; nothing if it cannot keep one of them."""
         if store is None:
             return {}
         makings = {key: self.parts(key, mesh=mesh) for key in keys}
         return store.paths(makings, mesh=mesh, arrays=(self.params, self.state))
 
     def load(self, key: ProgramKey, path: Path, *, mesh: Mesh) -> Any | None:
-        """The stored executable, or None where there is none that can be read."""
         between = arrays_between(key.kind)
         inputs, outputs = (self.params, self.state, 0, *between.taken), (self.state, between.given)
         return ProgramStore.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
@@ -219,16 +216,17 @@ def compile_all(
     first: tuple[ProgramKey, ...] | None = None,
     store: ProgramStore | None = None,
 ) -> dict[ProgramKey, Any]:
-    """Executables by key, of `program` with each key's features.
+    """Return executables by key, of `program` with each key's features.
 
-    Those that `store` has are loaded, several at once. The others are lowered one after the other,
-    in order, and compiled several at once: a Pallas kernel's text holds where it was first traced
-    from and how many came before it, so in any other order jax's cache would not know it again.
-    Lowering holds Python's lock anyway.
-    keys: which programs; by default all that an engine wants. first: those that are compiled if
-    the store has them not, in this order; None: all of `keys`.
+    Programs in `store` are loaded, several at once. The others are lowered one at a time, in order,
+    and compiled several at once: a Pallas kernel's text contains where it was first traced from and
+    how many came before it, so in another order jax's cache would not recognize it. Lowering holds
+    Python's lock anyway.
+
+    keys: which programs; None: all that an engine wants.
+    first: those compiled if the store lacks them, in this order; None: all of `keys`.
     """
-    # An error of this start keeps no weights.
+    # An error of this start must not keep weights alive.
     recipe = Recipe.of(program, limits, params=params, state=state)
     params = state = None
     keys = program_keys(limits) if keys is None else keys
@@ -249,13 +247,13 @@ def compile_all(
             _wait(running)
             return {key: making.made[key] for key in keys}
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
-            making.made.clear()  # whoever keeps the error should not keep programs
+            pool.shutdown(cancel_futures=True)  # do not wait for the others after a failure
+            making.made.clear()  # a kept error must not keep programs alive
             raise
 
 
 class _Making:
-    """Executables while they are made. made: those that are there, by key."""
+    """Executables in the making. made: the finished ones, by key."""
 
     def __init__(
         self,
@@ -277,7 +275,6 @@ class _Making:
         self._done = itertools.count(1)
 
     def load(self, key: ProgramKey) -> None:
-        """Keeps the stored executable, if it can be read."""
         if self._store is not None:
             self._store.fetch(self._paths[key])
         found = self._recipe.load(key, self._paths[key], mesh=self._mesh)
@@ -285,13 +282,11 @@ class _Making:
             self._keep(key, found, "loaded")
 
     def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-        """The program as `build` takes it, and the compiler's options."""
         recipe, mesh = self._recipe, self._mesh
         shape, variant, options = recipe.parts(key, mesh=mesh)
         return lower(shape, variant, mesh=mesh, params=recipe.params, state=recipe.state), options
 
     def build(self, key: ProgramKey, lowered: jax.stages.Lowered, options: dict[str, Any]) -> None:
-        """Compiles, stores and keeps it."""
         executable = compile_with(lowered, options)
         if self._store is not None and key in self._paths:
             self._store.save(self._paths[key], executable)
@@ -304,7 +299,7 @@ class _Making:
 
 
 def _wait(futures: list[Future[None]]) -> None:
-    """Raises the first one's error; an interrupt ends the wait even if its exception was lost."""
+    """Wait for all; raise the first error. Polls, to notice an interrupt that was lost."""
     for future in futures:
         while not future.done():
             wait((future,), timeout=POLL_SECONDS)
@@ -312,14 +307,14 @@ def _wait(futures: list[Future[None]]) -> None:
         future.result()
 
 
-# jax has one switch for the whole process: one engine after the other compiles with it off.
+# jax has one switch per process, so engines that turn it off compile one after another.
 _SWITCH = threading.Lock()
 
 
 @contextmanager
 def without_jax_cache(*, is_off: bool) -> Iterator[None]:
-    """While programs are compiled that are kept by a ProgramStore: what jax's cache hands out
-    cannot always be written again, and nothing needs to be kept twice."""
+    """Turn off jax's cache (`is_off`) if a ProgramStore keeps the programs: an executable from
+    jax's cache cannot always be serialized again."""
     if not is_off:
         yield
         return
@@ -335,4 +330,4 @@ def without_jax_cache(*, is_off: bool) -> Iterator[None]:
 
 def _use_jax_cache(is_used: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", is_used)
-    compilation_cache.reset_cache()  # jax decides once whether it has one
+    compilation_cache.reset_cache()  # jax decides once whether it has a cache

@@ -1,7 +1,7 @@
-"""What is jitted, by kind of step: the flat batch is cut apart, and the step does the rest.
+"""The jitted entry of each kind of step: unpack the flat batch and call the step.
 
 Every entry takes the flat batch after params and state, and returns the next state and an output.
-Only the programs of a cut step hand arrays from one to the next (`arrays_between`).
+Only the programs of a cut step pass arrays from one to the next (`arrays_between`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
 }
 
 REPLICATED = PartitionSpec()
-# The logits of all nodes stay where the head's shards made them.
+# Each shard keeps the logits of its part of the vocabulary.
 _LOGITS: Any = PartitionSpec(None, None, sharding.TENSOR_AXIS)
 _HIDDEN: Any = REPLICATED
 _SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_HIDDEN))
@@ -110,15 +110,18 @@ _SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_H
 
 @dataclass(frozen=True, slots=True)
 class ArraysBetween:
-    """How arrays of a program lie on the mesh: pytrees of PartitionSpec. taken: after the flat
-    batch. given: its output, i32 and replicated in all but one kind."""
+    """Shardings of the arrays between programs, as pytrees of PartitionSpec.
+
+    taken: arguments after the flat batch.
+    given: the output; i32 and replicated except for SCORE.
+    """
 
     taken: tuple[Any, ...] = ()
     given: Any = REPLICATED
 
 
 def arrays_between(kind: StepKind) -> ArraysBetween:
-    """What programs of this kind take from those before them, and give."""
+    """Return the shardings of what programs of this kind take from earlier ones, and give."""
     if kind is StepKind.SCORE:
         return ArraysBetween(taken=(REPLICATED,), given=_SCORED)
     if kind is StepKind.SETTLE:

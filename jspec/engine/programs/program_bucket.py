@@ -1,9 +1,9 @@
-"""A bucket behind a directory of compiled programs: gs://BUCKET/PATH, by gcsfs.
+"""A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
 
-A program that is not in the directory is looked for there, and one that was written here is put
-there, under the same name: a digest of all that it was made from. So machines of one kind share
-what one of them has compiled. Whatever goes wrong on the way is a warning, and costs a compilation.
-What is loaded from there is run: it must be as trustworthy as the code.
+A program missing in the local directory is fetched from the bucket, and one written locally is
+uploaded, under the same name: a digest of all inputs. So machines of one kind share what one of
+them has compiled. Any failure is a warning and costs a compilation. A fetched program is executed:
+the bucket must be as trustworthy as the code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ GS = "gs://"
 
 @dataclass(frozen=True, slots=True)
 class ProgramBucket:
-    """url: gs://BUCKET/PATH, which need not exist yet."""
+    """A bucket at gs://BUCKET/PATH, which need not exist yet."""
 
     url: str
 
     @classmethod
     def named(cls, url: str) -> ProgramBucket:
-        """Raises ConfigError without a bucket's name, or without the library."""
+        """Make one. Raises ConfigError without a bucket name, or if gcsfs is not installed."""
         if not url.removeprefix(GS).strip("/"):
             raise ConfigError(f"compilation_cache_dir is {url!r}; expected {GS}BUCKET/PATH")
         try:
@@ -47,12 +47,12 @@ class ProgramBucket:
 
     @property
     def directory(self) -> Path:
-        """Where its programs lie here. Raises RuntimeError where nobody knows where home is."""
+        """The local directory of its programs. Raises RuntimeError if home is unknown."""
         digest = hashlib.sha256(self.url.strip("/").encode()).hexdigest()[:12]
         return Path.home() / ".cache" / "jspec" / "programs-of-buckets" / digest
 
     def fetch(self, path: Path) -> None:
-        """Copies the program of this name here, if it is there and not here."""
+        """Download the program of this name, unless it is here or not there."""
         if path.exists():
             return
         part: Path | None = None
@@ -66,7 +66,7 @@ class ProgramBucket:
             part = Path(name)
             files.get_file(self._place(path), str(part))
             part.replace(path)
-        except Exception as error:  # the library has many, and those of what it is built on
+        except Exception as error:  # gcsfs and its dependencies raise many kinds
             log.warning("%s could not be read: %r", self._place(path), error)
         finally:
             if part is not None:
@@ -74,7 +74,7 @@ class ProgramBucket:
                     part.unlink(missing_ok=True)
 
     def keep(self, path: Path) -> None:
-        """Copies a program from here to there; an object appears there whole, or not at all."""
+        """Upload a program. An object appears whole or not at all."""
         try:
             _files().put_file(str(path), self._place(path))
         except Exception as error:
@@ -85,5 +85,4 @@ class ProgramBucket:
 
 
 def _files() -> Any:
-    """The library keeps one of these in a process."""
     return importlib.import_module("gcsfs").GCSFileSystem()

@@ -1,9 +1,9 @@
-"""The programs that were not there at the start: made while the engine serves, and swapped in.
+"""Programs missing at the start: built while the engine serves, then swapped in.
 
-Lowering holds Python's lock for a second or two a program, so a process of its own does it and
-writes to the program store; a thread here loads what it has written. Where no second process can
-help (a TPU serves one process; without a store nothing can be handed over) a thread makes them.
-The process knows shapes only. It ends when its standard input does, so it never outlives us.
+Lowering holds Python's lock for a second or two per program, so a separate process does it and
+writes to the program store; a thread here loads the results. If a second process cannot help (a TPU
+serves one process; without a store nothing can be handed over), a thread builds them. The process
+knows shapes only, and exits when its standard input closes, so it never outlives this one.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ log = logging.getLogger(__name__)
 
 MODULE = "jspec.engine.programs.build_programs"
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
-# On a GPU it takes memory for autotuning's scratch alone, as it goes, out of what we left free.
+# On a GPU the builder allocates memory for autotuning scratch only, from what the engine left free.
 DEVICE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
 PLATFORM_SETTINGS = ("jax_platforms", "jax_num_cpu_devices")
 PAUSE_SECONDS = 0.05  # between two programs made in this process
-STOP_SECONDS = 5.0  # a compiler that runs in this process cannot be interrupted
+STOP_SECONDS = 5.0  # a compiler running in this process cannot be interrupted
 REASON_CHARS = 300
 
 Made = tuple[ProgramKey, Any]
 
 
 class BuildError(JspecError):
-    """Programs that could not be built beside the serving ones; the engine is unharmed."""
+    """Raised when programs could not be built in the background; the engine is unharmed."""
 
 
 class Maker(Protocol):
-    """Makes executables one after the other. Raises BuildError for what it cannot make."""
+    """Makes executables one after another. Raises BuildError for one that it cannot make."""
 
     def __iter__(self) -> Iterator[Made]: ...
 
     def stop(self) -> None:
-        """Ends the iteration soon, from any thread. May come twice, also before it began."""
+        """End the iteration soon. Thread-safe; may be called twice, also before the iteration."""
         ...
 
 
 class ProgramGrowth:
-    """Hands what `maker` makes to a runner, on a thread of its own.
+    """A thread that hands programs from `maker` to a runner.
 
-    num_wanted: programs there will be in the end, of which num_later are the maker's. started:
-    time.monotonic() of the engine's start.
+    num_wanted: programs there will be in the end.
+    num_later: how many of them the maker makes.
+    started: time.monotonic() of the engine's start.
     """
 
     def __init__(self, maker: Maker, *, num_wanted: int, num_later: int, started: float) -> None:
@@ -75,7 +76,7 @@ class ProgramGrowth:
         self._thread: threading.Thread | None = None
 
     def start(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
-        """Begins. find_add: what takes each program, or None once nobody wants any."""
+        """Start. find_add: returns what takes each program, or None once none is wanted."""
         ready = self.num_wanted - self._num_later
         log.info("ready with %d of %d programs, the rest is being built", ready, self.num_wanted)
         self._thread = threading.Thread(
@@ -84,12 +85,12 @@ class ProgramGrowth:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Ends it soon, without waiting."""
+        """Make it end soon, without waiting."""
         self._is_stopped.set()
         self._maker.stop()
 
     def stop(self) -> None:
-        """Ends it, and waits for that unless a compiler of this process is running."""
+        """Make it end; wait up to STOP_SECONDS: a compiler in this process is not interruptible."""
         self.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
@@ -105,15 +106,15 @@ class ProgramGrowth:
                 missing -= 1
                 if not missing:
                     seconds = time.monotonic() - self._started
-                    log.info("all %d programs are there after %.1f s", self.num_wanted, seconds)
+                    log.info("all %d programs are ready after %.1f s", self.num_wanted, seconds)
                     return
-        except Exception as error:  # whatever a compiler or a file finds wrong: others serve
+        except Exception as error:  # any compiler or file error: other programs serve
             reason = str(error) if isinstance(error, BuildError) else repr(error)
         finally:
             self._maker.stop()
         if not self._is_stopped.is_set():
             log.warning(
-                "%d of %d programs could not be built, the others serve everything: %s",
+                "%d of %d programs could not be built, the others serve all requests: %s",
                 missing,
                 self.num_wanted,
                 reason,
@@ -123,7 +124,7 @@ class ProgramGrowth:
 def maker_of(
     recipe: Recipe, keys: tuple[ProgramKey, ...], *, mesh: Mesh, store: ProgramStore | None
 ) -> Maker:
-    """What makes the programs of `keys` here: a process, or a thread of this one."""
+    """Return a maker of `keys`: a process, or a thread of this one."""
     paths = recipe.paths(keys, mesh=mesh, store=store)
     if store is None or not paths or mesh.devices.flat[0].platform == "tpu":
         return ThreadMaker(recipe, keys, mesh=mesh, store=store)
@@ -139,12 +140,12 @@ def maker_of(
 
 
 def settings_of(names: tuple[str, ...]) -> dict[str, Any]:
-    """jax's settings as this thread sees them; those that this jax lacks are left out."""
+    """Return jax's settings as this thread sees them, without those that this jax lacks."""
     return {name: getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
 
 
 class ThreadMaker:
-    """Compiles in this process, one program at a time; each holds Python's lock while lowered."""
+    """Compiles in this process, one program at a time; lowering holds Python's lock."""
 
     def __init__(
         self,
@@ -165,10 +166,11 @@ class ThreadMaker:
         self._is_stopped.set()
 
     def __iter__(self) -> Iterator[Made]:
-        if settings_of(SETTINGS) != self._settings:  # a `with` of jax's holds in its thread alone
+        # a jax context manager sets its own thread only
+        if settings_of(SETTINGS) != self._settings:
             raise BuildError(
-                f"the engine was started under {self._settings} by its own thread's choice, "
-                f"which does not hold in another; expected jax.config.update"
+                f"the engine was started with {self._settings} set for its own thread only; "
+                f"expected jax.config.update, which sets all threads"
             )
         recipe = self._recipe
         for key in self._keys:
@@ -188,8 +190,11 @@ class ThreadMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTask:
-    """What the building process is told. paths: where each program is to be, which must be what
-    that process finds by itself, else it is not the program that we would have made."""
+    """The input of the building process.
+
+    paths: where each program is to be stored. The process must derive the same paths, else its
+    programs are not the ones that this engine would have made.
+    """
 
     recipe: Recipe
     paths: dict[ProgramKey, Path]
@@ -200,18 +205,17 @@ class BuildTask:
 
 
 class ProcessMaker:
-    """Lets a process build, and loads each program as soon as it is in the store."""
+    """Lets a process build, and loads each program once it is in the store."""
 
     def __init__(self, task: BuildTask, *, mesh: Mesh) -> None:
         self.task = task
         self._mesh = mesh
-        self._lock = threading.RLock()  # a finaliser may stop it in the midst of its own thread
+        self._lock = threading.RLock()  # reentrant: a finalizer may stop it within its own thread
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
     @property
     def process_id(self) -> int | None:
-        """Of the process, once it runs."""
         process = self._process
         return None if process is None else process.pid
 
@@ -248,7 +252,6 @@ class ProcessMaker:
         return self.task.recipe.load(key, self.task.paths[key], mesh=self._mesh)
 
     def _start(self, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
-        """The process, unless it is not wanted any more. Raises OSError."""
         with self._lock:
             if not self._is_stopped:
                 self._process = subprocess.Popen(
@@ -257,32 +260,33 @@ class ProcessMaker:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     env=environment(),
-                    start_new_session=True,  # Ctrl-C is for us to pass on
+                    # Ctrl-C reaches only this process, which stops the builder
+                    start_new_session=True,
                 )
             return self._process
 
 
 def environment() -> dict[str, str]:
-    """Ours, with this package first on the path, and little of the device's memory."""
+    """Return this environment, this package first on the path, with a small device share."""
     path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
     return {**os.environ, **DEVICE_MEMORY, "PYTHONPATH": path}
 
 
 def tell(to: IO[bytes], task: BuildTask) -> None:
-    """Sends the task and keeps the pipe open. A process that has ended says why by its status."""
+    """Send the task; keep the pipe open. A process that ended early is reported by its status."""
     with contextlib.suppress(BrokenPipeError):
         pickle.dump(task, to)
         to.flush()
 
 
 def close_quietly(pipe: IO[bytes]) -> None:
-    """What could not be sent is sent again by close, to a process that has ended."""
+    """Close a pipe; the final flush may hit a process that has ended."""
     with contextlib.suppress(BrokenPipeError):
         pipe.close()
 
 
 def tail(errors: IO[bytes]) -> str:
-    """The end of what the process said, in one line."""
+    """Return the last REASON_CHARS of the process's errors, on one line."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").split()
     return " ".join(lines)[-REASON_CHARS:]

@@ -1,4 +1,4 @@
-"""Which programs an engine compiles, which of them first, and which ready one runs a plan."""
+"""Program keys: which programs to compile, in which order, and which one runs a plan."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from jspec.errors import InvariantError
 from jspec.messages.features import ALL, PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.messages.plan import StepKind, StepPlan
 
-# So few steps are all compiled at the start: a CPU's engine always, which would otherwise compile
-# beside its own serving on the same cores.
+# An engine with at most this many step programs compiles all at the start: always on a CPU, where a
+# later compilation would compete with serving for the same cores.
 FEW_PROGRAMS = 10
-# The programs of a decode in which a row follows a grammar, in their order (decision 23).
+# The programs of a decode in which a row follows a grammar, in order (decision 23).
 CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class ProgramKey(NamedTuple):
-    """A compiled program. bucket: B rows of a decode, T tokens of a prefill or ids of a recall.
-    shape: of a decode, None: the engine's own."""
+    """Identifies a compiled program.
+
+    bucket: B rows of a decode, T tokens of a prefill or ids of a recall.
+    shape: draft shape of a decode; None: the engine's own.
+    """
 
     kind: StepKind
     bucket: int
@@ -34,7 +37,7 @@ class ProgramKey(NamedTuple):
 
 
 class HasBuckets(Protocol):
-    """B and T of an engine's programs, ascending: ServeLimits, or a config that has none yet."""
+    """B and T of an engine's programs, ascending: ServeLimits, or a config without limits yet."""
 
     @property
     def decode_buckets(self) -> tuple[int, ...]: ...
@@ -47,7 +50,6 @@ class HasBuckets(Protocol):
 
 
 def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """All that an engine wants."""
     return (
         *step_programs(limits),
         *recall_programs(limits),
@@ -57,8 +59,7 @@ def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def sharing_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Decodes of many rows that are told of shared prefixes: the others serve them as well, and
-    read more."""
+    """Return large decodes with shared prefixes. Optional: plain ones serve too, but read more."""
     if limits.sharing is None:
         return ()
     sizes = [size for size in limits.decode_buckets if size >= limits.sharing.least_rows]
@@ -70,13 +71,12 @@ def sharing_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def with_sharing(features: StepFeatures) -> StepFeatures:
-    """These, told of shared prefixes."""
     return StepFeatures(features.members | {Feature.SHARED})
 
 
 def shape_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Decodes of the shapes beside the engine's own, which serves until they are there. Catching
-    up comes first: without it no step may be a plain one."""
+    """Return decodes of the other draft shapes; the engine's own serves until they are ready.
+    CATCH_UP comes first: without it no step may be plain."""
     sizes = limits.decode_buckets
     catch_up = sizes if limits.deferred_tokens else ()
     return (
@@ -92,8 +92,11 @@ def shape_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
-    """Prefill with all of sampling (decision 4), decode with none and with all of it, and each
-    once, as large as it gets, with log-probabilities: few ask for them (decision 22)."""
+    """Return the prefill and decode programs.
+
+    Prefill with all sampling features (decision 4), decode without and with them, and the largest
+    of each with log-probabilities, which few requests need (decision 22).
+    """
     decode = [
         ProgramKey(StepKind.DECODE, batch, features)
         for batch in limits.decode_buckets
@@ -107,15 +110,18 @@ def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
 
 
 def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """One, or none where nothing is cached."""
+    """Return the recall program; empty without a prefix cache."""
     if not limits.prefix_cache:
         return ()
     return (ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN),)
 
 
 def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """What rows with a grammar need, or whose draft trees are asked for: made when the first one
-    comes, unless they were at the start. Three sizes of prompts; decodes as large as they get."""
+    """Return the programs of rows with a grammar, or whose draft trees are requested.
+
+    Built when the first such request comes, unless built at the start. Prefill in three sizes;
+    decode only as large as it gets.
+    """
     features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.GRAMMAR}))
     sizes = limits.prefill_buckets
     middle = next(size for size in sizes if 8 * size >= sizes[-1])
@@ -132,9 +138,11 @@ def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 def hidden_programs(
     limits: ServeLimits, *, beside_grammars: bool = False
 ) -> tuple[ProgramKey, ...]:
-    """What rows need whose hidden states are asked for: made when the first one comes, unless they
-    were at the start, as large as they get. beside_grammars: rows with a grammar may share a batch
-    with them."""
+    """Return the programs of rows whose hidden states are requested, of the largest size.
+
+    Built when the first such request comes, unless built at the start. beside_grammars: rows with a
+    grammar may share their batch.
+    """
     features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.HIDDEN}))
     chunk, batch = limits.prefill_buckets[-1], limits.decode_buckets[-1]
     own = (
@@ -149,13 +157,13 @@ def hidden_programs(
 
 
 def scored_for(settle: ProgramKey) -> ProgramKey:
-    """The program whose output SETTLE takes: it hands on hidden states where SETTLE reads them."""
+    """Return the SCORE program for SETTLE: it outputs hidden states if SETTLE reads them."""
     read = frozenset({Feature.HIDDEN}) & settle.features.members
     return ProgramKey(StepKind.SCORE, settle.bucket, StepFeatures(read))
 
 
 def programs_on_demand(limits: ServeLimits, asked: StepFeatures) -> tuple[ProgramKey, ...]:
-    """What rows need, beside what an engine has, if these features are asked for."""
+    """Return the additional programs that requests for these features need."""
     grammars = Feature.GRAMMAR in asked
     return (
         *(grammar_programs(limits) if grammars else ()),
@@ -164,9 +172,10 @@ def programs_on_demand(limits: ServeLimits, asked: StepFeatures) -> tuple[Progra
 
 
 def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Few programs that serve every plan: the first two and the last do, the others make common
-    plans cheap: one row alone, many rows without filters or penalties, and prompts of which no
-    log-probabilities are asked for.
+    """Return a few programs that serve every plan.
+
+    The first two suffice, plus the recall program. The others make common plans cheap: a single
+    row, many rows without filters or penalties, and prompts without log-probabilities.
     """
     most = ALL if limits.logprobs else SAMPLING
     wanted = (
@@ -182,10 +191,10 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
-    """Programs compiled before an engine serves.
+    """Return the programs to compile before an engine serves.
 
-    when: "first": first_programs. "common": those of the engine's own shape that need no request to
-    ask for them. "all": every program that any request can need, whatever other rows need with it.
+    when: "first": first_programs. "common": those of the engine's own shape, without on-demand
+    ones. "all": every program that any request can need, alone or batched with other rows.
     """
     if when == "all":
         asked = StepFeatures(frozenset({Feature.GRAMMAR, Feature.HIDDEN}))
@@ -196,10 +205,10 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
 
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
-    """What is still to be made beside `ready`: decode without features, prefill, then the rest,
-    other shapes after all of it, and what reads shared prefixes once at last.
+    """Return the programs still to be built, in order of use.
 
-    Prefill by powers of two first: with each of those a prompt pads no more than it has tokens.
+    Plain decode, prefill, the rest, other draft shapes, shared prefixes. Prefill by powers of two
+    first: with those a prompt pads at most as many tokens as it has.
     """
     missing = set(program_keys(limits)).difference(ready)
 
@@ -216,7 +225,7 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
 
 
 def needed_program(plan: StepPlan) -> ProgramKey:
-    """The program that would fit the plan exactly, padding nothing; it need not exist."""
+    """Return the program that would fit the plan without padding; it need not exist."""
     size = len(plan.rows)
     if plan.kind is StepKind.PREFILL:
         size = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -224,10 +233,10 @@ def needed_program(plan: StepPlan) -> ProgramKey:
 
 
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
-    """The cheapest ready program that can do what is needed: smallest bucket, fewest features.
+    """Return the cheapest ready program that can run `needed`: smallest bucket, fewest features.
 
-    It is of the same kind and shape, its bucket is not below the needed one and its features cover
-    the needed ones. Between equals the first of `ready`. Raises InvariantError if there is none.
+    It has the same kind and shape, a bucket at least as large, and features that cover the needed
+    ones. Ties go to the first of `ready`. Raises InvariantError if there is none.
     """
     ready = tuple(ready)
     fit = [key for key in ready if _serves(key, needed)]
@@ -242,8 +251,8 @@ def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramK
 def program_for(
     plan: StepPlan, nearest: Callable[[ProgramKey], ProgramKey], ready: Container[ProgramKey]
 ) -> ProgramKey:
-    """The ready program that runs a plan. nearest: as nearest_program. Where rows share prefixes
-    one that is told so, if it is there, has what they need and pads no more rows."""
+    """Return the ready program that runs a plan. nearest: `nearest_program` or a cached one. If
+    rows share prefixes, prefer the variant that reads them once, if it is ready in that size."""
     key = nearest(needed_program(plan))
     if plan.shared:
         told = key._replace(features=with_sharing(key.features))
@@ -252,7 +261,6 @@ def program_for(
 
 
 def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
-    """Whether that program can do what is needed."""
     return (
         key.kind is needed.kind
         and key.shape == needed.shape
@@ -264,10 +272,10 @@ def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
 def ready_shapes(
     limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, features: StepFeatures
 ) -> tuple[SpeculativeConfig, ...]:
-    """The shapes that a decode of so many rows can have now, in the order of `limits.shapes`.
+    """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`.
 
-    The engine's own always, another one where its program pads no more rows than that one's does;
-    a plain one only if the drafter can be told later, which pads no more either.
+    Always the engine's own; another one if its program pads no more rows than the own one. A plain
+    shape also needs a CATCH_UP program that pads no more rows.
     """
     ready = tuple(ready)
 

@@ -1,10 +1,10 @@
 """Compiled step programs on disk: a second start neither traces, lowers nor compiles.
 
-jax's own cache is asked with the lowered program, and lowering an 8B model's 21 programs takes a
-minute. This one is asked with all that a program is made from: the sources that trace it, the
-static program, shapes and places, the compiler's options, versions, flags and devices.
-What is not found, or cannot be read, is compiled. The directory may be deleted at any time; like
-jax's, it must be as trustworthy as the code, since what is loaded from it is run.
+jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
+minute. This store is keyed by all inputs of a program: the sources that trace it, the static
+program, shapes and shardings, compiler options, versions, flags and devices. A missing or
+unreadable program is compiled. The directory may be deleted at any time. Like jax's it must be as
+trustworthy as the code, since loaded programs are executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from jspec.engine.programs.source_digest import sources_digest
 
 log = logging.getLogger(__name__)
 
-LIBRARIES = ("jax", "flax", "libtpu", "nvidia-", "jspec")  # starts of names; their versions count
+# name prefixes of libraries whose versions are part of the key
+LIBRARIES = ("jax", "flax", "libtpu", "nvidia-", "jspec")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 SETTINGS = (
     "jax_default_matmul_precision",
@@ -41,15 +42,15 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 DIGEST_BYTES = 32
-PART, PART_SECONDS = ".part", 3600.0  # a program that is being written, and its longest life
+PART, PART_SECONDS = ".part", 3600.0  # suffix of a program being written, and its maximum age
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramStore:
-    """Executables by a digest of what they were made from. Make one by `open`, and early.
+    """Executables by a digest of their inputs. Make one by `open`, early.
 
-    sources: digest of the sources, None where they are not the code that runs, or not files.
-    bucket: where its programs are shared with other machines, if anywhere.
+    sources: digest of the sources; None: they are not files, or not the code that runs.
+    bucket: shares programs with other machines.
     """
 
     directory: Path
@@ -58,10 +59,8 @@ class ProgramStore:
 
     @classmethod
     def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
-        """Reads the sources: before anything slow, since they may change meanwhile.
-
-        Removes what writers left that were killed in the midst of it, once nobody can be writing.
-        """
+        """Open a store; reads the sources before anything slow, since they may change meanwhile.
+        Removes partial files of killed writers once they are older than PART_SECONDS."""
         for part in directory.glob(f"*{PART}"):
             with contextlib.suppress(OSError):  # another start may have removed it
                 if time.time() - part.stat().st_mtime > PART_SECONDS:
@@ -69,10 +68,10 @@ class ProgramStore:
         return cls(directory, sources_digest(), bucket)
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
-        """Where the program made from `parts` (by their repr) for `arrays` on `mesh` belongs.
+        """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`.
 
-        None if it cannot be told from another one: the sources are not known, or the repr of a
-        part is an address in memory.
+        None if the key would be ambiguous: the sources are unknown, or the repr of a part contains
+        a memory address.
         """
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
         around = (self.sources, surroundings(mesh))
@@ -84,22 +83,19 @@ class ProgramStore:
     def paths(
         self, makings: dict[Any, tuple[Any, ...]], *, mesh: Mesh, arrays: Any
     ) -> dict[Any, Path]:
-        """`path` of each program's parts; nothing if one of them has none: then none is kept."""
         found = {key: self.path(*m, mesh=mesh, arrays=arrays) for key, m in makings.items()}
         known = {key: path for key, path in found.items() if path is not None}
         return known if len(known) == len(found) else {}
 
     def fetch(self, path: Path) -> None:
-        """Before `load`: looks for it in the bucket too."""
+        """Download the program from the bucket if needed; call it before `load`."""
         if self.bucket is not None:
             self.bucket.fetch(path)
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
-        """The executable, or None where there is none that can be read.
-
-        inputs: a tuple like its arguments, outputs like its results; only their structure counts.
-        """
+        """Return the executable, or None if it is missing or unreadable. inputs, outputs: tuples of
+        its arguments and results; only the structure is used."""
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -119,15 +115,13 @@ class ProgramStore:
                 backend=mesh.devices.flat[0].client,
                 execution_devices=list(mesh.devices.flat),
             )
-        except Exception as error:  # whatever a library finds wrong with it, compiling helps
+        except Exception as error:  # compiling works around any loading error
             log.warning("%s cannot be loaded and will be written again: %r", path, error)
             return None
 
     def save(self, path: Path, executable: Any) -> None:
-        """Writes it whole or not at all. One that is not written costs the next start, no more.
-
-        `executable` must have been compiled here: one out of jax's cache may not be complete.
-        """
+        """Write the executable whole or not at all; a failure only costs the next start.
+        `executable` must have been compiled here: one from jax's cache may be incomplete."""
         if sources_digest() != self.sources:
             log.warning("jspec's sources have changed since the start; %s is not written", path)
             return
@@ -144,12 +138,13 @@ class ProgramStore:
                 part.unlink(missing_ok=True)
             if self.bucket is not None:
                 self.bucket.keep(path)
-        except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
+        # e.g. a callback cannot be serialized, or the disk is full; the program still runs
+        except Exception as error:
             log.warning("%s could not be written: %r", path, error)
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
-    """All that is neither an argument nor a source, by name."""
+    """Return the inputs of a program that are neither arguments nor sources, by name."""
     devices = list(mesh.devices.flat)
     client = devices[0].client
     return {
@@ -165,13 +160,13 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
 
 @functools.cache
 def _libraries() -> tuple[tuple[str, str], ...]:
-    """Versions of all that compiles: autotuned choices are those of a library's version."""
+    """Return the versions of libraries that compile; autotuned choices depend on them."""
     named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
     return tuple(sorted({pair for pair in named if pair[0].lower().startswith(LIBRARIES)}))
 
 
 def _processor() -> str:
-    """What the CPU can do: a program for one may not run on another."""
+    """Return the CPU's feature flags: a program for one CPU may not run on another."""
     flags = Path("/proc/cpuinfo")
     if not flags.exists():
         return platform.processor()

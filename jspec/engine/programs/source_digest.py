@@ -1,7 +1,7 @@
 """A digest of the code that step programs are traced from.
 
-Only modules that the step functions import, directly or through others, count, and of these
-neither docstrings nor comment lines do: an edit of a flag's help text compiles nothing again.
+It covers only modules that the step functions import, directly or indirectly, without docstrings
+and comment lines: an edit of a flag's help text recompiles nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2]
-# Modules whose functions are traced, or decide what is traced.
+# Modules whose functions are traced or decide what is traced.
 ROOTS = ("engine.programs.compilation", "pallas_kernels.choose", "speculative.drafters.registry")
-IMPORTED_AT = time.time()  # a source that is newer is not the code that this process runs
+IMPORTED_AT = time.time()  # a newer source is not the code that this process runs
 
-# A statement that begins with three quotes is a docstring everywhere in the package (a test of
-# the house holds this).
+# A statement that starts with three quotes is a docstring everywhere in the package (a test checks
+# this).
 _PROSE = re.compile(
     r'^[ \t]*(?:r?"""(?:[^"\\]|\\.|"(?!""))*"""[ \t]*\n|#[^\n]*\n|\n)', re.MULTILINE
 )

@@ -1,6 +1,6 @@
-"""What a directory with a checkpoint is, and what serving it takes: from its headers alone.
+"""A description of a checkpoint directory and what serving it takes, from its headers.
 
-No weight is read. What is wrong is said in the loader's own words, and the rest all the same.
+No weight is read. Problems are reported in the loader's words, together with everything else.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 
-# Bits of a number, in safetensors' spelling.
+# Bits per value, by safetensors' dtype names.
 BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """What is left of a device for KV. tokens: of one sequence or of all together."""
+    """The KV memory left on a device. tokens: of one sequence or of all together."""
 
     device_bytes: int
     weight_bytes: int
@@ -43,17 +43,19 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool:
-        """Whether any token does."""
         return self.tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """kind: target, or draft (of one). parameters: weights; stored_bytes: of the files' tensors,
-    by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`; tied_bytes
-    of those are another order of a weight that is there, so no parameters more.
+    """Facts about a checkpoint.
 
-    serve: the command that serves it, "" where problems keep it from being served.
+    kind: "target" or "draft".
+    parameters: number of weights.
+    stored_bytes: bytes of the files' tensors by dtype.
+    weight_bytes, cache_bytes_per_token: as served in `dtype`.
+    tied_bytes: the part of weight_bytes that is a transposed copy, so not counted in `parameters`.
+    serve: the command that serves it; "" if problems prevent that.
     """
 
     path: str
@@ -73,7 +75,6 @@ class CheckpointInfo:
     memory: MemoryFit | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `memory.fits` beside its numbers."""
         found = asdict(self)
         if self.memory is not None:
             found["memory"]["fits"] = self.memory.fits
@@ -83,9 +84,11 @@ class CheckpointInfo:
 def describe(
     path: Path, *, target: Path | None = None, dtype: str = "bfloat16", memory: int | None = None
 ) -> CheckpointInfo:
-    """target: of which `path` is a draft. memory: bytes of a device, 90% of which are used.
+    """Describe a checkpoint.
 
-    Raises CheckpointError where there is no directory, or no config.json that can be read.
+    target: the target of the draft in `path`.
+    memory: bytes of a device, 90% of which are used.
+    Raises CheckpointError without a directory or a readable config.json.
     """
     check_directory("DIR", path)
     if target is not None:
@@ -102,7 +105,7 @@ def describe(
         return info
     if algorithm is not None and target is None:
         raise ConfigError(
-            f"a memory is named for {path}, a draft, which serves beside its target; expected "
+            f"--memory is given for {path}, a draft, which is served with its target; expected "
             f"--target too"
         )
     beside = None if target is None else describe(target, dtype=dtype)
@@ -110,8 +113,10 @@ def describe(
 
 
 def _told_by_names(path: Path) -> str | None:
-    """What a draft is for by its tensors' names: EAGLE's own heads, and layers for multi-token
-    prediction, name a language model's architecture. None for a target, or for unreadable files."""
+    """Return the drafting algorithm by tensor names; None for a target or unreadable files.
+
+    EAGLE heads and layers for multi-token prediction name a language model as their architecture.
+    """
     try:
         names = stored_names(path)
         if f"{LAYER}hidden_norm.weight" in names:
@@ -119,7 +124,7 @@ def _told_by_names(path: Path) -> str | None:
         if "fc.weight" in names:
             return "EAGLE"
         spec = load_model_spec(path)
-    except JspecError:  # which is said where it is read again
+    except JspecError:  # reported when it is read again
         return None
     family = family_named(spec.family)
     layers = [stored for stored in names.values() if re.search(r"layers\.\d+\.", stored)]
@@ -192,7 +197,6 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
 
 
 def _brings_draft(path: Path, spec: ModelSpec) -> bool:
-    """Whether layers for multi-token prediction lie in the target's own files."""
     family = family_named(spec.family)
     with open_tensors(path) as tensors:
         return any(family.is_draft(spec, name) for name in tensors.sources)
@@ -219,7 +223,7 @@ def _of_draft(
     except JspecError as error:
         return _with_problem(info, error)
     info = replace(info, serve="" if info.problems else f"{serve}{words}")
-    if source.copies and not info.problems:  # what the target holds for both
+    if source.copies and not info.problems:  # copies of what the target has already
         with open_tensors(path) as tensors:
             own = _count(tensors, without=source.copies)
         numbers = own["parameters"]
@@ -233,11 +237,11 @@ def _of_draft(
 
 
 def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
-    """What is built of it, and the words of the command beside those of every draft: layers for
-    multi-token prediction may be fewer than the default S. Raises JspecError."""
+    """Return the draft's source and its extra words of the command. Raises JspecError. Layers for
+    multi-token prediction may be fewer than the default S."""
     least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
     spec = load_model_spec(target)
-    faults: list[JspecError] = []  # the last says what is wrong whatever S is
+    faults: list[JspecError] = []  # the last one applies to every S
     for steps in range(DEFAULT_STEPS, least - 1, -1):
         args = EngineArgs(
             model_path=str(target),
@@ -289,7 +293,6 @@ def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
 def _with_memory(
     info: CheckpointInfo, memory: int, *, beside: CheckpointInfo | None
 ) -> CheckpointInfo:
-    """beside: the target of a draft, which has its place there, too."""
     both = (info,) if beside is None else (info, beside)
     weights = sum(each.weight_bytes for each in both)
     of_token = sum(each.cache_bytes_per_token for each in both)

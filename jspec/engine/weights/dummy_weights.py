@@ -1,7 +1,6 @@
-"""Random weights made where they live: no file is read, and nothing passes through the host.
+"""Random weights generated on the devices, without files or host memory.
 
-For measurements: the shapes are a real model's, the text means nothing. It knows no model, only
-its parameter table.
+For measurements: shapes of a real model, meaningless text. It uses only the parameter table.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from jspec.models.files.stored import value_at
 from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import SMALL_SCALE, Tables, abstract_params, nested, param_places
 
-# Small enough that the residual stream of a deep model stays far inside bfloat16's range.
+# Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
 
 
 def dummy_params(
     tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, by_columns: bool = False
 ) -> dict[str, Any]:
-    """Arrays for {"target": table, "draft": table}, placed as the tables say.
+    """Return arrays for {"target": table, "draft": table}, placed by the tables.
 
-    Matrices and tables are normal with a standard deviation of 0.02, norms are 1, biases 0;
-    draft_ids ascend evenly over the target's vocabulary. The same table gives the same weights,
-    whatever the number of devices. by_columns: as placement.param_places takes it.
+    Matrices and embeddings are normal with a standard deviation of 0.02, norms are 1, biases 0;
+    draft_ids ascend evenly over the target's vocabulary. The weights depend on the table only, not
+    on the number of devices. by_columns: see placement.param_places.
     """
     shards = mesh.shape[TENSOR_AXIS]
     abstract = {
@@ -63,7 +62,7 @@ def dummy_params(
 
 
 class _Maker:
-    """Makes one array after the other; keeps one compiled program a shape and sharding."""
+    """Makes arrays; compiles one program per shape and sharding."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -77,7 +76,7 @@ class _Maker:
         *,
         name: str,
     ) -> jax.Array:
-        """The array of `spec`; its name alone decides its seed."""
+        """Make the array of `spec`, seeded by its name alone."""
         if spec.init is Init.IDS:
             # Strictly ascending, since U <= V; the product needs 64 bits.
             ids = np.arange(like.shape[0], dtype=np.int64) * self._vocab_size // like.shape[0]
@@ -97,10 +96,8 @@ class _Maker:
 
 
 def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """N(0, STD) by a hash of (seed, row, column): elementwise, so nothing larger is ever stored.
-
-    jax.random would do, but keeps its bits in 32-bit arrays beside the result on some backends.
-    """
+    """Return N(0, STD) from a hash of (seed, row, column), elementwise without larger temporaries.
+    jax.random keeps 32-bit arrays of bits alongside the result on some backends."""
     bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
@@ -108,9 +105,9 @@ def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax
 
 
 def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random unsigned integers, made in the same way."""
+    """Return random unsigned integers from a hash of (seed, row, column)."""
     rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
-    for axis in range(len(shape) - 2):  # a stack: its index counts as more rows
+    for axis in range(len(shape) - 2):  # leading axes count as more rows
         stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         rows = rows + stack * jnp.uint32(shape[axis + 1])
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)

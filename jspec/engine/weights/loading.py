@@ -1,6 +1,6 @@
-"""Checkpoints onto devices: configs, weights, and the static models that go with them.
+"""Loading checkpoints onto devices: configs, weights, and their static models.
 
-With `load_format` "dummy" only the configs are read, and random weights are made on the devices.
+With `load_format` "dummy" only configs are read, and random weights are made on the devices.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPaths:
-    """Directories of the target, the tokenizer, and the draft if there is one."""
+    """Directories of the checkpoints. draft: None without a draft model."""
 
     target: Path
     tokenizer: Path
@@ -60,8 +60,11 @@ class ModelPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
-    """What was resolved; static target and drafter, and their params on the mesh; the draft model,
-    if any; and what the drafter was built from, for other weights of it."""
+    """Resolved config, static target and drafter, and their params on the mesh.
+
+    source, request, read_source: inputs of the drafter, to read other weights for it.
+    draft_layer: spec of the draft model, if any.
+    """
 
     config: ResolvedConfig
     target: Decoder
@@ -74,10 +77,7 @@ class LoadedModels:
 
 
 def resolve_paths(args: EngineArgs) -> ModelPaths:
-    """Where the checkpoints are, fetched if they are elsewhere (remote_checkpoints).
-
-    Raises CheckpointError for what is no checkpoint's place.
-    """
+    """Return the checkpoint directories, downloading remote ones. Raises CheckpointError."""
     drafting, bundled = args.algorithm.drafting, args.bundled_draft
     asked = {"model_path": args.model_path, "tokenizer_path": args.tokenizer_path}
     if drafting.has_model and bundled is None:
@@ -103,16 +103,16 @@ def load_models(
     mesh: Mesh,
     drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
-    """Reads the configs, resolves, and places target and draft.
+    """Read configs, resolve, and load target and draft onto the mesh.
 
-    drafters: those that are served. Raises CheckpointError or ConfigError naming the
-    tensor, file or number that does not fit.
+    drafters: supported algorithms. Raises CheckpointError or ConfigError naming the tensor, file or
+    value that does not fit.
     """
     spec = load_model_spec(paths.target)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, shards=mesh.size)
     if args.load_format != "dummy":
-        check_target(paths.target, spec)  # before anything is built a layer at a time
+        check_target(paths.target, spec)  # before specs are built layer by layer
     request = DraftRequest(
         args=args,
         path=paths.draft,
@@ -144,7 +144,6 @@ def _place_models(
     *,
     mesh: Mesh,
 ) -> LoadedModels:
-    """Target and draft as `config` says, their weights read or made."""
     spec = request.target
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     ops = ops_of(config)
@@ -159,7 +158,7 @@ def _place_models(
         draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
     except BaseException:
         for array in jax.tree.leaves(placed):
-            array.delete()  # whoever keeps the error should not keep the memory of a whole target
+            array.delete()  # a kept error must not keep a target's memory
         raise
     return LoadedModels(
         config=config,
@@ -174,7 +173,6 @@ def _place_models(
 
 
 def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Params:
-    """The target's params on the mesh: read, or made."""
     path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
     _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
     if config.load_format == "dummy":
@@ -204,9 +202,8 @@ def _draft_params(
     *,
     mesh: Mesh,
 ) -> Params:
-    """The drafter's params on the mesh: read, or made but for what it shares with the target."""
     path, dtype = config.speculative_draft_model_path, jnp.dtype(config.dtype)
-    if not drafter.table:  # the same on every device
+    if not drafter.table:  # e.g. a lookup table, replicated on every device
         weights = source.read(target_params, dtype, on_host)
         return place(mesh, {}, {"draft": weights})["draft"]
     own = tuple(spec for spec in drafter.table if spec.path[0] not in source.shares)
@@ -229,7 +226,6 @@ def _draft_params(
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
-    """Raises ConfigError if the declared weights are more than the devices' free memory."""
     abstract = abstract_params(table, dtype=dtype, shards=mesh.size)
     check_weights_fit(
         list(mesh.devices.flat),
@@ -241,15 +237,14 @@ def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: 
 def place(
     mesh: Mesh, tables: Tables, params: dict[str, Any], *, by_columns: bool = False
 ) -> dict[str, Any]:
-    """Puts each array where its table says."""
     places = param_places(mesh, tables, params, by_columns=by_columns)
-    # Waits: what another order in memory takes meanwhile is gone before the pool is sized.
+    # Wait, so that temporaries of a layout change are freed before the pool is sized.
     placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
     return placed
 
 
 def check_divisible(spec: ModelSpec, *, shards: int) -> None:
-    """Raises ConfigError naming the first size that `shards` does not divide."""
+    """Raise ConfigError naming the first size that `shards` does not divide."""
     for layer in dict.fromkeys(spec.layers):
         sizes = {
             "num_attention_heads": layer.attention.num_heads,
@@ -275,7 +270,7 @@ def _check_divides(sizes: dict[str, int], groups: int, *, shards: int) -> None:
 
 
 def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
-    name, which may lie elsewhere and name none."""
+    """Return the ids that end a text: those of the model's files, then the tokenizer's. A tokenizer
+    may be in another directory, and may name none."""
     named = () if tokenizer is None else tokenizer.eos_token_ids
     return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))

@@ -1,8 +1,7 @@
-"""Checkpoints that are not a directory here: gs://bucket/path, and org/name of Hugging Face's hub.
+"""Remote checkpoints: gs://bucket/path, and org/name on the Hugging Face hub.
 
-Each becomes a directory, by the library that its owner keeps (gcsfs, huggingface_hub); neither is
-needed for anything else, and a name that needs one that is not installed is an error that says so,
-before anything is read. A directory of that name wins.
+Each is downloaded to a directory by its own library (gcsfs, huggingface_hub), which is optional: a
+missing one is an error before anything is read. A local directory of that name takes precedence.
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ from jspec.models.files.checkpoint import LAYOUT, check_directory
 log = logging.getLogger(__name__)
 GS = "gs://"
 A_REPOSITORY = "a repository of Hugging Face's hub"
-LISTING = ".listing.json"  # written last: what it lists is there
+LISTING = ".listing.json"  # written last, so all that it lists is complete
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
-# Of a repository: what a checkpoint is read from; torch's files where it has no others.
+# Files of a repository to fetch; torch's only if it has no safetensors.
 _FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "*.model")
 _TORCH_FILES = ("*.bin", "*.pt")
 
 
 def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
-    """The directory of each value, by the argument that has it. Raises CheckpointError.
+    """Return the directory of each value, by argument name. Raises CheckpointError.
 
-    All are looked at before the first is fetched. What is fetched is fetched once in a process;
-    Hugging Face's own cache, or ~/.cache/jspec/models for a bucket, keeps it for the next.
+    All values are checked before the first download. Each is downloaded once per process and cached
+    for the next one: by Hugging Face, or in ~/.cache/jspec/models for a bucket.
     """
     ways = {name: _way(name, value) for name, value in named.items()}
     return {name: way(name, named[name]) for name, way in ways.items()}
 
 
 def _way(name: str, value: str) -> Callable[[str, str], Path]:
-    """How `value` becomes a directory."""
     try:
         is_here = Path(value).is_dir()
-    except OSError as error:  # a name that is too long, or what may not be looked at
+    except OSError as error:  # e.g. a name that is too long, or no permission
         raise NoCheckpointError(
             f"{name} is {shown(value)}: {reason_of(error)}; expected a directory with {LAYOUT}"
         ) from error
@@ -61,7 +59,6 @@ def _way(name: str, value: str) -> Callable[[str, str], Path]:
 
 
 def _library(module: str, name: str, value: str, *, extra: str, what: str) -> Any:
-    """The module, or the error that says what is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -92,7 +89,7 @@ def _from_hub(name: str, value: str) -> Path:
                 found["id"],
                 revision=found["revision"],
                 allow_patterns=list(patterns),
-                # A checkpoint's files are at the top, but for its further chat templates.
+                # A checkpoint's files are at the top level, except for additional chat templates.
                 ignore_patterns=[f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"],
             )
         )
@@ -101,7 +98,7 @@ def _from_hub(name: str, value: str) -> Path:
         directory = fetch(_FILES)
         if not any(directory.glob("*.safetensors")):
             directory = fetch((*_FILES, *_TORCH_FILES))
-    except Exception as error:  # the library has many, and those of what it is built on
+    except Exception as error:  # the library and its dependencies raise many kinds
         raise CheckpointError(
             f"{name} is {value!r}: there is no such directory here, and {A_REPOSITORY} could not "
             f"be fetched by that name ({type(error).__name__}: {_first_line(error)}); expected a "
@@ -127,7 +124,6 @@ def _from_bucket(name: str, value: str) -> Path:
 
 
 def _copied(name: str, value: str, bucket: Any, files: Mapping[str, Mapping[str, Any]]) -> Path:
-    """A directory with the bucket's files: the last copy, if nothing was written there since."""
     base = value.removeprefix(GS).rstrip("/")
     digest = hashlib.sha256(base.encode()).hexdigest()[:12]
     last = base.rsplit("/", 1)[-1]
@@ -149,7 +145,7 @@ def _copied(name: str, value: str, bucket: Any, files: Mapping[str, Mapping[str,
             bucket.get_file(path, str(to))
         kept.write_text(listing, encoding="utf-8")
     except Exception as error:
-        shutil.rmtree(directory, ignore_errors=True)  # a full disk has room again
+        shutil.rmtree(directory, ignore_errors=True)  # free the space of an incomplete copy
         raise CheckpointError(
             f"{name} is {value!r}, which could not be copied to {str(directory)!r} "
             f"({type(error).__name__}: {_first_line(error)})"

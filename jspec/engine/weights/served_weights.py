@@ -1,8 +1,7 @@
-"""The weights that serve: read by their published names, and replaced by others of their kind.
+"""The served weights: read by published names, and replaced by weights of the same shapes.
 
-Everything is read, checked and counted before the switch: from files or from arrays, onto the
-devices where the new weights fit beside the old, else onto the host. Compiled programs take weights
-as arguments and stay.
+An update is read and checked completely before the switch, from files or arrays, onto the devices
+if both models fit there, else onto the host. Compiled programs take weights as arguments and stay.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from jspec.speculative.drafters.source import DraftSource
 
 
 class HoldsParams(Protocol):
-    """What is asked of a runner."""
+    """The used part of a runner."""
 
     @property
     def params(self) -> Any: ...
@@ -78,7 +77,7 @@ TARGET, DRAFT = Model.TARGET, Model.DRAFT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedWeights:
-    """What `switch` needs, all of it read and checked. leaves: every weight, changed or not."""
+    """Input of `switch`, read and checked. leaves: every weight, changed or not."""
 
     leaves: dict[ParamPath, Leaf]
     source: DraftSource
@@ -87,8 +86,9 @@ class PreparedWeights:
 class ServedWeights:
     """Implements `messages.protocols.Weights` for a runner's params.
 
-    models: what it was built from, without their params. has_room: whether the devices have room
-    for so many bytes more, of all shards; by default, if that is half of what is free there.
+    models: what the runner was built from, without params.
+    has_room: True if the devices can take that many more bytes over all shards; default: if at most
+    half of the free memory.
     """
 
     def __init__(
@@ -113,7 +113,6 @@ class ServedWeights:
 
     @property
     def models(self) -> LoadedModels:
-        """What they were built from, without params."""
         return self._models
 
     @property
@@ -122,7 +121,7 @@ class ServedWeights:
 
     @property
     def params(self) -> Any:
-        """As they lie on the devices now, {"target": ..., "draft": ...}."""
+        """The arrays on the devices, {"target": ..., "draft": ...}."""
         return self._runner.params
 
     @property
@@ -137,7 +136,6 @@ class ServedWeights:
     # Reading.
 
     def tensor(self, name: str, model: Model | None) -> HostArray:
-        """One tensor under its published name, as a checkpoint of the served dtype has it."""
         for each in (TARGET, DRAFT) if model is None else (model,):
             stored = self._source.canonical(name) if each is DRAFT else name
             found = layouts_by_name(self._published(each)).get(stored)
@@ -151,7 +149,7 @@ class ServedWeights:
         return lambda path: leaves[(model.value, *path)]
 
     def _published(self, model: Model) -> ParamTable:
-        """Weights of a model that have a stored form, without those that are the other's."""
+        """Return a model's weights that have a stored form, without those of the other model."""
         table = tuple(spec for spec in self._tables[model] if spec.layouts)
         if model is TARGET:
             return table
@@ -166,11 +164,8 @@ class ServedWeights:
     # Changing.
 
     def prepare(self, update: WeightUpdate) -> PreparedWeights:
-        """Reads and checks all of it; what serves stays as it is.
-
-        Raises CheckpointError, one that names all that is wrong, ConfigError for what no weights
-        could mend.
-        """
+        """Read and check an update; the served weights stay. Raises CheckpointError naming every
+        fault, or ConfigError if no weights could fit."""
         try:
             found = Finite()
             if isinstance(update, DiskUpdate):
@@ -179,14 +174,14 @@ class ServedWeights:
                 new, source = self._from_arrays(update, found), self._source
             found.check()
         except BaseException as error:
-            clear_frames(error)  # they hold what was read
-            if isinstance(error, OSError):  # a file of the update's that the system refuses to read
+            clear_frames(error)  # they refer to the read weights
+            if isinstance(error, OSError):  # a file that the system cannot read
                 raise CheckpointError(_unreadable(error)) from error
             raise
         old = flat_leaves(self._runner.params)
         targets = {id(leaf): path for path, leaf in old.items() if path[0] == TARGET.value}
         leaves: dict[ParamPath, Leaf] = {}
-        # A draft that is read anew may have other weights of its own than the former.
+        # A new draft may have other weights of its own than the former one.
         whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
         for path, leaf in {**{p: x for p, x in old.items() if p[0] not in whole}, **new}.items():
             shared = targets.get(id(leaf)) if path[0] == DRAFT.value else None
@@ -194,8 +189,8 @@ class ServedWeights:
         return PreparedWeights(leaves, source)
 
     def switch(self, prepared: PreparedWeights) -> None:
-        """Serves them. On the runner's thread, no step being in flight. If it raises, what served
-        before does still, but for EngineClosedError."""
+        """Serve the prepared weights. On the runner's thread, with no step in flight. If it raises,
+        the old weights still serve, unless it is EngineClosedError."""
         with self._runner.exclusively():
             self._switch(prepared)
 
@@ -213,7 +208,7 @@ class ServedWeights:
         except Exception as error:
             if any(leaf.is_deleted() for leaf in old.values()):
                 raise EngineClosedError(
-                    "the weights were switched in part", f": {error!r}"
+                    "the weights were switched only in part", f": {error!r}"
                 ) from error
             raise
         self._runner.replace_params(params)
@@ -224,7 +219,7 @@ class ServedWeights:
         return self._put(spec, value)
 
     def _is_half_of_free(self, num_bytes: int) -> bool:
-        """The other half is for what the steps compute meanwhile. A CPU does not say."""
+        """Leave the other half to steps that run meanwhile. A CPU has no limit."""
         devices = list(self._mesh.devices.flat)
         memory = least_memory(devices)
         return memory is None or 2 * math.ceil(num_bytes / len(devices)) <= memory.free
@@ -255,7 +250,7 @@ class ServedWeights:
         if faults:
             raise CheckpointError("\n".join(faults))
         new: dict[ParamPath, Any] = {}
-        read: dict[str, Any] = {}  # the target's
+        read: dict[str, Any] = {}  # the new target's params
 
         def place(reads: Sequence[ParamRead]) -> Mapping[ParamPath, Any]:
             return self._place(reads, found)
@@ -278,7 +273,6 @@ class ServedWeights:
         return new, source
 
     def _check_target(self, path: Path) -> None:
-        """CheckpointError for config and headers that are not the served target's."""
         check_directory("model_path", path)
         served, spec = self._models.target.spec, load_model_spec(path)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
@@ -289,13 +283,12 @@ class ServedWeights:
             raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))
 
     def _draft_source(self, path: Path) -> tuple[DraftSource, list[str]]:
-        """What a directory brings, and what is wrong with it."""
         models = self._models
         if not self.has_draft:
             algorithm = models.config.algorithm.value
             raise ConfigError(
-                f"the draft's weights are to be updated, but speculative_algorithm {algorithm} has "
-                "none; expected a target's alone"
+                f"the update has a draft, but speculative_algorithm is {algorithm}, without one; "
+                "expected target weights only"
             )
         found: list[DraftSource] = []
 
@@ -344,8 +337,8 @@ class ServedWeights:
         return new
 
     def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
-        """What is whose. A name that neither has is the target's, where it is an error. What the
-        draft's files have of the target's is left out, as it is where they are read."""
+        """Split arrays by model. An unknown name goes to the target, where it is an error. A
+        draft's copies of target tensors are skipped, as they are when files are read."""
         known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
         whose: dict[Model, dict[str, LazyTensor]] = {}
         both: list[str] = []
@@ -378,7 +371,7 @@ def _tree(leaves: Mapping[ParamPath, Any]) -> dict[str, Any]:
 
 
 def _fault(run: Callable[[], object]) -> list[str]:
-    """What it raises on purpose, or the system on reading, as text."""
+    """Return the error of `run` as text: a JspecError or an OSError."""
     try:
         run()
     except JspecError as error:
@@ -389,6 +382,5 @@ def _fault(run: Callable[[], object]) -> list[str]:
 
 
 def _unreadable(error: OSError) -> str:
-    """The error without its number."""
     named = "a file of the checkpoint" if error.filename is None else error.filename
     return f"{named}: cannot be read: {reason_of(error)}"

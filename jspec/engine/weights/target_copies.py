@@ -1,4 +1,4 @@
-"""A draft's files against the target that is served: a warning for what is another model's."""
+"""Warnings about drafts whose files contain tensors of another target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
-    """Logs each tensor of the draft's that is none of the target's, though the target has it.
+    """Log each tensor of the draft that should equal the target's but differs.
 
-    path: the draft's directory. target: params, on the host or the devices. Some rows are read.
+    path: the draft's directory.
+    target: params, on the host or the devices. A sample of tokens is compared.
     """
     if source.copies_in is None:
         return
@@ -39,11 +40,11 @@ def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, 
 def _what_to_do(copy: TargetCopy) -> str:
     if copy.is_read:
         return (
-            "the head drafts with its own. If it was trained with it beside this target, all is "
-            "well; a head of another target has few drafts accepted. Without the tensor in its "
+            "the head drafts with its own. That is correct if it was trained with it for this "
+            "target; a head of another target has few drafts accepted. Without the tensor in its "
             "file the target's is used; jspec doctor measures both"
         )
     return (
-        "the target's is used instead, but the head was trained beside another one, as it seems: "
-        "if few drafts are accepted, get the head of this target. jspec doctor measures it"
+        "the target's is used instead, but the head seems to be trained for another target: if "
+        "few drafts are accepted, get the head of this target. jspec doctor measures it"
     )

@@ -1,4 +1,4 @@
-"""Whether other weights may serve: the same architecture, numbers that are numbers."""
+"""Checks of new weights: same architecture, finite values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jspec.errors import CheckpointError, shown
 from jspec.models.files.tensor_files import LISTED, HostArray
 from jspec.models.params import ParamSpec
 
-# The bits of the exponent, all of which are set in what is no number, by type of 16 bits.
+# Exponent bits of 16-bit types; a value with all of them set is infinite or NaN.
 EXPONENTS = {np.dtype(np.float16): np.uint16(0x7C00), np.dtype(jnp.bfloat16): np.uint16(0x7F80)}
 
 
 class Finite:
-    """What was read, looked through for numbers that are not finite."""
+    """Collects the names of weights with values that are not finite."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,16 +36,16 @@ class Finite:
         return checked
 
     def check(self) -> None:
-        """CheckpointError for weights that are not finite, all of them."""
+        """Raise CheckpointError naming the weights that are not finite."""
         if self._bad:
-            lines = [f"{name} has numbers that are not finite" for name in sorted(self._bad)]
+            lines = [f"{name} has values that are not finite" for name in sorted(self._bad)]
             more = len(lines) - LISTED
-            lines = lines[:LISTED] + ([f"{more} more weights have such"] if more > 0 else [])
+            lines = lines[:LISTED] + ([f"{more} more weights have such values"] if more > 0 else [])
             raise CheckpointError("\n  ".join(("the new weights cannot serve", *lines)))
 
 
 def is_finite(value: HostArray) -> bool:
-    """Whether all numbers are; block by block, without a copy of all of it."""
+    """Check blockwise, without a copy of the whole array."""
     if value.dtype.kind in "iub":
         return True
     rows = value.reshape(-1) if value.flags.c_contiguous else value.T.reshape(-1)
@@ -57,7 +57,7 @@ def _all_finite(rows: HostArray) -> bool:
     exponent = EXPONENTS.get(rows.dtype)
     if exponent is None:
         return bool(np.isfinite(rows).all())
-    # Plain integers are several times faster than 16-bit floats.
+    # Integers are several times faster than 16-bit floats here.
     return not bool(((rows.view(np.uint16) & exponent) == exponent).any())
 
 
@@ -67,7 +67,7 @@ def _named(spec: ParamSpec) -> str:
 
 
 def differences(served: Any, other: Any, name: str = "") -> list[str]:
-    """Lines that name each value in which two descriptions differ, dataclass by dataclass."""
+    """Return a line for each value in which two dataclass trees differ."""
     if served == other:
         return []
     if type(served) is type(other) and dataclasses.is_dataclass(served):
@@ -89,10 +89,10 @@ def differences(served: Any, other: Any, name: str = "") -> list[str]:
 
 
 def as_host(name: str, array: Any) -> HostArray:
-    """A numpy array of what a caller has: numpy's, jax's, or one that DLPack shares (torch's)."""
+    """Convert an array of numpy, jax or a DLPack library (torch) to numpy."""
     try:
         return np.asarray(array)
-    except (TypeError, ValueError, RuntimeError):  # torch's bfloat16, or on a GPU
+    except (TypeError, ValueError, RuntimeError):  # torch's bfloat16, or a tensor on a GPU
         try:
             return np.asarray(jax.dlpack.from_dlpack(array))
         except Exception as error:

@@ -1,8 +1,7 @@
-"""Weights from files to their places on the devices: several at once, never the model on the host.
+"""Streams weights from files to devices, several at once, with bounded host memory.
 
-A few threads each read one weight, put it where it lives, wait until it is there, and drop the
-host's copy. A weight starts only when what it holds on the host fits the bound beside those that
-are under way.
+Each thread reads one weight, puts it on its devices, waits for that, and drops the host copy. A
+weight starts only when its host bytes and those in progress stay within the bound.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ from jspec.models.params import ParamSpec, Path
 from jspec.models.placement import place_of
 
 NUM_WORKERS = 4
-MAX_BYTES = 2**30  # on the host, of all weights under way
-_ASK_SECONDS = 0.5  # how often a wait asks whether Ctrl-C came
+MAX_BYTES = 2**30  # on the host, of all weights in progress
+_ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 
-# Returns when the array is on its devices; or the host's own, for whom wants it there.
+# Returns once the array is on its devices, or returns the host array if that is wanted.
 Put = Callable[[ParamSpec, HostArray], Any]
 
 
 def put_on(mesh: Mesh, *, by_columns: bool) -> Put:
-    """Puts a weight where its declaration says; each device gets its own shard only.
-
-    On a CPU the array may lie in the host array's very memory, so nobody writes that again.
-    """
+    """Make a Put that places a weight by its declaration; each device gets its own shard only. On a
+    CPU the result may alias the host array, so that is made read-only."""
 
     def put(spec: ParamSpec, value: HostArray) -> jax.Array:
         value.setflags(write=False)
@@ -51,11 +48,11 @@ def stream(
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,
 ) -> dict[Path, Any]:
-    """Reads and puts all weights. At most `num_workers` at once, and `max_bytes` (of `host_bytes`)
-    on the host; a weight larger than that has the host to itself.
+    """Read and put all weights, at most `num_workers` at once.
 
-    The first error of a thread ends the rest and is raised, with a note that names the weight;
-    so does an interrupt. What was placed by then is deleted from the devices.
+    max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
+    error of a thread, or an interrupt, ends the rest and is raised, an error with a note naming the
+    weight. Arrays placed by then are deleted.
     """
     flow = _Flow(put, max_bytes)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
@@ -80,7 +77,7 @@ def stream(
 
 
 class _Flow:
-    """Which weights are under way, what they hold, and what became of them."""
+    """State of the weights in progress."""
 
     def __init__(self, put: Put, max_bytes: int) -> None:
         self.placed: dict[Path, Any] = {}
@@ -93,7 +90,7 @@ class _Flow:
         self._changed = threading.Condition()
 
     def admit(self, each: ParamRead) -> bool:
-        """Waits until `each` fits beside what is under way; False if something failed first."""
+        """Wait until `each` fits within the bound; False if something failed first."""
         self._wait(lambda: self._held == 0 or self._held + each.host_bytes <= self._max_bytes)
         with self._changed:
             if self._is_stopped:
@@ -103,17 +100,15 @@ class _Flow:
             return True
 
     def wait_until_idle(self) -> None:
-        """Until every admitted weight is placed, or something failed."""
         self._wait(lambda: self._num_open == 0)
 
     def stop(self) -> None:
-        """Nothing more is begun."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def run(self, each: ParamRead) -> None:
-        """A thread's part: reads and puts one weight, and the one that is its transpose."""
+        """Read and put one weight and its transpose, if tied; runs in a thread."""
         try:
             if not self._is_stopped:
                 self._place(each)
@@ -129,14 +124,14 @@ class _Flow:
                 self._changed.notify_all()
 
     def _place(self, each: ParamRead) -> None:
-        """Its host array lives no longer than this call."""
+        """Keep the host array no longer than this call."""
         value = each.read()
         self.placed[each.spec.path] = self._put(each.spec, value)
         if each.tied is not None:
             self.placed[each.tied.path] = self._put(each.tied, value.T)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Until `is_done` or stopped. Raises KeyboardInterrupt, also one that was lost."""
+        """Wait until `is_done` or stopped. Raises KeyboardInterrupt, also one that was lost."""
         with self._changed:
             while not (self._is_stopped or is_done()):
                 self._changed.wait(_ASK_SECONDS)

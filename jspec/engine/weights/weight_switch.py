@@ -1,9 +1,8 @@
-"""From the weights that serve to others, on the devices, without two models there where they do not
-fit beside each other; and back again if it fails half-way.
+"""Switches served weights in place, without two models on the devices, and undoes a failure.
 
-The new weights are on the devices already, or on the host. Those on the host take the place of the
-old ones one by one: the old array goes to the host, then it is deleted, then the new one is put. So
-devices and host hold one model each, whatever happens, and no file is read any more.
+New weights are on the devices already, or on the host. Those on the host replace the old ones one
+by one: the old array is copied to the host and deleted, then the new one is put. So devices and
+host hold at most one model each, and no file is read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jspec.models.params import Path
 
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """The very array that another weight is: a draft's that is its target's."""
+    """Marks a weight that is another weight's array: a draft's that it shares with its target."""
 
     path: Path
 
@@ -34,7 +33,7 @@ PutAt = Callable[[Path, HostArray], jax.Array]
 
 
 class SwitchError(Exception):
-    """The switch failed by `cause`; `restored` are the weights that served, all of them."""
+    """The switch failed with `cause`; `restored` are the old weights, complete."""
 
     def __init__(self, cause: BaseException, restored: Flat) -> None:
         super().__init__(f"the weights were not switched: {cause!r}")
@@ -42,11 +41,11 @@ class SwitchError(Exception):
 
 
 def switch_leaves(old: Mapping[Path, jax.Array], new: dict[Path, Leaf], put: PutAt) -> Flat:
-    """The new weights, all on the devices. Empties `new` on the way, for the host's sake.
+    """Put the new weights on the devices; empties `new` on the way to free host memory.
 
-    old: what serves; arrays of it that are not in `new` are deleted where there is no other way to
-    make room. Raises SwitchError with the error and what serves then; EngineClosedError where not
-    even the old ones could be put back.
+    old: the served arrays; those replaced by host arrays are deleted to make room. Raises
+    SwitchError with the cause and the restored weights; EngineClosedError if the old ones could not
+    be restored.
     """
     switch = _Switch(old, new, put)
     try:
@@ -86,7 +85,6 @@ class _Switch:
         leaf.delete()
 
     def undo(self, cause: BaseException) -> Flat:
-        """The old weights, what was deleted put back."""
         for array in self._made:
             array.delete()
         try:
@@ -100,6 +98,6 @@ class _Switch:
 
 
 def flat_leaves(params: Any) -> Flat:
-    """Every array by (model, *path)."""
+    """Return every array by (model, *path)."""
     flat: Flat = traverse_util.flatten_dict(params, keep_empty_nodes=False)
     return flat

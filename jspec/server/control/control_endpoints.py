@@ -1,7 +1,4 @@
-"""Routes that ask for no generation: tokens, readiness, pausing, profiles, the cache.
-
-Names and fields are SGLang's and vLLM's.
-"""
+"""SGLang's and vLLM's other routes: tokens, readiness, pausing, profiles, cache."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.tokenizer.tokenizer import LARGE_CHARS
 
 BODY = "the request body"
-# Of a chat's fields those that its prompt depends on.
+# The chat fields that affect the prompt.
 CHAT_PROMPT_FIELDS = frozenset(
     {
         "messages",
@@ -47,13 +44,13 @@ CHAT_PROMPT_FIELDS = frozenset(
     }
 )
 PAUSE_MODES = ("abort", "in_place")
-# Of /tokenize in characters and of /detokenize in ids: so much, or what a context may hold.
+# Limit of /tokenize (characters) and /detokenize (ids); a larger context raises it.
 MAX_SIZE = 2**22
 MOST_CHARS_A_TOKEN = 8  # on average, over a whole context
 
 
 class ControlEndpoints:
-    """One method an endpoint."""
+    """One method per endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -76,15 +73,15 @@ class ControlEndpoints:
         ]
 
     async def ready(self, _: Request) -> Response:
-        """GET /ready: 200 while requests are taken and nothing is paused or shutting down."""
+        """GET /ready: 200 while requests are accepted; 503 while paused or shutting down."""
         why = self.service.unready
         if why:
             return error_response(why, HTTPStatus.SERVICE_UNAVAILABLE)
         return PlainTextResponse("ready\n")
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"} and
-        the template's fields of a chat, as vLLM has it."""
+        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"}
+        with a chat's template fields, as in vLLM."""
         values = await read_call(request, self.service.args, _tokenize_fields)
         if values.get("messages") is not None:
             return await self._tokenize_chat(values)
@@ -109,8 +106,7 @@ class ControlEndpoints:
         )
 
     def _check_size(self, name: str, size: int, unit: str) -> None:
-        """Raises RequestError for more than anybody's prompt has: memory of a hundred times the
-        size, and seconds for each megabyte."""
+        """Raise RequestError beyond any real prompt; 1 MB takes seconds, and 100 MB of memory."""
         most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.context_length)
         if size > most:
             raise RequestError(f"{name} has {size} {unit}; expected at most {most}")
@@ -118,8 +114,8 @@ class ControlEndpoints:
     async def _in_turn(
         self, request: Request, make: Callable[[], Response], *, size: int
     ) -> Response:
-        """What `make` answers; where that takes long, one after the other in a thread of their own:
-        others' bodies are read in those that all share. A client that goes away waits no longer."""
+        """Return make(), in a single dedicated thread if it takes long, so that the shared threads
+        stay free to read bodies. A disconnect of the client ends the wait."""
         if size <= INLINE_CHARS:
             return make()
 
@@ -134,7 +130,6 @@ class ControlEndpoints:
         return await unless_gone(request.receive, _awaited(making))
 
     async def _tokenize_chat(self, values: JsonObject) -> Response:
-        """The prompt that a chat would have."""
         if values.get("prompt") is not None:
             raise RequestError("prompt and messages are given; expected one of them")
         given = {name: values[name] for name in CHAT_PROMPT_FIELDS if name in values}
@@ -146,7 +141,7 @@ class ControlEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize {"tokens": ids or lists of ids, "skip_special_tokens": true}.
 
-        The answer has SGLang's `text` and vLLM's `prompt`, which are the same.
+        The answer has the text as SGLang's `text` and vLLM's `prompt`.
         """
         rows, is_list, skips = await read_call(request, self.service.args, _detokenize_fields)
         num_ids = sum(map(len, rows))
@@ -162,9 +157,9 @@ class ControlEndpoints:
         return await self._in_turn(request, made, size=num_ids + len(rows))
 
     async def pause_generation(self, request: Request) -> Response:
-        """POST /pause_generation {"mode": "abort" or "in_place"}: no step is begun from here on.
+        """POST /pause_generation {"mode": "abort" or "in_place"}: starts no more steps.
 
-        abort (SGLang's default) ends all requests first; in_place keeps them where they are.
+        abort (SGLang's default) ends all requests first; in_place keeps them.
         """
         body = await read_call(
             request, self.service.args, partial(as_object, where=BODY), or_empty=True
@@ -182,7 +177,7 @@ class ControlEndpoints:
         return JSONResponse({"status": "ok"})
 
     async def start_profile(self, _: Request) -> Response:
-        """POST /start_profile: a trace of jax's profiler into --profile-dir, nowhere else."""
+        """POST /start_profile: starts a jax profiler trace, always into --profile-dir."""
         directory = self.service.args.profile_dir
         if directory is None:
             raise RequestError("profiles are not taken; expected the server to have --profile-dir")
@@ -195,19 +190,18 @@ class ControlEndpoints:
         return JSONResponse({"status": "ok", "profile_dir": directory})
 
     async def flush_cache(self, _: Request) -> Response:
-        """GET or POST /flush_cache: empties the prefix cache, if no request is there."""
+        """GET or POST /flush_cache: empties the prefix cache if there are no requests."""
         if await self.service.engine.async_flush_cache():
             return PlainTextResponse("Cache flushed.\n")
-        raise RequestError("requests are running or waiting; expected none while the cache goes")
+        raise RequestError("requests are running or waiting; expected none during a flush")
 
     async def freeze_gc(self, _: Request) -> Response:
-        """GET or POST /freeze_gc: as at the start, for what has been made since; SGLang's name."""
+        """GET or POST /freeze_gc: excludes all current objects from garbage collection."""
         settle_heap()
         return PlainTextResponse("Garbage collection frozen.\n")
 
 
 def _tokenize_fields(body: object) -> JsonObject:
-    """The fields of /tokenize, checked: "prompt" if there are no "messages"."""
     values = without_neutral(
         BODY,
         as_object(body, BODY),
@@ -226,7 +220,6 @@ def _tokenize_fields(body: object) -> JsonObject:
 
 
 def _detokenize_fields(body: object) -> tuple[list[tuple[int, ...]], bool, bool]:
-    """The ids of /detokenize, whether they came as lists, and whether special ones are skipped."""
     values = without_neutral(
         BODY,
         as_object(body, BODY),

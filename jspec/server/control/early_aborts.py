@@ -1,5 +1,4 @@
-"""Aborts of requests that are on their way to the engine: a grammar may compile for seconds before
-the engine knows any of them."""
+"""Aborts of requests that the engine does not know yet: a grammar may compile for seconds first."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from jspec.serving.loop_thread import EngineStream
 
 
 class Submitting(Protocol):
-    """What is asked of an engine."""
+    """The used part of an engine."""
 
     async def submit(
         self, requests: Sequence[Request], /, *, max_unread: int | None = None
@@ -23,16 +22,15 @@ class Submitting(Protocol):
 
 
 class EarlyAborts:
-    """Submits and aborts, so that an abort in between is done once the engine has the request."""
+    """Submits and aborts requests; an abort during a submit is applied once the engine has it."""
 
     def __init__(self, engine: Submitting) -> None:
         self._engine = engine
-        self._is_aborted: dict[str, bool] = {}  # of what is on its way
+        self._is_aborted: dict[str, bool] = {}  # requests being submitted
 
     async def submit(self, requests: Sequence[Request], **options: Any) -> tuple[EngineStream, ...]:
-        """As the engine's."""
         names = dict.fromkeys((request.request_id for request in requests), False)
-        self._is_aborted |= names  # a name may stand there twice, which the engine refuses
+        self._is_aborted |= names  # the engine refuses duplicate names
         aborted: list[str] = []
         try:
             streams = await self._engine.submit(requests, **options)
@@ -43,14 +41,14 @@ class EarlyAborts:
         return streams
 
     async def abort(self, name: str) -> int:
-        """1 if it is there or on its way, else 0."""
+        """Return 1 if the request exists or is being submitted, else 0."""
         is_early = name in self._is_aborted
-        if is_early:  # before the engine is asked: it may have it by then
+        if is_early:  # set it first: the engine may get the request during the await
             self._is_aborted[name] = True
         return max(await self._engine.abort(name), int(is_early))
 
     async def abort_all(self) -> int:
-        """How many were there or on their way."""
+        """Return how many existed or were being submitted."""
         early = len(self._is_aborted)
         self._is_aborted = dict.fromkeys(self._is_aborted, True)
         return early + await self._engine.abort_all()

@@ -1,7 +1,7 @@
-"""Every metric of /metrics, declared once: name, kind, meaning, and how it is read at a scrape.
+"""Every metric of /metrics: name, kind, meaning, and how a scrape reads it.
 
-The names are SGLang's and vLLM's, so that a dashboard made for either finds what it looks for; one
-value may have several. What neither has is jspec's. `metrics_table` makes docs/metrics.md's table.
+The names are SGLang's and vLLM's, so that dashboards for either work; one value may have several
+names. Others start with jspec. `metrics_table` makes the table of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class MetricKind(enum.Enum):
 
 
 class Histogram:
-    """Counts of values. bounds: upper, ascending; what is beyond the last has its own place.
-
-    prometheus_client's own takes a lock and 2 us for each value, of which a step has hundreds.
-    """
+    """Counts of values by bucket; prometheus_client's takes a lock and 2 us per value. bounds:
+    ascending upper bounds; larger values have their own bucket."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -49,19 +47,18 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, *, count: int = 1) -> None:
-        """Counts a value `count` times; it belongs to the first bound that is not below it."""
+        """Count a value `count` times, in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """As of now, for the registry."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets=buckets, sum_value=self._sum)
 
 
 class Observed:
-    """What is collected where answers are written: a value a token or a request, never a step's."""
+    """Values recorded where answers are written, per token or per request."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BUCKETS)
@@ -76,7 +73,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a scrape reads. gen_throughput: output tokens a second of the last window."""
+    """Input of a scrape. gen_throughput: output tokens per second of the last window."""
 
     stats: SchedulerStats
     limits: ServeLimits
@@ -89,9 +86,10 @@ Value = float | Histogram | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """One value and the names under which it is shown, counters' without their _total.
+    """One value and its metric names, counters without their _total.
 
-    label: of a value that is a mapping, what its keys are. read: at a scrape.
+    label: the label whose values are the keys of a mapping.
+    read: reads the value at a scrape.
     """
 
     names: tuple[str, ...]
@@ -102,12 +100,11 @@ class MetricRow:
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """As a query names them; a histogram's have _bucket, _sum and _count after them."""
+        """Names in queries; a histogram's also get _bucket, _sum and _count."""
         end = "_total" if self.kind is MetricKind.COUNTER else ""
         return tuple(name + end for name in self.names)
 
     def metrics(self, snapshot: Snapshot, labels: Mapping[str, str]) -> list[Metric]:
-        """One a name, for the registry."""
         value = self.read(snapshot)
         return [self._metric(name, value, labels) for name in self.names]
 
@@ -129,12 +126,11 @@ class MetricRow:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """0 where nothing was counted."""
     return numerator / denominator if denominator > 0 else 0.0
 
 
 def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
-    """How often the draft of each depth was accepted, from 0 on, as vLLM counts.
+    """Return how often the draft at each depth was accepted, counted from 0 like vLLM.
 
     histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {"0": 5, "1": 4}
     """
@@ -142,7 +138,7 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
 
 
 def _used_tokens(now: Snapshot) -> int:
-    """The pool has pages beyond its tokens, for drafts, which count for neither side."""
+    """Clip to max_total_tokens: the pool's additional pages, for drafts, are not counted."""
     return min(now.stats.num_used_pages * now.limits.page_size, now.limits.max_total_tokens)
 
 
@@ -165,90 +161,89 @@ def _histogram(*names: str, text: str, read: Callable[[Observed], Histogram]) ->
 GAUGES = (
     _gauge(
         *("sglang:num_running_reqs", "vllm:num_requests_running"),
-        text="Sequences that hold a slot",
+        text="Running sequences",
         read=lambda s: s.stats.num_running,
     ),
     _gauge(
         *("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
-        text="Sequences that wait for a slot",
+        text="Waiting sequences",
         read=lambda s: s.stats.num_queued,
     ),
     _gauge(
         *("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-        text="Share of the KV pool that sequences hold, from 0 to 1",
+        text="Share of the KV pool used by running sequences, from 0 to 1",
         read=lambda s: s.stats.token_usage,
     ),
     _gauge(
         "sglang:num_used_tokens",
-        text="Tokens that the pages of running sequences have room for",
+        text="Capacity in tokens of the running sequences' pages",
         read=_used_tokens,
     ),
     _gauge(
         "sglang:kv_available_tokens",
-        text="Tokens of the KV pool that no running sequence has: of free and of cached pages",
+        text="Capacity in tokens of the other pages, free or cached",
         read=lambda s: s.limits.max_total_tokens - _used_tokens(s),
     ),
     _gauge(
         "sglang:max_total_num_tokens",
-        text="Tokens that the KV pool holds",
+        text="Capacity of the KV pool in tokens",
         read=lambda s: s.limits.max_total_tokens,
     ),
     _gauge(
         "sglang:cache_hit_rate",
-        text="Share of all prompt tokens that were found in the prefix cache, since the start",
+        text="Share of prompt tokens found in the prefix cache since the start",
         read=lambda s: s.stats.cache_hit_rate,
     ),
     _gauge(
         "sglang:gen_throughput",
-        text=f"Output tokens a second over the last {WINDOW_SECONDS:g} s in which steps ran",
+        text=f"Output tokens per second, over the last {WINDOW_SECONDS:g} s in which steps ran",
         read=lambda s: s.gen_throughput,
     ),
     _gauge(
         "sglang:spec_accept_length",
-        text="Mean tokens a verification emitted, bonus included, since the start",
+        text="Mean tokens emitted per verification since the start, bonus included",
         read=lambda s: s.stats.counters.acceptance_length,
     ),
     _gauge(
         "sglang:spec_accept_rate",
-        text="Share of draft tokens that were accepted, since the start",
+        text="Share of draft tokens accepted since the start",
         read=lambda s: ratio(s.stats.counters.num_accepted, s.stats.counters.num_proposed),
     ),
     _gauge(
         "sglang:spec_num_steps",
-        text="S: draft levels; with --speculative-adaptive those chosen last",
+        text="S, draft levels; with --speculative-adaptive the last choice",
         read=lambda s: s.stats.shapes.steps_now(s.limits.spec),
     ),
     _gauge(
         "sglang:spec_num_draft_tokens",
-        text="N: tree nodes, root included",
+        text="N, tree nodes including the root",
         read=lambda s: s.limits.spec.num_draft_tokens,
     ),
     _gauge(
         "jspec:num_leaked_pages",
-        text="Pages that nothing holds and nobody can use: 0, or a bug",
+        text="Leaked pages, neither free nor in use; nonzero is a bug",
         read=lambda s: s.stats.num_leaked_pages,
     ),
 )
 
 
 def _of_shapes(name: str) -> Callable[[Snapshot], Value]:
-    """Reads one of what a chooser of shapes counts."""
     return lambda snapshot: float(getattr(snapshot.stats.shapes, name))
 
 
 SHAPES = (
-    ("expected_tokens", "Tokens expected of the decodes whose shape --speculative-adaptive chose"),
-    ("emitted_tokens", "Tokens that they emitted"),
-    ("expected_seconds", "Seconds expected of those of known cost"),
-    ("measured_seconds", "Seconds that they took"),
-    ("num_changes", "Changes of the shape that is worth most"),
-    ("num_probes", "Decodes of another shape, to see what it costs or accepts"),
+    ("expected_tokens", "Expected tokens of decodes with an adaptively chosen shape"),
+    ("emitted_tokens", "Emitted tokens of decodes with an adaptively chosen shape"),
+    ("expected_seconds", "Expected seconds of such decodes, if the shape's cost is known"),
+    ("measured_seconds", "Measured seconds of such decodes, if the shape's cost is known"),
+    ("num_changes", "Changes of the best shape (--speculative-adaptive)"),
+    ("num_probes", "Decodes of another shape, to measure its cost or acceptance"),
 )
 COUNTERS = (
     *(_counter(f"jspec:shape_{name}", text=text, read=_of_shapes(name)) for name, text in SHAPES),
     _counter(
         *("sglang:prompt_tokens", "vllm:prompt_tokens", "vllm:prefix_cache_queries"),
-        text="Prompt tokens, cached ones included",
+        text="Prompt tokens, including cached ones",
         read=lambda s: s.stats.num_prompt_tokens,
     ),
     _counter(
@@ -258,7 +253,7 @@ COUNTERS = (
     ),
     _counter(
         "jspec:shared_prefix_tokens",
-        text="Keys that rows of decodes need not read, since others begin with them and do",
+        text="Keys that decode rows skip because a row with the same prefix reads them",
         read=lambda s: s.stats.num_shared_keys,
     ),
     _counter(
@@ -269,7 +264,7 @@ COUNTERS = (
     _counter("sglang:num_requests", text="Sequences taken in", read=lambda s: s.stats.num_requests),
     _counter(
         "vllm:request_success",
-        text="Sequences that ended over HTTP, by why",
+        text="Sequences finished over HTTP, by reason",
         read=lambda s: {kind.value: float(n) for kind, n in s.observed.num_finished.items()},
         label="finished_reason",
     ),
@@ -280,12 +275,12 @@ COUNTERS = (
     ),
     _counter(
         "jspec:num_slow_readers",
-        text="Sequences aborted because nobody read what they made",
+        text="Sequences aborted because their client did not read the output",
         read=lambda s: s.stats.num_slow_readers,
     ),
     _counter(
         "jspec:num_engine_restarts",
-        text="Times that the engine failed and was begun anew; requests went on",
+        text="Engine failures followed by a restart; requests continue",
         read=lambda s: s.stats.num_restarts,
     ),
     _counter(
@@ -295,17 +290,17 @@ COUNTERS = (
     ),
     _counter(
         *("sglang:num_retracted_requests", "vllm:num_preemptions"),
-        text="Retractions: a sequence gave its pages back and went on later",
+        text="Retractions: a sequence frees its pages and resumes later",
         read=lambda s: s.stats.num_retractions,
     ),
     _counter(
         *("sglang:spec_verify_calls", "vllm:spec_decode_num_drafts"),
-        text="Verifications, one a row and step",
+        text="Verifications, one per row and round",
         read=lambda s: s.stats.counters.verify_ct,
     ),
     _counter(
         *("vllm:spec_decode_num_draft_tokens", "jspec:spec_proposed_drafts"),
-        text="Draft tokens that were verified",
+        text="Draft tokens verified",
         read=lambda s: s.stats.counters.num_proposed,
     ),
     _counter(
@@ -315,7 +310,7 @@ COUNTERS = (
     ),
     _counter(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        text="Draft tokens accepted, by depth less one",
+        text="Draft tokens accepted, by depth - 1",
         read=lambda s: accepted_by_position(s.stats.counters.accept_histogram),
         label="position",
     ),
@@ -323,38 +318,38 @@ COUNTERS = (
 HISTOGRAMS = (
     _histogram(
         *("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-        text="From the request to its first token",
+        text="Time from the request to its first token",
         read=lambda o: o.ttft,
     ),
     _histogram(
         *("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
         *("sglang:time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
-        text="Between two tokens: a step's time over its tokens, once for each of them",
+        text="Time between tokens: a step's time divided by its tokens, counted per token",
         read=lambda o: o.itl,
     ),
     _histogram(
         *("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-        text="From the request to its last token",
+        text="Time from the request to its last token",
         read=lambda o: o.e2e,
     ),
     _histogram(
         "vllm:request_decode_time_seconds",
-        text="From a sequence's first token to its last",
+        text="Time from a sequence's first token to its last",
         read=lambda o: o.decode,
     ),
     _histogram(
         "vllm:request_time_per_output_token_seconds",
-        text="A sequence's mean time for a token after its first",
+        text="Mean time per token of a sequence after its first token",
         read=lambda o: o.tpot,
     ),
     _histogram(
         *("sglang:prompt_tokens_histogram", "vllm:request_prompt_tokens"),
-        text="Prompt tokens of a sequence",
+        text="Prompt tokens per sequence",
         read=lambda o: o.prompt_tokens,
     ),
     _histogram(
         *("sglang:generation_tokens_histogram", "vllm:request_generation_tokens"),
-        text="Output tokens of a sequence",
+        text="Output tokens per sequence",
         read=lambda o: o.output_tokens,
     ),
 )
@@ -362,7 +357,7 @@ METRICS: tuple[MetricRow, ...] = (*GAUGES, *COUNTERS, *HISTOGRAMS)
 
 
 def metrics_table() -> str:
-    """The tables of docs/metrics.md."""
+    """Return the tables of docs/metrics.md."""
     lines: list[str] = []
     for kind in MetricKind:
         lines += [f"### {kind.value.capitalize()}s", "", "| names | meaning |", "|---|---|"]

@@ -1,7 +1,7 @@
-"""Prometheus metrics as they are read, and the rates of the decode log.
+"""Prometheus metrics at a scrape, and the rates of the decode log.
 
-Counts and gauges are read off the scheduler's statistics when somebody asks; only latencies are
-collected here, from the chunks as they pass. It knows no HTTP.
+Counts and gauges are read from the scheduler's statistics at a scrape; only latencies are recorded
+here, from passing chunks. It knows no HTTP.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jspec.messages.request import FinishReason, StreamChunk
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
 
-MAX_SAMPLES = 1000  # a clock that often stands still would make a window of very many
+MAX_SAMPLES = 1000  # a clock that often stops would make a very long window
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last window. gen_throughput: output tokens a second; the others as in SGLang's log.
+    """Rates of the last window, as in SGLang's log. gen_throughput: output tokens per second.
 
-    has_tokens, has_verifications: whether the window holds any; without, the numbers mean nothing.
+    has_tokens, has_verifications: False if the window has none; the rates are then meaningless.
     """
 
     gen_throughput: float = 0.0
@@ -39,27 +39,23 @@ class Rates:
 
 
 class RateMeter:
-    """Turns running totals into rates over the last WINDOW_SECONDS of `clock`.
-
-    A clock that stands still while nothing runs (Engine.busy_seconds) leaves idle time out.
-    """
+    """Running totals as rates over the last WINDOW_SECONDS of `clock`, which may stop when idle."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, SchedulerStats]] = deque(maxlen=MAX_SAMPLES)
 
     def sample(self, stats: SchedulerStats) -> None:
-        """Remembers `stats` as of now; call it about once a second."""
+        """Record `stats`; call it about once a second."""
         now = self._clock()
         if self._samples and _is_idle(self._samples[-1][1], stats):
-            self._samples.clear()  # the window begins where the work does
+            self._samples.clear()  # start the window with the work
         self._samples.append((now, stats))
-        # The oldest sample stays until the next one is old enough to stand in for it.
+        # Keep the oldest sample until the next one is old enough to replace it.
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
             self._samples.popleft()
 
     def rates(self, stats: SchedulerStats) -> Rates:
-        """Rates between the oldest sample and `stats`; zeros where nothing happened."""
         if not self._samples:
             return Rates()
         began, then = self._samples[0]
@@ -81,12 +77,8 @@ class RateMeter:
     def seconds_until_left(
         self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
     ) -> float:
-        """About how long until that many sequences more have ended, at the window's pace, or so
-        many seconds less.
-
-        A window in which none ended stands for one that will end in as long again. From 1 to 60:
-        a client that comes back is refused again at worst, one that waits for long is idle.
-        """
+        """Estimate the seconds until that many sequences have ended, minus `less`, clipped to
+        1..60. A window in which none ended counts as one ended."""
         if not self._samples:
             return MIN_RETRY_SECONDS
         began, then = self._samples[0]
@@ -104,8 +96,6 @@ def _is_idle(old: SchedulerStats, new: SchedulerStats) -> bool:
 
 
 class ServerMetrics(Collector):
-    """The registry of one server. `read_stats` is called at each scrape."""
-
     def __init__(
         self,
         *,
@@ -123,15 +113,14 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """The exposition text, version 0.0.4."""
+        """Return the exposition text, version 0.0.4."""
         return generate_latest(self._registry)
 
     def clock(self, *, started: float) -> RequestClock:
-        """A stopwatch for one sequence, started at that time.monotonic()."""
         return RequestClock(self._observed, started=started)
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry asks for at a scrape."""
+        """Yield all metrics; the registry calls it at a scrape."""
         stats = self._read_stats()
         snapshot = Snapshot(
             stats=stats,
@@ -144,7 +133,7 @@ class ServerMetrics(Collector):
 
 
 class RequestClock:
-    """Times of one sequence; an interval between chunks counts once for each of its tokens."""
+    """Latencies of one sequence; an interval between chunks counts once per token in it."""
 
     def __init__(self, observed: Observed, *, started: float) -> None:
         self._observed = observed
@@ -153,11 +142,9 @@ class RequestClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the request was taken."""
         return time.monotonic() - self._started
 
     def observe(self, chunk: StreamChunk) -> None:
-        """Counts a chunk that came just now."""
         now = time.monotonic()
         if chunk.new_ids:
             if self._last:

@@ -1,4 +1,4 @@
-"""Whether an engine makes progress: what /health_generate asks."""
+"""The progress check of /health_generate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ POLL_SECONDS = 0.02
 
 
 async def makes_progress(engine: Engine) -> bool:
-    """On running requests, else on one token of its own.
+    """Return True if the engine makes progress: on running requests, else on one token of its own.
 
-    A busy engine is not asked for a token, which would wait behind all others: it is well if it
-    ends any step within PROBE_SECONDS, of a prompt that emits nothing yet too.
+    A busy engine gets no probe request, which would queue after all others: any step that ends
+    within PROBE_SECONDS counts, also one of a prompt that emits nothing yet.
     """
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -29,7 +29,6 @@ async def makes_progress(engine: Engine) -> bool:
 
 
 async def _is_stepping(engine: Engine) -> bool:
-    """Waits until a step of running requests ends; False once none is running."""
     before = engine.stats.num_steps
     while engine.stats.num_running and not engine.is_closed:
         await asyncio.sleep(POLL_SECONDS)

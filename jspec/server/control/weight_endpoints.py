@@ -1,7 +1,7 @@
-"""Routes that read the weights, and that change them while the server serves.
+"""Routes that read the weights, and update them while the server runs.
 
-Names, fields and answers are SGLang's. Its serialised tensors are pickles, which would run whatever
-a client wrote; here a body of tensors is a safetensors file.
+Names, fields and answers are SGLang's. Its serialized tensors are pickles, which would execute a
+client's code; here a body of tensors is a safetensors file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.server.service import Service
 BODY = "the request body"
 QUERY = "the query"
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
-# What becomes of requests, and how the weights are called.
+# Options about running requests and the version's name.
 FLAGS = ("abort_all_requests", "wait_for_requests", "keep_pause", "flush_cache")
 TEXTS = ("selector", "weight_version")
 DISK = frozenset({"model_path", "load_format", "speculative_draft_model_path", *FLAGS, *TEXTS})
@@ -51,7 +51,7 @@ PICKLES = (
 
 
 class WeightEndpoints:
-    """One method an endpoint."""
+    """One method per endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -145,7 +145,6 @@ class WeightEndpoints:
 
 
 async def _answer(request: Request, update: Awaitable[dict[str, Any]]) -> Response:
-    """What came of an update; a failed one has SGLang's shape too."""
     try:
         return JSONResponse(await update)
     except (CheckpointError, ConfigError, RequestError) as error:

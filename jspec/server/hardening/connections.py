@@ -1,7 +1,7 @@
-"""Connections that send or read too slowly, and too many of them: uvicorn's protocol with bounds.
+"""Bounds on connections: uvicorn's protocol with timeouts and a maximum number.
 
-uvicorn waits for ever for the first byte, and for the rest, of a request's head; and for a client
-that takes nothing of its answer.
+uvicorn waits without limit for the first byte or the rest of a request's head, and for a client
+that does not read its answer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOGGER = logging.getLogger("jspec.server")
 MAX_CONNECTIONS = 4096
-SPARE_FILES = 32  # file descriptors that are no connections, beside those open at the start
-# asyncio accepts so many in one turn of its loop. A connection is seen, and closed if there are too
-# many, up to three turns later: all that are not seen yet have to fit among the spare files.
+SPARE_FILES = 32  # file descriptors for other uses, in addition to those open at the start
+# asyncio accepts this many per turn of its loop. A connection is seen, and closed if there are too
+# many, up to three turns later: all unseen ones must fit among the spare files.
 ACCEPTS_IN_A_TURN = 4
-MAX_WAITING = 2048  # connections that the system holds until they are accepted
-_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
-# On average, of a body that has more than so many: clients send pieces of kilobytes.
+MAX_WAITING = 2048  # connections that the system queues until they are accepted
+_RESET = struct.pack("ii", 1, 0)  # a value of SO_LINGER
+# A body of more chunks than this must have this many bytes per chunk on average; clients send
+# kilobytes.
 SMALLEST_CHUNK, MOST_TINY_CHUNKS = 64, 4096
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _UNAVAILABLE = (
@@ -42,10 +43,7 @@ _UNAVAILABLE = (
 
 
 def most_connections(most_files: int | None = None) -> int:
-    """As many as this process may have files open for beside its own, and at most MAX_CONNECTIONS.
-
-    most_files: how many it may have open; None: what the system says.
-    """
+    """Return how many connections fit into the file limit (default: the system's)."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if most_files is None else most_files
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -54,8 +52,8 @@ def most_connections(most_files: int | None = None) -> int:
 
 
 class Handshakes:
-    """Connections that are accepted and not made yet, oldest first: with TLS somebody may never go
-    on. With those that are made they are at most max_connections; the oldest makes room."""
+    """Accepted connections with unfinished TLS handshakes, oldest first. Together with finished
+    ones they are at most max_connections; the oldest makes room."""
 
     def __init__(self, max_connections: int) -> None:
         self.num_made = 0
@@ -63,27 +61,26 @@ class Handshakes:
         self._open: dict[int, weakref.ref[socket.socket]] = {}
 
     def begin(self, connection: socket.socket) -> None:
-        """It was accepted."""
         for number, known in list(self._open.items()):
             found = known()
-            if found is None or found.fileno() != number:  # it was closed before it was made
+            if found is None or found.fileno() != number:  # it was closed before the handshake
                 del self._open[number]
         while self._open and len(self._open) + self.num_made >= self._max_connections:
             LOGGER.warning("more than %d connections: one was closed", self._max_connections)
             oldest = self._open.pop(next(iter(self._open)))()
             if oldest is not None:
                 with contextlib.suppress(OSError):  # the client has gone
-                    oldest.shutdown(socket.SHUT_RDWR)  # asyncio, whose it is, then closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # asyncio owns it, and then closes it
         self._open[connection.fileno()] = weakref.ref(connection)
 
     def end(self, number: int) -> None:
-        """The connection of this file descriptor was made."""
+        """Remove the connection of this file descriptor: its handshake is finished."""
         self._open.pop(number, None)
 
 
 class Listener(socket.socket):
-    """A socket whose backlog, which asyncio also takes for how many it accepts in one turn, does
-    not bound how many may wait to be accepted. handshakes: told of each that is accepted."""
+    """A socket that queues more connections than the backlog, which asyncio also uses as its number
+    of accepts per turn. handshakes: informed of each accept."""
 
     handshakes: Handshakes | None = None
 
@@ -98,10 +95,9 @@ class Listener(socket.socket):
 
 
 def refuse_half_sent(connections: Iterable[asyncio.Protocol]) -> None:
-    """Closes those of whose request's body a part is still to come, with a 503."""
     for each in connections:
         if isinstance(each, H11Protocol) and _is_half_sent(each):
-            if each.conn.our_state is h11.SEND_RESPONSE:  # nothing of an answer is sent
+            if each.conn.our_state is h11.SEND_RESPONSE:  # no part of an answer was sent
                 each.transport.write(_UNAVAILABLE)
             each.transport.close()
 
@@ -111,15 +107,14 @@ def _is_half_sent(connection: H11Protocol) -> bool:
 
 
 class ChunkCounter(h11.Connection):
-    """h11's connection, but for bodies in so many tiny chunks that reading them holds up everybody:
-    each is an event, of 5 us and more."""
+    """h11's connection that refuses bodies of very many tiny chunks: each costs 5 us or more."""
 
     def __init__(self, role: type[h11.SERVER]) -> None:
         super().__init__(role)
         self._num_chunks = self._num_bytes = 0  # of the request's body
 
     def next_event(self) -> Any:
-        """Raises RemoteProtocolError for such a body."""
+        """Return the next event. Raises RemoteProtocolError for such a body."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
@@ -136,20 +131,19 @@ class ChunkCounter(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection of a server: `bounded_protocol` says how long it may wait, and how many there
-    may be."""
+    """A connection with the time limit and the maximum number of `bounded_protocol`."""
 
     head_seconds: float
     max_connections: int
     handshakes: Handshakes
-    places: Iterator[int]  # of those that began to wait for a head: clocks may stand still
+    places: Iterator[int]  # order in which connections began to wait; clocks have ties
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
         self._place = 0
         self._watch: asyncio.TimerHandle | None = None
-        self._num_unsent = 0  # bytes that waited for the client at the last look
+        self._num_unsent = 0  # bytes that waited for the client at the last check
         self.conn = ChunkCounter(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -166,9 +160,8 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _make_room(self) -> bool:
-        """Closes the connection that waits the longest for the rest of a request, head or body;
-        False if none does. Of both together: else those that came last, whose heads nobody could
-        read yet, would make room for each other."""
+        """Close the connection that has waited longest for a head or a body; False if none waits.
+        With heads alone, new connections, not read yet, would evict each other."""
         waiting = [
             each
             for each in self.connections
@@ -192,7 +185,7 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
-        elif self._timer is None:  # the head of a further request has begun
+        elif self._timer is None:  # the head of another request has begun
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -207,7 +200,7 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Ends at once where no request runs, and otherwise after its answer."""
+        """Close now if no request runs, else after its answer."""
         refuse_half_sent([self])
         super().shutdown()
 
@@ -227,16 +220,13 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def _look(self) -> None:
-        """Ends the connection if what waits for its client is no less than at the last look.
-
-        Nothing is added while writing is paused or the connection closes, so it is less
-        wherever the client takes anything.
-        """
+        """Close the connection if its client has read nothing since the last check. No data is
+        added while writing is paused or closing, so any read makes the count smaller."""
         is_held = self.flow.write_paused or self.transport.is_closing()
         num_unsent = self._count_unsent() if is_held else 0
         if 0 < self._num_unsent <= num_unsent:
-            LOGGER.warning("a client took nothing for %g s: closed", self.head_seconds)
-            # By a reset: else the system keeps what it took for as long as the client likes.
+            LOGGER.warning("a client read nothing for %g s: closed", self.head_seconds)
+            # Reset it; else the system keeps the unsent data for as long as the client likes.
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
             )
@@ -246,10 +236,11 @@ class BoundedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.head_seconds, self._look)
 
     def _count_unsent(self) -> int:
-        """Bytes that the client has not taken: the transport's and, on Linux, the system's.
+        """Return the bytes that the client has not read: the transport's and, on Linux, the
+        system's.
 
-        Linux takes more from a process only when a third of its buffer is free again, and that
-        buffer grows to 4 MiB: a slow client would seem to take nothing for long.
+        Linux takes more from a process only when a third of its buffer is free, and that buffer
+        grows to 4 MiB: a slow client would seem to read nothing for long.
         """
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent and sys.platform == "linux":
@@ -262,10 +253,13 @@ class BoundedProtocol(H11Protocol):
 def bounded_protocol(
     *, head_seconds: float, max_connections: int, handshakes: Handshakes | None = None
 ) -> type[BoundedProtocol]:
-    """uvicorn's protocol for a server that waits head_seconds for the whole head of a request,
-    from the connection's start or from the first byte after the answer before, that closes
-    connections whose client takes nothing of an answer for as long, and those beyond
-    max_connections. handshakes: of the server's listener."""
+    """Make uvicorn's protocol class with limits.
+
+    head_seconds: for the whole head of a request, from the connection's start or the first byte
+    after the previous answer; also for a client that reads nothing of its answer.
+    max_connections: more are closed.
+    handshakes: of the server's listener.
+    """
     own: dict[str, Any] = {"head_seconds": head_seconds, "max_connections": max_connections}
     own["handshakes"] = handshakes or Handshakes(max_connections)
     return type("BoundedProtocol", (BoundedProtocol,), {**own, "places": itertools.count()})

@@ -1,9 +1,9 @@
-"""How much structure a JSON text may have before anybody parses it.
+"""Bounds on the structure of a JSON text, checked before parsing.
 
-json.loads keeps Python's lock while it works, and what it makes takes up to 20 times the text's
-length in memory: a body of a few megabytes can stop every stream for a second. What costs is not
-the text in strings, which may be as long as a body, but lists, objects, and the members of both.
-These are counted here outside of strings, a piece at a time, so that other threads run between.
+json.loads holds Python's lock, and its result takes up to 20 times the text's length in memory: a
+body of a few megabytes can stop every stream for a second. Strings are cheap, up to the length of a
+body; lists, objects and their members are not. They are counted here outside of strings, piece by
+piece, so that other threads run in between.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from jspec.errors import RequestError
 
-# More than any batch has: a list or object a prompt, and one for how it is sampled.
+# More than any batch needs: a list or object per prompt, and one for its sampling parameters.
 MAX_CONTAINERS = 262_144
-MAX_KEYS = 524_288  # a tenth of a second
-MAX_VALUES = 4_194_304  # a quarter of one
+MAX_KEYS = 524_288  # 0.1 s of parsing
+MAX_VALUES = 4_194_304  # 0.25 s of parsing
 BOUNDS = (
     (b"[{", MAX_CONTAINERS, "lists and objects"),
     (b":", MAX_KEYS, "keys"),
@@ -25,9 +25,9 @@ PIECE = 1 << 18  # bytes
 
 
 def check_structure(body: bytes) -> None:
-    """Raises RequestError for a body with more lists, keys or values than BOUNDS has."""
+    """Raise RequestError for a body with more lists, keys or values than BOUNDS."""
     if all(_count(body, signs) <= most for signs, most, _ in BOUNDS):
-        return  # strings included
+        return  # even counting strings
     found = [0] * len(BOUNDS)
     for outside in outside_of_strings(body):
         for i, (signs, most, what) in enumerate(BOUNDS):
@@ -39,14 +39,14 @@ def check_structure(body: bytes) -> None:
 
 
 def outside_of_strings(body: bytes, *, piece_size: int = PIECE) -> Iterator[bytes]:
-    """What is not in quotes, a part for each piece of the body.
+    """Yield the text outside of strings, one part per piece of the body.
 
     In:  ["a\\",[", 1], in pieces of 4    Out: `[`, ``, `, 1]`
     """
     is_inside = is_escaped = False
     for at in range(0, len(body), piece_size):
         piece = body[at : at + piece_size]
-        if is_escaped:  # by a backslash that ended the piece before
+        if is_escaped:  # by a backslash at the end of the previous piece
             piece = piece[1:]
         piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
         is_escaped = piece.endswith(b"\\")

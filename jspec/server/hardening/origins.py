@@ -1,8 +1,8 @@
-"""Which web pages may act on the server: middleware that looks at Origin and Host.
+"""Middleware against foreign web pages, by Origin and Host.
 
-A browser sends requests to this machine on behalf of any page that is open in it. What changes
-state, or makes the engine work, is taken from pages of the server itself and of allowed origins.
-Clients that are no browsers send no Origin, and nothing here concerns them.
+A browser sends requests to this machine on behalf of any open page. Requests that change state or
+start work are accepted only from the server's own pages and from allowed origins. Clients other
+than browsers send no Origin and are not affected.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jspec.server.http.exchange import error_response, in_one_line
 from jspec.server.server_args import ServerArgs
 
 LOGGER = logging.getLogger("jspec.server")
-# Routes of a GET that changes something.
+# Routes whose GET changes something.
 ACTING_PATHS = frozenset({"/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"})
 FOREIGN = {b"cross-site", b"same-site"}
 
 
 class OriginGuard:
-    """Middleware: 403 for what acts and comes from a page of another origin.
+    """Middleware: 403 for a state-changing request from a page of another origin.
 
-    A page is the server's own if its origin is what Host says, and Host is no name that somebody
-    else may own: another's name can be made to lead to this machine (DNS rebinding). With an API
-    key, which such a page does not have, any name is taken.
+    A page is the server's own if its origin equals Host, and Host is not a name that others may
+    own: such a name can be made to resolve to this machine (DNS rebinding). With an API key, which
+    a foreign page lacks, any name is accepted.
     """
 
     def __init__(self, app: ASGIApp, *, args: ServerArgs) -> None:
@@ -55,11 +55,11 @@ class OriginGuard:
         headers = dict(scope["headers"])
         given = headers.get(b"origin")
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if given is None:  # a browser's GET says only where it comes from
+        if given is None:  # a browser's GET has only Sec-Fetch-Site
             kind = headers.get(b"sec-fetch-site", b"")
             if kind in FOREIGN:
                 return f"the request is {kind.decode('latin-1')}"
-            is_asked = kind in (b"", b"none")  # by no page
+            is_asked = kind in (b"", b"none")  # not by a page
             return "" if is_asked or "*" in self._origins else self._foreign_name(host)
         origin = given.decode("latin-1")
         if "*" in self._origins or origin in self._origins:
@@ -72,7 +72,7 @@ class OriginGuard:
     def _foreign_name(self, host: str) -> str:
         if self._takes_any_name or self._is_own(host):
             return ""
-        return f"the Host is {shown(host)}, which may be anybody's name"
+        return f"the Host is {shown(host)}, which others may own"
 
     def _is_own(self, host: str) -> bool:
         parts = _split(f"//{host}")
@@ -87,7 +87,6 @@ class OriginGuard:
 
 
 def _split(url: str) -> SplitResult | None:
-    """None for what is no URL, such as http://[."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -1,8 +1,8 @@
-"""One sequence's events as JSON, of which each character is escaped once.
+"""One sequence's events as JSON, escaping each character once.
 
-A cumulative stream repeats all that was said before. To write all of it anew in each event would
-cost as much as the whole answer at every step; here what was written stays, and is copied. The
-bytes are those of `encode_event` for the same object.
+A cumulative stream repeats all earlier output; encoding it again in each event would cost the whole
+answer at every step. Here encoded bytes are kept and copied. The bytes equal those of
+`encode_event` for the same object.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from jspec.messages.response import GROWING
 
-# Made once: json.dumps makes an encoder for every call with options.
+# json.dumps would make an encoder for every call with options.
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def encode_event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event (HTML standard, section 9.2)."""
+    """Encode one server-sent event (HTML standard, section 9.2)."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
 class EventJson:
-    """What one sequence says, growing. keeps_all: every event has all so far, else the new.
+    """The growing JSON of one sequence. keeps_all: events are cumulative, else only new output.
 
     {"index": 0, "text": "ab", "output_ids": [1, 2], "meta_info": {...}}
     """
@@ -36,7 +36,6 @@ class EventJson:
         self._lists: dict[str, bytearray] = {}
 
     def add(self, text: str, ids: Sequence[int]) -> None:
-        """What came."""
         if text:
             self._text += encode_basestring(text)[1:-1].encode("utf-8")
         if ids:
@@ -51,10 +50,8 @@ class EventJson:
         index: int | None,
         spec_tokens: Sequence[Any] | None = None,
     ) -> bytes:
-        """The event; index: of the sequence among those of its call, if there are several.
-
-        spec_tokens, and of meta_info the lists named in GROWING, hold what is new.
-        """
+        """Return the event; spec_tokens and the GROWING lists of meta_info contain only what is
+        new. index: of the sequence in its call, if there are several."""
         named = b"" if index is None else b'"index": %d, ' % index
         parts: list[bytes | bytearray] = [b"data: {", named, b'"text": "', self._text]
         parts += (b'", "output_ids": [', self._ids)

@@ -1,7 +1,7 @@
-"""HTTP plumbing: bounded JSON bodies in, errors out, the bearer check, and who has gone away.
+"""HTTP plumbing: bounded JSON bodies, errors, the bearer check, and disconnects.
 
-It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...) and
-the same inside `error`, where OpenAI's own clients look.
+It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...),
+and the same inside `error`, where OpenAI's own clients look.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from jspec.server.server_args import ServerArgs
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("jspec.server")
-# How much of a body that is too long is still taken, so that its client reads the answer.
+# Limits of reading the rest of a too long body, so that its client reads the answer.
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
-NEAR_PATH = 0.8  # least likeness of a path that is suggested
-INLINE_BYTES = 16_384  # of a body that is parsed without leaving the event loop
-MAX_LOGGED = 300  # characters of a path, or of a refusal's message
+NEAR_PATH = 0.8  # minimum similarity of a suggested path
+INLINE_BYTES = 16_384  # larger bodies are parsed in a thread
+MAX_LOGGED = 300  # characters of a path or a refusal's message
 INTERNAL = "internal error; the server's log has the traceback"
-# Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
+# Probes and scrapers have no key; the page contains nothing secret and asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer; nobody will read another."""
+    """The client closed its connection before the answer."""
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
-    """The JSON of an error."""
     kind = HTTPStatus(status).phrase.replace(" ", "")
     if status == HTTPStatus.BAD_REQUEST:
         kind = "BadRequestError"
@@ -68,7 +67,7 @@ def error_response(
 
 
 def status_of(error: JspecError) -> int:
-    """The HTTP status of an error raised on purpose; what is not the request's fault is 5xx."""
+    """Return the HTTP status of an expected error; 5xx unless the request is at fault."""
     if isinstance(error, QueueFullError | EngineClosedError):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, RequestError):
@@ -77,7 +76,6 @@ def status_of(error: JspecError) -> int:
 
 
 def told(error: JspecError) -> str:
-    """What a client is told of an error; the log has all of it."""
     return INTERNAL if _is_bug(error) else error.message
 
 
@@ -87,12 +85,11 @@ def _is_bug(error: JspecError) -> bool:
 
 
 def in_one_line(text: str) -> str:
-    """What a client wrote, for the log: cut, and unable to begin another line."""
+    """Escape and cut a client's text, so that it cannot start another log line."""
     return text[:MAX_LOGGED].encode("unicode_escape").decode()
 
 
 def log_refusal(request: Request, status: int, message: str) -> None:
-    """One line."""
     path, line = in_one_line(request.url.path), in_one_line(message)
     LOGGER.info("%d %s %s: %s", status, request.method, path, line)
 
@@ -127,7 +124,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def near_path(path: str, known: Sequence[str]) -> str:
-    """The route that was meant by a path that is none; empty if nobody can tell.
+    """Suggest a known route for an unknown path; "" if none is similar.
 
     /chat/completions → /v1/chat/completions, /v1/v1/models → /v1/models, /v1/generate → /generate
     """
@@ -139,7 +136,7 @@ def near_path(path: str, known: Sequence[str]) -> str:
 
 
 async def on_gone(_: Request, __: Exception) -> Response:
-    # Nobody reads this: the connection is closed. 499 is what proxies log for it.
+    # Not sent: the connection is closed. 499 is what proxies log for it.
     return Response(status_code=499)
 
 
@@ -154,13 +151,13 @@ HANDLERS: Mapping[Any, Any] = {
 async def read_call(
     request: Request, args: ServerArgs, parse: Callable[[object], T], *, or_empty: bool = False
 ) -> T:
-    """What `parse` makes of the body's JSON; an empty one is an empty object if `or_empty`.
+    """Return parse(JSON of the body). or_empty: an empty body is an empty object.
 
-    A long body is parsed in a thread, so that others are served meanwhile.
+    A long body is parsed in a thread, so that other requests proceed.
 
-    Raises what `parse` does, RequestError if the body is no JSON, HTTPException 413 if it is too
-    long, 408 if it comes too slowly, and 415 for what a browser sends to other sites without asking
-    (text/plain, a form).
+    Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: 413 if it is
+    too long, 408 if it comes too slowly, 415 for types that a browser sends to other sites without
+    preflight (text/plain, a form).
     """
     body = await read_bytes(request, args)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -190,7 +187,7 @@ def _loaded(body: bytes) -> object:
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:
-    """The body. Raises HTTPException 413 if it is too long, 408 if it comes too slowly."""
+    """Return the body. Raises HTTPException 413 if it is too long, 408 if it comes too slowly."""
     try:
         async with asyncio.timeout(args.request_timeout):
             return await _read_body(request, args.max_request_bytes)
@@ -215,7 +212,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
                 break
     if not is_too_long:
         return bytes(body)
-    # Who asked whether to send it, and was not told yet, sends nothing.
+    # A client that waits for "100 Continue" sends nothing.
     if body or request.headers.get("expect", "").lower() != "100-continue":
         await _drain(parts)
     raise HTTPException(
@@ -227,11 +224,8 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def _drain(parts: AsyncIterator[bytes]) -> None:
-    """Reads on and forgets, within bounds.
-
-    Closing a connection with unread bytes resets it, and a client that sends its whole body before
-    it reads would never see the answer.
-    """
+    """Read and discard the rest, within bounds: closing a connection with unread bytes resets it,
+    and the client might never see the answer."""
     num_bytes = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
@@ -246,10 +240,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, or cancels it and raises ClientGoneError once the client is gone.
-
-    The body must have been read: the next message of `receive` is then the disconnection.
-    """
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must
+    have been read: the next message of `receive` is then the disconnect."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnection(receive))
     try:
@@ -299,7 +291,7 @@ class BearerAuth:
 
 
 class RequestLog:
-    """Middleware: one line a request, when its answer has ended. Never what was asked."""
+    """Middleware: log one line per finished request, without its content."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Checks of JSON objects shared by the native and the OpenAI schema. It knows neither of them.
+"""Checks of JSON objects, shared by the native and the OpenAI schemas.
 
-A field is read, neutral (SGLang or OpenAI has it, and it holds the value that asks for nothing),
-or an error that names it. Nothing is ignored.
+A field is read, neutral (SGLang or OpenAI has it, and its value requests nothing), or an error that
+names it. No field is ignored.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_RID_CHARS = 256
 EXTRA_KEYS = ("extra_key", "cache_salt")
 MAX_EXTRA_KEY_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
-MAX_PROMPTS = 65_536  # the queue takes fewer
+MAX_PROMPTS = 65_536  # the queue's limit is lower
 
 
 def as_object(body: object, where: str) -> JsonObject:
-    """`body` as a JSON object. Raises RequestError."""
+    """Return `body` as a JSON object. Raises RequestError."""
     if not isinstance(body, dict):
         raise RequestError(f"{where} is {shorten(body)}; expected a JSON object")
     return body
@@ -34,10 +34,8 @@ def as_object(body: object, where: str) -> JsonObject:
 def check_fields(
     where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> None:
-    """Raises RequestError for a field that is unknown, or known but not implemented.
-
-    hints: what is meant by names that other APIs have, or that belong elsewhere.
-    """
+    """Raise RequestError for a field that is unknown or not implemented. hints: suggestions for
+    names of other APIs, or of other places."""
     for name, value in body.items():
         if name in read or (name in neutral and _is_neutral(value, neutral[name])):
             continue
@@ -52,7 +50,7 @@ def check_fields(
 
 
 def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
-    """The nearest name; one that is not read is said to be so, lest it be tried next."""
+    """Return the nearest name, marked if it is not implemented, so that it is not tried next."""
     for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
         return repr(near) if near in read else f"{near!r}, which is not implemented"
     return ""
@@ -61,13 +59,12 @@ def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
 def without_neutral(
     where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> dict[str, Any]:
-    """The fields that are read, after `check_fields`."""
     check_fields(where, body, read=read, neutral=neutral, hints=hints)
     return {name: value for name, value in body.items() if name in read}
 
 
 def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Alone, or one for each prompt of a list: no deeper, whatever a body may nest."""
+    """Check one value, or a list with one per prompt; no deeper nesting."""
     if isinstance(value, list) and value:
         return all(_is_one_of(item, allowed) for item in value)
     return _is_one_of(value, allowed)
@@ -81,7 +78,7 @@ def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
 
 
 def to_json(value: object) -> str:
-    """A value as JSON writes it, for messages."""
+    """Format a value as JSON, for messages."""
     names = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return names[value]
@@ -89,12 +86,12 @@ def to_json(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value for a message as JSON writes it, cut to what a person reads."""
+    """Format a value as JSON, shortened for a message."""
     return to_json(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def get_bool(body: JsonObject, name: str) -> bool:
-    """A boolean that is false if absent or null. Raises RequestError."""
+    """Return a boolean; False if absent or null. Raises RequestError."""
     value = body.get(name)
     if value is None:
         return False
@@ -104,7 +101,7 @@ def get_bool(body: JsonObject, name: str) -> bool:
 
 
 def check_text(name: str, value: object) -> str:
-    """Text that can be encoded: JSON can spell half a surrogate pair, UTF-8 cannot."""
+    """Return encodable text: JSON can contain half a surrogate pair, UTF-8 cannot."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {shorten(value)}; expected text")
     try:
@@ -115,7 +112,6 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_rid(value: object) -> str:
-    """A request id: text of 1 to 256 characters."""
     rid = check_text("rid", value)
     if not 1 <= len(rid) <= MAX_RID_CHARS:
         raise RequestError(
@@ -125,20 +121,20 @@ def check_rid(value: object) -> str:
 
 
 def expand_rid(rid: str | None, num_prompts: int, *, is_list: bool) -> list[str | None]:
-    """One name a prompt: rid itself, or rid_0, rid_1, ... for a list, as SGLang does."""
+    """Return one id per prompt: rid itself, or rid_0, rid_1, ... for a list, as SGLang does."""
     if rid is None or not is_list:
         return [rid] * num_prompts
     return [f"{rid}_{index}" for index in range(num_prompts)]
 
 
 def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
-    """Raises RequestError for a list so long that even looking at it would stall others."""
+    """Raise RequestError for a list so long that checking it would stall other requests."""
     if len(items) > MAX_PROMPTS:
         raise RequestError(f"{name} is a list of {len(items)}; expected at most {MAX_PROMPTS}")
 
 
 def check_ids(name: str, value: object) -> tuple[int, ...]:
-    """A list of integers; the engine checks them against the vocabulary."""
+    """Return a list of integers; the engine checks them against the vocabulary."""
     if not isinstance(value, list):
         raise RequestError(f"{name} is {shorten(value)}; expected a list of token ids")
     for item in value:
@@ -148,8 +144,8 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def get_extra_key(body: JsonObject) -> str | None:
-    """What keeps the call's cached prefixes apart from others': extra_key, SGLang's name, or
-    cache_salt, vLLM's. Raises RequestError, also where the two differ."""
+    """Return the key that isolates the call's cached prefixes: SGLang's extra_key or vLLM's
+    cache_salt. Raises RequestError, also if the two differ."""
     given = {name: body[name] for name in EXTRA_KEYS if body.get(name) is not None}
     for name, value in given.items():
         num_chars = len(check_text(name, value))
@@ -167,7 +163,7 @@ def get_extra_key(body: JsonObject) -> str | None:
 
 
 def get_priority(body: JsonObject) -> int:
-    """The call's priority, 0 where it names none. Raises RequestError."""
+    """Return the call's priority; 0 if absent. Raises RequestError."""
     value = body.get("priority")
     if value is None:
         return 0

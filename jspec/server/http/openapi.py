@@ -1,8 +1,4 @@
-"""The OpenAPI document and its page, derived from the routes and from the tables of fields.
-
-A route's sentence is its endpoint's docstring; what a body may hold follows from the same tables
-that read it. It checks nothing: the schemas do.
-"""
+"""The OpenAPI document and its page, from routes, endpoint docstrings and field tables."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ ANY: Schema = {"type": "object"}
 JSON = "application/json"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
-# What stands in a body beside the sampling parameters.
+# Body fields other than sampling parameters.
 OTHERS: Mapping[str, Schema] = {
     "add_generation_prompt": FLAG,
     "apply_softmax": FLAG,
@@ -116,7 +112,6 @@ OTHERS: Mapping[str, Schema] = {
 
 
 def value_schema(accepts: Accepts) -> Schema:
-    """What a parameter takes, as JSON Schema."""
     match accepts:
         case Integer(low=low, high=high):
             return {
@@ -150,7 +145,6 @@ def value_schema(accepts: Accepts) -> Schema:
 
 
 def field_schema(field: SamplingField) -> Schema:
-    """A sampling parameter's, with its default; null is the default, too."""
     found: Schema = {"anyOf": [value_schema(field.accepts), {"type": "null"}]}
     if field.default is not None:
         empty: Any = {} if isinstance(field.accepts, Biases) else []
@@ -159,7 +153,7 @@ def field_schema(field: SamplingField) -> Schema:
 
 
 def neutral_schema(values: Sequence[Any]) -> Schema:
-    """A field that only some values may have."""
+    """Return the schema of a field with a few allowed values."""
     return {"enum": [*dict.fromkeys(map(_hashable, (None, *values)))], "description": "neutral"}
 
 
@@ -175,7 +169,7 @@ def body_schema(
     others: Mapping[str, Schema] = OTHERS,
     required: Sequence[str] = (),
 ) -> Schema:
-    """An object of exactly these fields. A field of no known form may be anything."""
+    """Return an object schema of exactly these fields; a field may allow anything."""
     of_field = {name: field_schema(sampling[name]) for name in read if name in sampling}
     properties = {name: of_field.get(name) or others.get(name) or {} for name in sorted(read)}
     properties |= {
@@ -186,7 +180,6 @@ def body_schema(
 
 
 def bodies() -> dict[str, Schema]:
-    """By path, for the routes whose fields stand in tables."""
     return {"/generate": _native_body(), **_openai_bodies(), **_other_bodies()}
 
 
@@ -198,7 +191,7 @@ def _native_body() -> Schema:
     of_prompts = {
         **OTHERS,
         "sampling_params": {"anyOf": [sampling, {"type": "array", "items": sampling}]},
-        **{name: {} for name in generate_schema.OUTPUT_FIELDS},  # one value, or one for each prompt
+        **{name: {} for name in generate_schema.OUTPUT_FIELDS},  # one value, or one per prompt
     }
     return body_schema(
         generate_schema.GENERATE_FIELDS,
@@ -271,7 +264,7 @@ def _other_bodies() -> dict[str, Schema]:
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """OpenAPI 3.1 of all routes."""
+    """Return the OpenAPI 3.1 document of all routes."""
     of_path, paths = bodies(), dict[str, dict[str, Any]]()
     for route in routes:
         if not isinstance(route, Route):
@@ -301,7 +294,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
             },
             "responses": {
                 "Error": {
-                    "description": "What was wrong, and what was expected",
+                    "description": "The problem, and what was expected",
                     "content": {JSON: {"schema": error}},
                 }
             },
@@ -331,7 +324,6 @@ def _operation(route: Route, path: str, body: Schema | None) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The document for people: routes, and the fields that they take."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>jspec: HTTP</title><style>"
         "body{font:15px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -356,7 +348,6 @@ def _fields(body: Mapping[str, Any] | None) -> str:
 
 
 def _in_words(schema: Schema) -> str:
-    """integer from 0 to 20, or null"""
     if "anyOf" in schema:
         words = " or ".join(filter(None, map(_in_words, schema["anyOf"])))
     elif "enum" in schema:

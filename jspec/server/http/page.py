@@ -1,8 +1,4 @@
-"""The page at `/`: one self-contained HTML document that shows drafts being accepted, live.
-
-Its markup, style and script are the files in page_files/, put into one. It uses the public
-/generate with `return_spec_tokens` and /server_info, and nothing from another host.
-"""
+"""The page at `/`, from page_files/: one HTML document that shows drafts being accepted, live."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ CONTENT_SECURITY_POLICY = (
 
 @cache
 def page() -> str:
-    """The whole document."""
     folder = files("jspec.server.http") / "page_files"
     html, style, script = (
         (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")

@@ -1,7 +1,4 @@
-"""From chunks to answers: folding a sequence, server-sent events, and several sequences at once.
-
-It knows neither fields of a request nor sockets' addresses; endpoints say what an event looks like.
-"""
+"""From chunks to answers: folding sequences, server-sent events, merging several sequences."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ class ChunkSource(Protocol):
 
 
 class SequenceFold:
-    """One sequence of an answer so far: what to send in full, and what is new since the last event.
-
-    tracker: if given, the text is also split by origin, and the counters are sent live.
-    """
+    """One sequence's output so far, and since the last event. tracker: splits text by origin."""
 
     def __init__(
         self,
@@ -82,13 +76,11 @@ class SequenceFold:
             self._spec_tokens += [piece.to_json() for piece in self._tracker.push(chunk)]
 
     def sent(self) -> None:
-        """An event with all that there was is on the socket."""
         if self._trace is not None and self.completion.output_ids:
             self._trace.mark((self.completion.request_id,), Border.SENT, time.monotonic())
             self.end_trace()
 
     def end_trace(self) -> None:
-        """Nothing more is marked."""
         if self._trace is not None:
             self._trace.end(self.completion.request_id)
             self._trace = None
@@ -108,7 +100,7 @@ class SequenceFold:
         return self.completion.finish is not None
 
     def to_json(self) -> dict[str, Any]:
-        """SGLang's response object with everything so far."""
+        """Return SGLang's response object with everything so far."""
         completion = self.completion
         body: dict[str, Any] = {
             "text": completion.text,
@@ -120,21 +112,21 @@ class SequenceFold:
         return body
 
     def take_event(self, *, incremental: bool, index: int | None) -> bytes:
-        """`to_json` as an event, or what of it is new since the last call if `incremental`; either
-        at the cost of what is new. All calls with the same arguments."""
+        """Return `to_json` as an event, or only what is new if `incremental`. The cost is that of
+        the new output. All calls must have the same arguments."""
         if self._json is None:
             self._json = EventJson(keeps_all=not incremental)
         self._json.add("".join(self._new_texts), self.completion.output_ids[self._num_ids :])
         meta = self._meta_info(self._told)
         if not incremental and self.completion.logprob_form is not None:
-            meta["output_token_logprobs_length"] += self._told.ids  # of the list in this event
+            # count the cumulative list of this event
+            meta["output_token_logprobs_length"] += self._told.ids
         spec_tokens = None if self._tracker is None else self._spec_tokens[self._num_spec :]
         self._told = self.completion.so_far
         self._mark()
         return self._json.event(meta, index=index, spec_tokens=spec_tokens)
 
     def take_text(self) -> str:
-        """The text since the last call."""
         text = "".join(self._new_texts)
         self._mark()
         return text
@@ -154,12 +146,12 @@ class SequenceFold:
 
 
 async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int, StreamChunk]]]:
-    """Chunks of all sources, each with its source's index: all that came since the last ones.
+    """Yield new chunks of all sources, each with its source's index.
 
-    A slow consumer gets few long lists, never empty ones; what it has not read lies in the sources.
-    The first error ends all. Closing it early cancels the readers, not the sources.
+    A slow consumer gets a few long lists, never empty ones; unread chunks stay in the sources. The
+    first error ends all. Closing it early cancels the readers, not the sources.
     """
-    if len(sources) == 1:  # no reader, and no task to be switched to for each chunk
+    if len(sources) == 1:  # no reader task, which would cost a switch per chunk
         async for chunk in sources[0]:
             yield [(0, chunk), *((0, further) for further in sources[0].ready())]
         return
@@ -192,7 +184,7 @@ async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int
 
 
 async def fold_all(sources: Sequence[ChunkSource], folds: Sequence[SequenceFold]) -> None:
-    """Folds every source to its end, and closes them all, whatever happens."""
+    """Fold every source to its end; close all of them in any case."""
     try:
         async with aclosing(merge(sources)) as batches:
             async for chunks in batches:
@@ -203,7 +195,7 @@ async def fold_all(sources: Sequence[ChunkSource], folds: Sequence[SequenceFold]
 
 
 async def close_all(sources: Sequence[ChunkSource]) -> None:
-    """Aborts what is not finished."""
+    """Close all sources, which aborts unfinished requests."""
     for source in sources:
         await source.aclose()
 
@@ -216,12 +208,11 @@ async def fold_events(
     event: Callable[[int, SequenceFold], Mapping[str, Any] | bytes | None],
     last: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> AsyncGenerator[bytes]:
-    """One event for each chunk, or for each `interval` ids; the last of a sequence always.
+    """Yield an event per chunk, or per `interval` ids; always the last one of a sequence.
 
-    What came while a slow client read is one event a sequence, so the work is bounded by reading.
-
-    `event` may return None to send nothing; `last` is sent when all are finished. An error after
-    the start of the answer becomes an event of its own. The caller closes the sources.
+    Chunks that came while a slow client read become one event per sequence, so reading bounds the
+    work. `event` may return None to send nothing; `last` is sent when all are finished. An error
+    after the start of the answer becomes an event. The caller closes the sources.
     """
     try:
         async with aclosing(merge(sources)) as batches:
@@ -243,11 +234,11 @@ async def fold_events(
 
 
 class EventStream(Response):
-    """Sends `events` and then [DONE]; `close` is awaited before that, and at the end in any case.
+    """Sends `events`, awaits `close`, then sends [DONE]; `close` is awaited at the end in any case.
 
-    Who has read [DONE] may use the names of this call again at once. So `close` is awaited twice,
-    and the second time must not touch what came after.
-    Once it has begun, an answer has no status left to tell the client anything with.
+    A client that has read [DONE] may reuse this call's ids at once. So `close` runs before [DONE],
+    and its second run must not touch what came after. After the start of an answer its status can
+    no longer report errors.
     """
 
     media_type = "text/event-stream"

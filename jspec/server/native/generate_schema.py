@@ -1,7 +1,4 @@
-"""The native request, SGLang's POST /generate: JSON in, a checked call out.
-
-It knows field names and neutral values; it does not tokenize and it asks no engine.
-"""
+"""The native request, SGLang's POST /generate: JSON in, a checked call out."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from jspec.server.http.fields import (
 )
 from jspec.text.intake import in_list
 
-# Sampling parameters that stand beside the prompts, one value for all or a list of one each.
+# Sampling parameters at the top level of a body: one value, or a list with one per prompt.
 OUTPUT_FIELDS = (
     "return_logprob",
     "logprob_start_len",
@@ -86,7 +83,7 @@ NEUTRAL_GENERATE: Neutral = {
 }
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING_FIELDS)
 NEUTRAL_SAMPLING: Neutral = {
-    "spaces_between_special_tokens": (True, False),  # of slow tokenizers, which are not used
+    "spaces_between_special_tokens": (True, False),  # for slow tokenizers, which are not used
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -115,10 +112,11 @@ GENERATE_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one.
+    """One prompt of a call: text or input_ids, sampling parameters, and its id if it has one.
 
-    priority: whether it goes before others, where the engine has priorities. extra_key: prompts
-    with different ones share no cached prefix. shown_ids: special tokens that have text anyway.
+    priority: scheduling priority, if the engine has priorities.
+    extra_key: prompts with different keys share no cached prefix.
+    shown_ids: special tokens to detokenize anyway.
     """
 
     sampling: SamplingParams
@@ -133,9 +131,10 @@ class PromptCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """A checked POST /generate. is_list: whether the answer is a list (unless n > 1 makes it one).
+    """A checked POST /generate.
 
-    group: the id that names the whole call, if the client gave one id to a list.
+    is_list: the answer is a list (n > 1 also makes it one).
+    group: id of the whole call, if the client gave one id for a list.
     """
 
     prompts: tuple[PromptCall, ...]
@@ -147,7 +146,7 @@ class GenerateCall:
 
 
 def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
-    """Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
     values = as_object(body, "the request body")
     where = "the request body"
     values = without_neutral(
@@ -174,12 +173,11 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
 
 
 def common_fields(values: JsonObject) -> dict[str, Any]:
-    """PromptCall's fields that are one value for all prompts of a call. Raises RequestError."""
+    """Return PromptCall fields with one value per call. Raises RequestError."""
     return {"priority": get_priority(values), "extra_key": get_extra_key(values)}
 
 
 def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
-    """The prompts as keyword arguments, and whether they came as a list."""
     text, ids = values.get("text"), values.get("input_ids")
     if (text is None) == (ids is None):
         raise RequestError("expected exactly one of text and input_ids")
@@ -220,14 +218,14 @@ def _sampling(
 def _with_outputs(
     values: JsonObject, sampling: list[SamplingParams], *, is_list: bool
 ) -> list[SamplingParams]:
-    """OUTPUT_FIELDS as parts of each prompt's sampling. Raises RequestError."""
     by_prompt: list[dict[str, Any]] = [{} for _ in sampling]
     for parameter in SAMPLING_FIELDS:
         name = parameter.name
         value = values.get(name) if name in OUTPUT_FIELDS else None
         if value is None:
             continue
-        deep = isinstance(parameter.default, tuple)  # a list is one prompt's, lists are each one's
+        # a flat list is one value, nested lists are one per prompt
+        deep = isinstance(parameter.default, tuple)
         is_each = isinstance(value, list) and (not deep or any(isinstance(x, list) for x in value))
         if is_each and (not is_list or len(value) != len(sampling)):
             expected = f"one, or a list of {len(sampling)}" if is_list else "one"
@@ -242,7 +240,7 @@ def _with_outputs(
 
 
 def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
-    """Checked sampling parameters of one prompt; null is all defaults. Raises RequestError."""
+    """Return checked sampling parameters of one prompt; null: all defaults. Raises RequestError."""
     if value is None:
         value = {}
     where = "sampling_params"
@@ -257,7 +255,6 @@ def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
 
 
 def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:
-    """One name a prompt, from null, text, or a list of texts for a list of prompts."""
     if isinstance(value, list):
         if not is_list or len(value) != num_prompts:
             expected = f"a list of {num_prompts}, or text" if is_list else "text"
@@ -275,7 +272,7 @@ class AbortCall:
 
 
 def parse_abort(body: object) -> AbortCall:
-    """Raises RequestError; an empty rid is one, because it would match nothing."""
+    """Parse a body. Raises RequestError, also for an empty rid, which would match nothing."""
     values = as_object(body, "the request body")
     values = without_neutral(
         "the request body",

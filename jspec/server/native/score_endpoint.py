@@ -1,4 +1,4 @@
-"""POST /v1/score, SGLang's: how likely each label is as the next token after query and item."""
+"""POST /v1/score, as in SGLang: the probability of each label as the token after query and item."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEUTRAL_SCORE: Neutral = {"return_pooled_hidden_states": (None, False), "rid": (
 
 
 def parse_score(body: object) -> tuple[ScoreCall, str | None]:
-    """The call, and the model's name if there is one. Raises RequestError."""
+    """Return the call, and the model's name if given. Raises RequestError."""
     values = without_neutral(BODY, as_object(body, BODY), read=SCORE_FIELDS, neutral=NEUTRAL_SCORE)
     for name in ("model", "user"):
         if values.get(name) is not None:
@@ -55,8 +55,6 @@ def parse_score(body: object) -> tuple[ScoreCall, str | None]:
 
 
 class ScoreEndpoint:
-    """One route."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
 
@@ -64,7 +62,7 @@ class ScoreEndpoint:
         return [Route("/v1/score", self.score, methods=["POST"])]
 
     async def score(self, request: Request) -> Response:
-        """POST /v1/score: how likely each label is after query and item; SGLang's form."""
+        """POST /v1/score: the probability of each label after query and item, in SGLang's form."""
         call, model = await read_call(request, self.service.args, parse_score)
         if model is not None and model not in self.service.model_names:
             raise HTTPException(
@@ -82,10 +80,10 @@ class ScoreEndpoint:
         await work.finish(request.receive)
         found = work.completions()
         for completion in found:
-            if not completion.logprobs:  # aborted
+            if not completion.logprobs:  # it was aborted
                 message = "the request was aborted before its scores were known"
                 raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, message)
-        first = [i // len(call.parts) for i in work.prompt_idxs]  # requests of one prompt
+        first = [i // len(call.parts) for i in work.prompt_idxs]  # a prompt has several requests
         return JSONResponse(
             {
                 "scores": call.scores([each.logprobs[0].watched for each in found]),

@@ -1,4 +1,4 @@
-"""What OpenAI's routes answer: the shapes of completions and chats, usage, and the models' list."""
+"""Answers of OpenAI's routes: completions and chats, usage, and the list of models."""
 
 from __future__ import annotations
 
@@ -13,50 +13,46 @@ from jspec.server.openai.openai_logprobs import Texts, chat_logprobs, completion
 
 
 class AnswerShape(Protocol):
-    """What tells a completion's answer from a chat's. prefix: of ids; the names are of `object`."""
+    """The part of an answer that differs between completions and chats. prefix: of answer ids."""
 
     prefix: str
     object_name: str
     stream_object_name: str
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """One element of `choices`."""
+        """Return one element of `choices`."""
         ...
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
     ) -> dict[str, Any]:
-        """What is known of an answer's tokens. offset: characters of the tokens before them."""
+        """Return the log-probabilities of tokens. offset: characters before them."""
         ...
 
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """One element of an event's `choices`: what is new. is_first: of its sequence.
-
-        None while nothing is certain of the text so far.
-        """
+        """Return one element of an event's `choices`: the new output of a sequence. None while no
+        output is certain. is_first: the sequence's first delta, with the role."""
         ...
 
     def reasoning(self, index: int) -> Sequence[str]:
-        """Passages of a sequence's text, so far as it was told, that are reasoning."""
+        """Return the passages of a sequence's text so far that are reasoning."""
         ...
 
 
 class TextShape:
-    """/v1/completions."""
+    """Answers of /v1/completions."""
 
     prefix = "cmpl"
     object_name = stream_object_name = "text_completion"
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape."""
         return {"index": index, "text": text, "logprobs": None, **ending(finish)}
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
     ) -> dict[str, Any]:
-        """See AnswerShape."""
         return completion_logprobs(tokens, texts, offset=offset)
 
     def delta(
@@ -67,32 +63,28 @@ class TextShape:
         *,
         is_first: bool,
     ) -> dict[str, Any]:
-        """See AnswerShape."""
         del is_first
         return self.choice(index, text, finish)
 
     def reasoning(self, index: int) -> Sequence[str]:
-        """See AnswerShape: nothing is told apart."""
         del index
         return ()
 
 
 class ChatShape:
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     object_name = "chat.completion"
     stream_object_name = "chat.completion.chunk"
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape."""
         message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
         return {"index": index, "message": message, "logprobs": None, **ending(finish)}
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
     ) -> dict[str, Any]:
-        """See AnswerShape."""
         del offset
         return chat_logprobs(tokens, texts)
 
@@ -106,13 +98,12 @@ class ChatShape:
         return {"index": index, "delta": delta, "logprobs": None, **ending(finish)}
 
     def reasoning(self, index: int) -> Sequence[str]:
-        """See AnswerShape: nothing is told apart."""
         del index
         return ()
 
 
 def ending(finish: FinishReason | None) -> dict[str, Any]:
-    """SGLang's matched_stop says what ended it."""
+    """Return the finish fields; SGLang's matched_stop is what ended the text."""
     return {
         "finish_reason": None if finish is None else finish.kind.value,
         "matched_stop": None if finish is None else finish.matched,
@@ -121,7 +112,7 @@ def ending(finish: FinishReason | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every object of one answer begins with. created: seconds since the epoch."""
+    """The common first fields of an answer's objects. created: seconds since the epoch."""
 
     answer_id: str
     created: int
@@ -141,11 +132,8 @@ class AnswerHead:
 def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
 ) -> dict[str, Any]:
-    """OpenAI's usage object, with SGLang's reasoning_tokens; a prompt counts once, however many
-    choices it has.
-
-    Details are there if any of the prompt was cached, as SGLang has it, or if any was reasoning.
-    """
+    """Return OpenAI's usage object, with SGLang's reasoning_tokens. A prompt counts once for all
+    its choices. Details are null if zero, as in SGLang."""
     details = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,
@@ -158,7 +146,7 @@ def usage(
 
 
 def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> dict[str, Any]:
-    """The usage of a whole answer; prompt_idxs says which prompt each completion is of."""
+    """Return the usage of a whole answer. prompt_idxs: the prompt of each completion."""
     pairs = tuple(zip(prompt_idxs, completions, strict=True))
     first = dict(reversed(pairs))
     return usage(
@@ -170,7 +158,7 @@ def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> d
 
 
 def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | None]:
-    """SGLang's spec_tokens_details, one a choice; None where nothing was verified."""
+    """Return SGLang's spec_tokens_details, one per choice; None without verifications."""
     names = (
         "spec_accept_rate",
         "spec_accept_length",
@@ -191,7 +179,6 @@ def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | Non
 
 
 def model_card(name: str, *, created: int, root: str, max_model_len: int) -> dict[str, Any]:
-    """One element of GET /v1/models."""
     return {
         "id": name,
         "object": "model",

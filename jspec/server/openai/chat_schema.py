@@ -1,7 +1,4 @@
-"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: JSON in, a checked call out.
-
-It renders no template, does not tokenize and asks no engine.
-"""
+"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: JSON in, a checked call out."""
 
 from __future__ import annotations
 
@@ -73,14 +70,14 @@ NEUTRAL_CHAT: Neutral = {
     "best_of": (None, 1),
     "add_special_tokens": (None, False),
 }
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's words
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's values
 CHAT_HINTS: Hints = {
     **{name: hint for name, hint in COMPLETION_HINTS.items() if name != "messages"},
     "max_new_tokens": "'max_completion_tokens'",
     "prompt": "'messages'",
     "text": "'messages'",
     "input_ids": "'messages'",
-    "sampling_params": "its fields beside 'messages'",
+    "sampling_params": "its fields at the top level",
 }
 
 
@@ -88,8 +85,9 @@ CHAT_HINTS: Hints = {
 class ChatCall:
     """A checked POST /v1/chat/completions.
 
-    sampling: max_new_tokens None is what the context leaves. template_options: of
-    `Engine.chat_prompt`. separate_reasoning: of effect with --reasoning-parser alone.
+    sampling: max_new_tokens None: the rest of the context.
+    template_options: of `Engine.chat_prompt`.
+    separate_reasoning: effective only with --reasoning-parser.
     """
 
     messages: tuple[Message, ...]
@@ -104,7 +102,7 @@ class ChatCall:
 
     @property
     def num_chars(self) -> int:
-        """How long rendering takes: characters of all that a template is given, and its items."""
+        """The cost of rendering: characters and items of everything that the template gets."""
         total, pending = 0, [*self.messages, self.template_options]
         while pending:
             value: Any = pending.pop()
@@ -117,7 +115,7 @@ class ChatCall:
 
 
 def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
-    """Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
     where = "the request body"
     values = without_neutral(
         where, as_object(body, where), read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS
@@ -161,8 +159,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
 
 
 def _variables(values: JsonObject) -> JsonObject | None:
-    """What else the template may name: chat_template_kwargs, and reasoning_effort, which is a
-    template's variable (gpt-oss's). Raises RequestError."""
+    """Return the other template variables, with reasoning_effort (gpt-oss's) among them."""
     kwargs, effort = values.get("chat_template_kwargs"), values.get("reasoning_effort")
     given = None if kwargs is None else as_object(kwargs, "chat_template_kwargs")
     if effort is None:
@@ -175,7 +172,7 @@ def _variables(values: JsonObject) -> JsonObject | None:
 
 
 def _with_one_length(values: JsonObject) -> dict[str, Any]:
-    """max_completion_tokens as max_tokens, its older name."""
+    """Rename max_completion_tokens to max_tokens, its older name."""
     newer, older = values.get("max_completion_tokens"), values.get("max_tokens")
     if newer is None:
         return dict(values)

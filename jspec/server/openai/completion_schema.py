@@ -1,8 +1,4 @@
-"""OpenAI's POST /v1/completions, with SGLang's extensions: JSON in, a checked call out, and what
-chats have in common with it: options, usage, and the shapes of answers.
-
-It does not tokenize and it asks no engine.
-"""
+"""OpenAI's POST /v1/completions, with SGLang's extensions, and what chats share with it."""
 
 from __future__ import annotations
 
@@ -41,10 +37,10 @@ from jspec.server.openai.response_formats import GRAMMAR_FIELDS, grammar_paramet
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
-CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # of all that an engine's error may name
-# Of OpenAI's: who asks, for a provider's own books. Text is taken, and changes no answer.
+CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # all names in an engine's errors
+# OpenAI's fields that identify a caller. Text is accepted, without effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
-# SGLang's, which OpenAI's answers have no other place for.
+# SGLang's fields; OpenAI's answers have no place for them other than meta_info.
 TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
 ANSWER_FIELDS = frozenset(
     {
@@ -98,7 +94,7 @@ NEUTRAL_COMPLETION: Neutral = {
 COMPLETION_HINTS: Hints = {
     **{inner: repr(outer) for outer, inner in SAMPLING_NAMES.items() if inner != outer},
     "max_completion_tokens": "'max_tokens'",
-    "sampling_params": "its fields beside 'prompt'",
+    "sampling_params": "its fields at the top level",
     "text": "'prompt'",
     "input_ids": "'prompt'",
     "messages": "'prompt'",
@@ -107,10 +103,11 @@ COMPLETION_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How a call is answered; model is the name that the client used, if any.
+    """Options of an answer. model: the name that the client used, if any.
 
-    echo: the text begins with the prompt's. include_usage: the last event of a stream has the usage
-    of all; continuous_usage: each event has that of its own sequence so far, too.
+    echo: the text starts with the prompt.
+    include_usage: a stream's last event has the usage of all sequences.
+    continuous_usage: each event has the usage so far of its own sequence, too.
     """
 
     stream: bool
@@ -133,7 +130,7 @@ class CompletionCall:
 
 
 def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionCall:
-    """Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
     where = "the request body"
     values = without_neutral(
         where,
@@ -163,7 +160,6 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
 
 
 def with_logprobs(sampling: SamplingParams, num_top: int, *, of_prompt: bool) -> SamplingParams:
-    """The same, asking for log-probabilities as OpenAI's clients do."""
     return replace(
         sampling,
         return_logprob=True,
@@ -173,7 +169,7 @@ def with_logprobs(sampling: SamplingParams, num_top: int, *, of_prompt: bool) ->
 
 
 def _check_best_of(best_of: object, n: int) -> None:
-    """All choices are answered: none is made to be thrown away."""
+    """Raise RequestError unless best_of is n: candidates that are not returned are not made."""
     if best_of is None:
         return
     Integer(1, expected=f"n, which is {n}, or leave it out").check("best_of", best_of)
@@ -186,7 +182,6 @@ def _given(values: JsonObject) -> dict[str, Any]:
 
 
 def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters among the fields of a call. Raises RequestError."""
     given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
     for name, grammar in grammar_parameters(values).items():
         if given.get(name) is not None:
@@ -197,7 +192,7 @@ def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingPara
 
 
 def answer_options(values: JsonObject) -> AnswerOptions:
-    """ANSWER_FIELDS but for rid. Raises RequestError."""
+    """Return ANSWER_FIELDS except rid. Raises RequestError."""
     for name in ("model", *CALLER_FIELDS):
         if values.get(name) is not None:
             check_text(name, values[name])
@@ -207,7 +202,7 @@ def answer_options(values: JsonObject) -> AnswerOptions:
         if values.get(name) is True and not get_bool(values, "return_meta_info"):
             raise RequestError(
                 f"{name} is true without return_meta_info; expected return_meta_info true, since "
-                "meta_info is where it is told"
+                "meta_info has the result"
             )
     return AnswerOptions(
         stream=get_bool(values, "stream"),
@@ -220,7 +215,7 @@ def answer_options(values: JsonObject) -> AnswerOptions:
 
 @contextmanager
 def openai_names() -> Iterator[None]:
-    """Lets a RequestError that begins with a field's name speak of the client's name for it."""
+    """Translate field names in a RequestError that starts with one into the client's names."""
     try:
         yield
     except RequestError as error:
@@ -233,7 +228,6 @@ def openai_names() -> Iterator[None]:
 
 
 def _sources(prompt: object) -> list[dict[str, Any]]:
-    """The prompts as keyword arguments: text, list of text, list of ids, or list of those."""
     if isinstance(prompt, str):
         return [{"text": check_text("prompt", prompt)}]
     if not isinstance(prompt, list) or not prompt:
@@ -251,7 +245,7 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
 
 
 def _usage_options(values: JsonObject) -> dict[str, bool]:
-    """AnswerOptions' fields about usage; the second is vLLM's and SGLang's and needs the first."""
+    """Return AnswerOptions' usage fields; continuous_usage is SGLang's and vLLM's."""
     names = {"include_usage": "include_usage", "continuous_usage": "continuous_usage_stats"}
     options = values.get("stream_options")
     if options is None:

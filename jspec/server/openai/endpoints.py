@@ -1,7 +1,4 @@
-"""OpenAI's routes: completions, chats and models. Both kinds of answers are made in one place.
-
-What a field means is in the schemas; what is waited for is in the service.
-"""
+"""OpenAI's routes: completions, chats and models, with common code for answers."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ Call = TypeVar("Call")
 
 
 class OpenAIEndpoints:
-    """One method an endpoint."""
+    """One method per endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -58,7 +55,6 @@ class OpenAIEndpoints:
         ]
 
     async def _read(self, request: Request, parse: Callable[..., Call]) -> Call:
-        """parse(body, defaults)"""
         defaults = self.service.engine.sampling_defaults
         return await read_call(request, self.service.args, partial(parse, defaults=defaults))
 
@@ -88,11 +84,10 @@ class OpenAIEndpoints:
         return await self._answer(request, _Answer(call.options, work, shape, texts))
 
     def _texts(self, options: AnswerOptions) -> TokenTexts | None:
-        """What log-probabilities call tokens; asked for before anything is queued."""
+        """Return the token texts for log-probabilities; call it before anything is queued."""
         return self.service.engine.token_texts if options.logprobs else None
 
     def _echoes(self, call: CompletionCall) -> tuple[str, ...]:
-        """The text of each prompt."""
         return tuple(
             self.service.engine.tokenizer.decode(prompt.input_ids or ())
             if prompt.text is None
@@ -145,7 +140,7 @@ class OpenAIEndpoints:
         )
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models: the one model."""
+        """GET /v1/models: the served model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
@@ -162,8 +157,11 @@ def _details(work: Work) -> Any:
 
 
 class _Answer:
-    """What is answered, and how. texts: of tokens, if log-probabilities are asked for. echoes: the
-    text of each prompt, if answers begin with it."""
+    """An answer in the making.
+
+    texts: of tokens, if log-probabilities are requested.
+    echoes: each prompt's text, if answers start with it.
+    """
 
     def __init__(
         self,
@@ -175,21 +173,22 @@ class _Answer:
     ) -> None:
         self.options, self.work, self.shape = options, work, shape
         self._texts, self._echoes = texts, echoes
-        self._offsets = [0] * len(work.folds)  # characters of the tokens that were told of
+        self._offsets = [0] * len(work.folds)  # characters of the tokens answered so far
 
     def echo(self, index: int) -> str:
-        """What stands before the text of a sequence."""
         return self._echoes[self.work.prompt_idxs[index]] if self._echoes else ""
 
     def count_reasoning(self, index: int) -> None:
-        """Notes how many tokens of a sequence that was told whole are reasoning."""
         if passages := self.shape.reasoning(index):
             texts = self.work.service.engine.token_texts
             note_reasoning(self.work.folds[index].completion, passages, texts)
 
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
-        """Of a sequence's tokens from here on; of its prompt's before the first, if they were
-        asked for. None where nothing was. Call it once for each token, in order."""
+        """Return a sequence's log-probabilities from `first_id` on; None if not requested.
+
+        Those of the prompt, if requested, come before the first token's. Call it once for each
+        token, in order.
+        """
         if self._texts is None:
             return None
         completion = self.work.folds[index].completion
@@ -203,14 +202,14 @@ class _Answer:
 
 def _stream(answer: _Answer, head: AnswerHead) -> Response:
     options, work, shape = answer.options, answer.work, answer.shape
-    begun: set[int] = set()  # sequences of which something was sent
+    begun: set[int] = set()  # sequences with at least one event
 
     def event(index: int, fold: SequenceFold) -> dict[str, Any] | None:
         first_id, is_first = fold.num_taken_ids, index not in begun
         text, finish = fold.take_text(), fold.completion.finish
         text = answer.echo(index) + text if is_first else text
         if not (text or finish is not None or options.logprobs):
-            return None  # ids whose text is held back: nothing that this shape could say
+            return None  # ids whose text is pending: no event in this shape
         choice = shape.delta(index, text, finish, is_first=is_first)
         if choice is None:
             if not options.logprobs:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's routes have for them."""
+"""Log-probabilities in OpenAI's two forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jspec.messages.request import PromptToken
 
 
 class Texts(Protocol):
-    """What an id stands for, alone (jspec.text.tokenizer.token_texts.TokenTexts)."""
+    """The text and bytes of a single id (jspec.text.tokenizer.token_texts.TokenTexts)."""
 
     def text(self, token_id: int) -> str: ...
 
@@ -19,10 +19,10 @@ class Texts(Protocol):
 def completion_logprobs(
     tokens: Sequence[PromptToken], texts: Texts, *, offset: int = 0
 ) -> dict[str, Any]:
-    """/v1/completions: four lists, one element a token; null for a prompt's first token.
+    """Return the form of /v1/completions: four lists, one entry per token.
 
-    top_logprobs names the token itself too, as OpenAI does, so it may have one more than asked for.
-    offset: characters of the tokens before these.
+    A prompt's first token has null. Like OpenAI's, top_logprobs includes the token itself, so it
+    may have one more entry than requested. offset: characters before these tokens.
     """
     names = [texts.text(token_id) for token_id, _ in tokens]
     offsets: list[int] = []
@@ -34,7 +34,7 @@ def completion_logprobs(
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for logprob, token_id in known.top:  # of tokens that read alike the likeliest
+        for logprob, token_id in known.top:  # keep the most likely of tokens with equal text
             top.setdefault(texts.text(token_id), logprob)
         top.setdefault(name, known.logprob)
         tops.append(top)
@@ -47,7 +47,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokens: Sequence[PromptToken], texts: Texts) -> dict[str, Any]:
-    """/v1/chat/completions: an object a token, with its bytes (maybe a part of a character)."""
+    """Return the form of /v1/chat/completions: an object per token, with its (partial) bytes."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -1,7 +1,4 @@
-"""A chat's answer with its calls and its reasoning told apart, in OpenAI's shape.
-
-Whether a request needs that, and with which parser, is decided here; formats are jspec.text.calls'.
-"""
+"""Chat answers split into content, calls and reasoning: which requests need it, and the shape."""
 
 from __future__ import annotations
 
@@ -30,21 +27,19 @@ from jspec.text.calls.tools import ToolUse, calls_schema
 from jspec.text.tokenizer.token_texts import TokenTexts, num_tokens_in
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-PROMPT_END_IDS = 16  # of a prompt, among which a template's mark of reasoning is found
+PROMPT_END_IDS = 16  # the last ids of a prompt, searched for a template's reasoning mark
 TOOL_CALLS = "tool_calls"
 
 
 def with_calls_grammar(sampling: SamplingParams, use: ToolUse) -> SamplingParams:
-    """The same, so that the answer must be a list of calls: tool_choice required, or a tool's name.
-
-    Raises RequestError for a request that has a grammar of its own.
-    """
+    """Constrain the answer to a list of calls. Raises RequestError if there is another grammar."""
     if sampling.grammar is not None:
         raise RequestError(
-            f"tool_choice is {_asked(use)} beside {sampling.grammar.kind.value} (or a "
-            "response_format); expected one of them, since each says what the whole answer is"
+            f"tool_choice is {_asked(use)} with {sampling.grammar.kind.value} (or a "
+            "response_format); expected one of them, since each determines the whole answer"
         )
-    compact = {"x-guidance": {"whitespace_flexible": False}}  # a weak model may write blanks only
+    # else a weak model may write whitespace only
+    compact = {"x-guidance": {"whitespace_flexible": False}}
     return replace(sampling, json_schema=json.dumps({**calls_schema(use), **compact}))
 
 
@@ -54,8 +49,7 @@ def _asked(use: ToolUse) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReading:
-    """How the answers of one request are read. most_calls: None for any number; the model's
-    further calls are left out."""
+    """The parser of a request's answers. most_calls: further calls are dropped; None: no limit."""
 
     new_parser: Callable[[], AnswerParser]
     new_id: Callable[[], str]
@@ -64,7 +58,7 @@ class ChatReading:
 
 
 def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
-    """Raises RequestError for tools that this server could not tell from text."""
+    """Raise RequestError for tools if the server has no parser for calls."""
     if call.tools.names and not call.tools.is_forced and style.calls is None:
         raise RequestError(
             f"tools has {len(call.tools.tools)} and the server was started without "
@@ -76,7 +70,7 @@ def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
 def prepare(
     call: ChatCall, prompt: PromptCall, style: AnswerFormat, tokenizer: Tokenizer
 ) -> tuple[PromptCall, ChatReading | None]:
-    """The prompt as it is to be run, and how its answers are read; None: as plain text."""
+    """Return the prompt to run, and how to read its answers; None: as plain text."""
     use = call.tools
     goes_on = bool(call.template_options["continue_final_message"])
     splits = call.separate_reasoning and not goes_on
@@ -97,7 +91,7 @@ def prepare(
                 "(as many templates do for chat_template_kwargs {'enable_thinking': false})"
             )
         sampling = with_calls_grammar(sampling, use)
-    elif sampling.json_schema is not None and marks is None:  # nothing stands before the JSON
+    elif sampling.json_schema is not None and marks is None:  # the answer starts with the JSON
         splits = has_reasoning = False
     reads_calls = bool(use.names) or style.has_channels
     markers = style.markers(calls=reads_calls, reasoning=has_reasoning or style.has_channels)
@@ -124,13 +118,13 @@ PLAIN_READING = ChatReading(
 
 
 class AnswerParts:
-    """One sequence's answer, told apart as it grows."""
+    """One sequence's answer, split incrementally."""
 
     def __init__(self, reading: ChatReading) -> None:
         self._reading = reading
         self._parser = reading.new_parser()
         self._num_calls = 0
-        self.reasoning: list[str] = []  # its passages, with something else between them
+        self.reasoning: list[str] = []  # passages, separated by other output
         self._is_reasoning = False
 
     @property
@@ -138,11 +132,10 @@ class AnswerParts:
         return self._num_calls > 0
 
     def new_id(self) -> str:
-        """For a call to which the model gave none."""
         return self._reading.new_id()
 
     def take(self, text: str, *, is_last: bool) -> list[tuple[int, Event]]:
-        """What is certain now: each event with the index of its call."""
+        """Parse new text; return the certain events, each with the index of its call."""
         events = self._parser.push(text)
         if is_last:
             events = [*events, *self._parser.flush()]
@@ -169,7 +162,6 @@ class AnswerParts:
 
 
 def note_reasoning(completion: Completion, passages: Sequence[str], texts: TokenTexts) -> None:
-    """Tells a completion that is over how many of its tokens are in these passages."""
     if passages:
         completion.reasoning_tokens = num_tokens_in(
             passages, completion.text, completion.output_ids, texts
@@ -177,14 +169,14 @@ def note_reasoning(completion: Completion, passages: Sequence[str], texts: Token
 
 
 class ParsedChatShape(ChatShape):
-    """ChatShape with `tool_calls`, and `reasoning_content` where reasoning is split off."""
+    """ChatShape with `tool_calls`, and `reasoning_content` if reasoning is split off."""
 
     def __init__(self, reading: ChatReading) -> None:
         self._reading = reading
         self._parts: dict[int, AnswerParts] = {}
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape; content is null beside calls alone."""
+        """See AnswerShape; content is null for an answer of calls only."""
         parts = self._parts[index] = AnswerParts(self._reading)
         said = self._said(parts.take(text, is_last=True))
         calls = said.get("tool_calls")
@@ -200,7 +192,6 @@ class ParsedChatShape(ChatShape):
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """See AnswerShape."""
         if index not in self._parts:
             self._parts[index] = AnswerParts(self._reading)
         parts = self._parts[index]
@@ -212,11 +203,9 @@ class ParsedChatShape(ChatShape):
         return {"index": index, "delta": {**first, **said}, "logprobs": None, **ends}
 
     def reasoning(self, index: int) -> Sequence[str]:
-        """See AnswerShape."""
         return self._parts[index].reasoning if index in self._parts else ()
 
     def _said(self, events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
-        """The fields of a delta: texts joined, and each call once."""
         said: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for index, event in events:
@@ -240,7 +229,7 @@ class ParsedChatShape(ChatShape):
 
 
 def ending_of(finish: FinishReason | None, parts: AnswerParts) -> dict[str, Any]:
-    """As of any answer, but calls are the reason where nothing else cut it."""
+    """Return the finish fields; an answer with calls that was not cut ends as "tool_calls"."""
     found = ending(finish)
     if finish is not None and finish.kind is FinishKind.STOP and parts.has_calls:
         found["finish_reason"] = TOOL_CALLS

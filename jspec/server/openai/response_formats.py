@@ -1,4 +1,4 @@
-"""Grammars as OpenAI's and vLLM's clients ask for them, as SGLang's sampling parameters.
+"""Grammars in the forms of OpenAI's and vLLM's clients, as SGLang's sampling parameters.
 
 response_format: {"type": "text", "json_object", "json_schema" or "structural_tag", ...}
 structured_outputs (vLLM): {"json", "regex", "choice", "grammar", ...: ...}
@@ -26,7 +26,7 @@ GRAMMAR_FIELDS = frozenset(
 )
 ANY_OBJECT = {"type": "object"}
 TYPES = "text, json_object, json_schema or structural_tag"
-# vLLM's word -> the sampling parameter.
+# vLLM's key -> the sampling parameter.
 PARAMETERS = {
     "json": "json_schema",
     "regex": "regex",
@@ -36,10 +36,7 @@ PARAMETERS = {
 
 
 def grammar_parameters(values: JsonObject) -> dict[str, Any]:
-    """The sampling parameters that the fields come to; mostly none.
-
-    Raises RequestError naming the field, also for two that ask for a grammar each.
-    """
+    """Return the sampling parameters of the grammar fields. Raises RequestError, also for two."""
     asked: dict[str, dict[str, Any]] = {}
     for name in sorted(GRAMMAR_FIELDS & values.keys()):
         found = {} if values[name] in (None, []) else _read(name, values[name])

@@ -1,7 +1,4 @@
-"""What /v1/responses answers: the items of one response as its text grows, and the stream's events.
-
-It knows no request and no format of calls.
-"""
+"""Answers of /v1/responses: the items of a response as its text grows, and stream events."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Json = dict[str, Any]
 
 
 class ResponseItems:
-    """One response. head: what it says of itself and of its request.
-
-    Each method yields the events that tell a stream's reader of the change.
-    """
+    """One response; methods yield the stream events of a change. head: fields about it."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._head = head
@@ -31,12 +25,11 @@ class ResponseItems:
         self._num_events = 0
 
     def begin(self) -> Iterator[Json]:
-        """The response is there, and empty."""
         for name in ("created", "in_progress"):
             yield self._event(name, response=self.to_json(None))
 
     def add(self, events: Iterable[tuple[Event, str]]) -> Iterator[Json]:
-        """What the model said. Each event comes with the id that its call would have."""
+        """Add model output. Each event comes with an id to use if its call has none."""
         for event, call_id in events:
             if isinstance(event, CallArguments):
                 yield from self._grow("function_call", event.text)
@@ -56,13 +49,11 @@ class ResponseItems:
             yield from self._grow(kind, event.text)
 
     def end(self, completion: Completion) -> Iterator[Json]:
-        """The response is over."""
         yield from self._close(is_cut=_status(completion.finish) != "completed")
         status = _status(completion.finish)
         yield self._event(status, response=self.to_json(completion))
 
     def to_json(self, completion: Completion | None) -> Json:
-        """The response object; completion: of a response that is over."""
         finish = None if completion is None else completion.finish
         status = "in_progress" if completion is None else _status(finish)
         body: Json = {**self._head, "status": status, "output": self._items, "error": None}
@@ -114,7 +105,7 @@ class ResponseItems:
 
     def _event(self, kind: str, /, **fields: Any) -> Json:
         number, self._num_events = self._num_events, self._num_events + 1
-        # As it is now: items go on to grow.
+        # A snapshot: items continue to grow.
         return {"type": f"response.{kind}", "sequence_number": number, **deepcopy(fields)}
 
 
@@ -123,7 +114,6 @@ _NO_LOGPROBS: Mapping[str, Any] = {"logprobs": []}
 
 
 def _part(text: str | None) -> Json:
-    """The one part of a message, or with None of reasoning."""
     if text is None:
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -151,7 +141,7 @@ def _usage(completion: Completion) -> Json:
 
 
 def named_events(events: Iterable[Json]) -> bytes:
-    """Server-sent events with their names, as OpenAI sends these."""
+    """Encode named server-sent events, like OpenAI's."""
     return b"".join(
         b"event: " + event["type"].encode("ascii") + b"\n" + encode_event(event) for event in events
     )

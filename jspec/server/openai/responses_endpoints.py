@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat in the newer shape. Nothing is kept of it once it is answered."""
+"""POST /v1/responses: a chat in OpenAI's newer form. Answers are not stored."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from jspec.text.tokenizer.token_texts import TokenTexts
 
 
 class ResponsesEndpoints(OpenAIEndpoints):
-    """One endpoint."""
-
     def routes(self) -> list[Route]:
         return [Route("/v1/responses", self.responses, methods=["POST"])]
 
@@ -61,14 +59,11 @@ class ResponsesEndpoints(OpenAIEndpoints):
 
 
 class _Response:
-    """One response on its way."""
-
     def __init__(self, items: ResponseItems, parts: AnswerParts, texts: TokenTexts) -> None:
         self._items, self._parts, self._texts = items, parts, texts
         self._has_begun = False
 
     def _take(self, fold: SequenceFold) -> list[dict[str, Any]]:
-        """What is new of the sequence, as events."""
         begun = [] if self._has_begun else list(self._items.begin())
         self._has_begun = True
         said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
@@ -80,10 +75,8 @@ class _Response:
         return [*events, *self._items.end(fold.completion)]
 
     def whole(self, fold: SequenceFold) -> dict[str, Any]:
-        """The response object of a sequence that is over."""
         self._take(fold)
         return self._items.to_json(fold.completion)
 
     def stream(self, work: Work) -> Response:
-        """The same as events, the last of which has the whole object."""
         return answer_stream(work, lambda _, fold: named_events(self._take(fold)) or None)

@@ -1,7 +1,4 @@
-"""OpenAI's POST /v1/responses in its simple form: JSON in, the chat that it stands for out.
-
-No answer is kept: what refers to an earlier one is refused by name. It asks no engine.
-"""
+"""OpenAI's POST /v1/responses: JSON in, an equivalent chat out. Answers are not stored."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from jspec.server.openai.chat_schema import ChatCall, parse_chat
 from jspec.server.openai.completion_schema import CALLER_FIELDS, SAMPLING_NAMES
 
 LENGTH = "max_output_tokens"
-# Fields that mean what they mean in a chat, under the same name there.
+# Fields with the same name and meaning in a chat.
 SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens", *OUTPUT_FIELDS}) | {
     "model",
     "stream",
@@ -72,7 +69,7 @@ RESPONSE_HINTS: Hints = {
 }
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _TEXT_NEUTRAL: Neutral = {"verbosity": (None, "medium")}
-# Reasoning is told in full, where it is told; auto leaves the choice to the server.
+# Reasoning is always returned in full; auto leaves the choice to the server.
 _REASONING_NEUTRAL: Neutral = {"summary": (None, "auto"), "generate_summary": (None, "auto")}
 _OTHER_EFFORT = ("reasoning_effort", "reasoning.effort")
 _OTHER_FORMAT = re.compile(r"\bresponse_format(\.json_schema)?\b")
@@ -81,14 +78,14 @@ _OTHER_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall:
-    """A checked POST /v1/responses. told: fields that an answer repeats."""
+    """A checked POST /v1/responses. told: fields that the answer repeats."""
 
     chat: ChatCall
     told: Mapping[str, Any]
 
 
 def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponseCall:
-    """Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
     where = "the request body"
     values = without_neutral(
         where,
@@ -131,7 +128,6 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
 
 
 def _messages(given: object, instructions: object) -> list[dict[str, Any]]:
-    """The chat's messages; instructions come first, as the system's."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         content = check_text("instructions", instructions)
@@ -167,7 +163,7 @@ def _messages(given: object, instructions: object) -> list[dict[str, Any]]:
 
 
 def _add_call(messages: list[dict[str, Any]], fields: JsonObject, where: str) -> None:
-    """To the assistant's message before it, if that is the last."""
+    """Add a call to the assistant message before it, or to a new one."""
     names = ("call_id", "name", "arguments")
     call_id, name, arguments = (check_text(f"{where}.{key}", fields.get(key)) for key in names)
     function = {"name": name, "arguments": arguments}
@@ -178,7 +174,6 @@ def _add_call(messages: list[dict[str, Any]], fields: JsonObject, where: str) ->
 
 
 def _text(content: object, where: str) -> str:
-    """Text as it is, or its parts one after the other."""
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, Sequence):
@@ -188,14 +183,14 @@ def _text(content: object, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
             raise RequestError(
                 f"{where}[{i}] is {shorten(part)}; expected a part of type input_text or "
-                "output_text: nothing else is served"
+                "output_text: others are not supported"
             )
         texts.append(check_text(f"{where}[{i}].text", part.get("text")))
     return "\n".join(texts)
 
 
 def _format(text: object) -> Mapping[str, Any] | None:
-    """`text.format` as a chat's response_format, which has a schema's fields one level deeper."""
+    """Return `text.format` as a chat's response_format, whose schema is one level deeper."""
     if text is None:
         return None
     fields = without_neutral(
@@ -210,7 +205,6 @@ def _format(text: object) -> Mapping[str, Any] | None:
 
 
 def _effort(reasoning: object) -> object:
-    """`reasoning.effort`, which a chat checks."""
     if reasoning is None:
         return None
     fields = without_neutral(
@@ -223,7 +217,6 @@ def _effort(reasoning: object) -> object:
 
 
 def _tools(tools: object) -> object:
-    """Functions as a chat has them: their fields inside `function`."""
     if not isinstance(tools, list):
         return tools
     nested = []
@@ -231,8 +224,8 @@ def _tools(tools: object) -> object:
         fields = as_object(tool, f"tools[{i}]")
         if fields.get("type") != "function":
             raise RequestError(
-                f"tools[{i}].type is {shorten(fields.get('type'))}; expected 'function': no other "
-                "tool is there"
+                f"tools[{i}].type is {shorten(fields.get('type'))}; expected 'function': other "
+                "tools are not supported"
             )
         function = {key: value for key, value in fields.items() if key != "type"}
         nested.append({"type": "function", "function": function})

@@ -1,7 +1,7 @@
 "use strict";
 // Each panel is one streaming request to /generate with `return_spec_tokens`: pieces of text, each
-// with the verification ("step") that wrote it, the drafts that it judged ("proposed"), and whether it
-// was an accepted draft token.
+// with the verification ("step") that wrote it, the drafts that it verified ("proposed"), and a flag
+// for accepted draft tokens.
 
 const $ = (id) => document.getElementById(id);
 const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens"};
@@ -22,8 +22,8 @@ function headers() {
   return all;
 }
 
-// Seeds have 64 bits and a number here 53, so they are text on this page and numbers in JSON. Within
-// JSON's text a quote has a backslash before it, so no prompt and no answer matches.
+// Seeds have 64 bits and JavaScript numbers 53, so they are text on this page and numbers in JSON.
+// Quotes inside JSON strings are escaped, so no prompt and no answer matches.
 function parsed(json) {
   return JSON.parse(json.replace(/"sampling_seed": ?(-?[0-9]+)/g, '"sampling_seed":"$1"'));
 }
@@ -31,7 +31,7 @@ function written(payload) {
   return JSON.stringify(payload).replace(/"sampling_seed":"(-?[0-9]+)"/g, '"sampling_seed":$1');
 }
 
-// A key is asked for once, however many panels are refused for want of it.
+// Ask for the key once, however many panels are refused without it.
 async function askForKey(refused) {
   if (apiKey !== refused) return apiKey;
   isAsking ??= Promise.resolve().then(() => {
@@ -153,7 +153,7 @@ class Panel {
     this.isWaiting = false;
     this.showStep();
   }
-  // Before the first token: the server says whether requests wait for a place, or prompts are read.
+  // Before the first token: the server reports if requests are queued or in prefill.
   showWaiting() {
     if (!this.isWaiting) return;
     if (queue.queued) this.say("queued", queue.queued + " wait, " + queue.running + " run");
@@ -162,7 +162,7 @@ class Panel {
   async run(sampling) {
     this.running = new AbortController();
     this.reset();
-    this.seed = sampling.sampling_seed;  // as it was asked for: the server's word for -3 is 2^64 - 3
+    this.seed = sampling.sampling_seed;  // as entered: the server reports -3 as 2^64 - 3
     this.isWaiting = true;
     this.say("sent");
     this.output.append(this.prompt.value, "prompt");
@@ -234,7 +234,7 @@ class Panel {
     });
     this.get(".histogram").hidden = false;
   }
-  // The next step, or the one before; from none the first, or the last.
+  // Go to the next or previous step; without a current one, to the first or last.
   goBy(by) {
     const known = [...this.steps.keys()], at = known.indexOf(Number(this.hot));
     const next = at < 0 ? (by > 0 ? 0 : known.length - 1) : at + by;
@@ -266,7 +266,7 @@ class Panel {
 }
 function visible(text) { return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"); }
 
-// A tree as nested lists, from its root: what was accepted, what was not, and the target's own.
+// A tree as nested lists from its root: accepted, rejected, and the target's own tokens.
 function drawn(tree, own) {
   const last = tree.accepted.at(-1) ?? 0, box = make("div", "tree");
   const items = tree.ids.map((id, node) => {
@@ -321,7 +321,7 @@ function showModel(info) {
   $("model").textContent = [info.served_model_name,
     isPlain ? "plain decoding" : info.speculative_algorithm + " " + shape, info.device].join(" · ");
 }
-// While something runs here: how many requests the server runs, and how many wait.
+// While a panel runs: the server's numbers of running and waiting requests.
 async function watch() {
   while (panels.some((panel) => panel.running)) {
     const info = await readServer().catch(() => null);
