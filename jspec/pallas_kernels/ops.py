@@ -1,4 +1,4 @@
-"""The bundle of kernels of a platform, chosen once when an engine is built.
+"""The kernels of a platform, selected once when an engine is built.
 
 `Ops` is plain XLA and runs anywhere; ops_tpu.TpuOps and ops_gpu.GpuOps override the methods for
 which the platform has a kernel. Callers never check the platform. To add a fusion, add a method
@@ -38,11 +38,10 @@ class Ops:
     defers_sums: ClassVar[bool] = False
     # The prefill kernel reads each query's own row only, so long prefill steps are efficient.
     prefers_long_chunks: ClassVar[bool] = False
-    # Experts run faster when kept packed (mxfp4) in memory; with bfloat16 and a single device.
+    # Experts run faster packed (mxfp4) in memory, in bfloat16 on a single device.
     reads_packed: ClassVar[bool] = False
-    # Shared prefixes are read once (cascade attention) only if that saves at least this many bytes
-    # of one layer's K and V per decode step, and only for at least sharing_least_rows rows. None:
-    # no kernel for it.
+    # Least bytes of one layer's K and V per decode step that reading shared prefixes once (cascade
+    # attention) must save, for at least sharing_least_rows rows. None: no kernel.
     sharing_pays_from: ClassVar[int | None] = None
     sharing_least_rows: ClassVar[int] = 1
 
@@ -102,7 +101,7 @@ class Ops:
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
         """Run one layer's attention from projected heads (q, then k, then v) to its output.
 
-        rotation: the steps still to be applied to the heads, including q and k norms.
+        rotation: the steps still to be applied to the heads, including q and k norms
         """
         q, k, v = rotate_and_split(heads, rotation)
         out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks)
@@ -153,8 +152,7 @@ class Ops:
         eps: float,
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, the MoE output for that sum's norm); None if there is no kernel for
-        it.
+        """Return (x + delta, the MoE output for that sum's norm); None without a kernel.
 
         Only for unsharded weights. params: router and experts.
         """
@@ -226,9 +224,9 @@ class Ops:
         token_ids: Int[Array, "U"],
         lowest: float,
     ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
-        """(largest of logit + T * noise, its first column, the sum of exp(score - it)).
+        """Return (largest of logit + T * noise, its first column, sum of exp(score - largest)).
 
-        lowest: the value of NaN and lower scores; -lowest bounds scores above.
+        lowest: the value of NaN and lower scores; -lowest bounds scores above
         """
         found = rank.reference(
             logits.reshape(-1, logits.shape[-1]),

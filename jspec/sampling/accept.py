@@ -1,7 +1,7 @@
-"""The only acceptance rule there is: a draft is accepted iff it equals what the target chose.
+"""The acceptance rule: a draft is accepted iff it equals the target's own choice.
 
-A pure integer walk down the tree. Whatever the target chose at each node was chosen with the noise
-of that position alone, so the emitted text does not depend on what was drafted.
+It is an integer walk down the tree. The target's choice at a node depends only on the noise of that
+position, so the emitted text does not depend on the drafts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def accept_tree(
     num_levels: int,
     may_accept: Bool[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
-    """(node_path[B, S + 1], num_accepted[B]); node_path is 0 after num_accepted.
+    """Return (node_path[B, S + 1], num_accepted[B]); node_path is 0 after num_accepted.
 
-    may_accept: rows that accept drafts at all; None: each does.
+    may_accept: False for rows that accept no drafts; None: all may
 
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], target_ids [a1 a2 x y]
     Out: node_path [0 1 3], num_accepted 2

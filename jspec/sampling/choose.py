@@ -1,7 +1,7 @@
-"""Choosing the target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
+"""The target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
-At T = 0 this is plain argmax; there is no branch. Each vocabulary shard reduces to (value, id),
-and every device decides from the same gathered pairs, the lowest id winning ties (`Ops.sample`).
+At T = 0 this is plain argmax, without a branch. Each vocabulary shard reduces to (value, id), and
+every device picks from the same gathered pairs; the lowest id wins ties (`Ops.sample`).
 
 Whether a program filters depends on all rows of its batch, and a row's choice must not: NaN is not
 chosen where anything else is, with filters or without, and a row that asks for no filter is
@@ -29,7 +29,7 @@ def perturb(
     positions: Int[Array, "B N"],
     token_ids: Int[Array, "V"],
 ) -> Float[Array, "B N V"]:
-    """logits + T * g(seed, position, token id); g is never stored."""
+    """Return logits + T * g(seed, position, token id)."""
     seed = jnp.broadcast_to(rows.seed[:, None, :], (*positions.shape, 2))
     g = noise.gumbel(seed, positions, token_ids)
     return logits + rows.temperature[:, None, None] * g
@@ -45,11 +45,12 @@ def choose(
     shard: Shard,
     ops: Ops,
 ) -> Int[Array, "B N"]:
-    """The token that the target chooses at each node.
+    """Return the target's choice at each node.
 
-    logits: f32, one vocabulary shard, penalties already in. positions: token position of the
-    choice (its noise). token_ids: target id of each column, counting from 0 over the shards.
-    filtered: whether this program applies top-k, top-p and min-p.
+    logits: f32, one vocabulary shard, after penalties
+    positions: token positions of the choices (their noise)
+    token_ids: target id of each column, ascending over the shards
+    filtered: True if this program applies top-k, top-p and min-p
     """
     is_split = shard.axis is not None and shard.size > 1
     least = None

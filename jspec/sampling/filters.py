@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p, jointly: one threshold per node, found by bisection.
+"""Joint top-k, top-p and min-p: one threshold per node, found by bisection.
 
 All three look at the same distribution, softmax(logits / T) (not one after the other with
 renormalisation in between). A token of logit x is kept iff
@@ -35,31 +35,30 @@ from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import without_nan
 
-_LOWEST = -3.4e38  # -inf is never kept for its own sake
+_LOWEST = -3.4e38  # excludes -inf
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How one pass over the logits is made: a matter of speed, and of rounding in the sums."""
+    """Parameters of a pass over the logits: they affect speed, and rounding of the sums."""
 
-    parts: int  # a power of two: what one pass divides the range into
-    columns: int  # longest piece of a row that is summed at once; sums of pieces are added up
+    parts: int  # intervals per pass, a power of two
+    columns: int  # longest piece that is summed at once; piece sums are added
 
 
 _WHOLE_ROW = 2**31
-# On an accelerator a pass costs what reading the logits costs: few passes. On a GPU each piece ends
-# in a reduction between threads, once for every sum: long pieces, but enough for all processors.
-# On a TPU cutting a row copies it.
+# On accelerators a pass costs one read of the logits, so few passes are best. On GPUs each piece
+# ends in a reduction across threads for every sum: pieces are long, but enough for all
+# multiprocessors. On TPUs splitting a row copies it.
 ON_GPU = Passes(parts=8, columns=8192)
 ON_TPU = Passes(parts=8, columns=_WHOLE_ROW)
-# On a CPU, whose caches hold the logits, it costs its comparisons: few pivots. XLA there also
-# vectorises the sums above one pivot only; above more it adds one number after the other, which is
-# slow, and ten times less exact at V = 128,256.
+# On CPUs the logits fit in caches and comparisons dominate, so few pivots are best. XLA there
+# vectorizes sums for one pivot only; for several it adds sequentially, which is slow, and ten times
+# less exact at V = 128,256.
 ON_CPU = Passes(parts=2, columns=_WHOLE_ROW)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """f32 -> i32 with the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
@@ -125,7 +124,7 @@ def _lowest_kept(
     def divide(
         _: jax.Array | int, bounds: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # high is kept, low - 1 is not known to be
+        low, high = bounds  # high is kept; low - 1 is not, or unknown
         pivots = _pivots(low, high, bits=bits)
         above = [_from_ordered(pivot) for pivot in pivots]
         counts, masses = _above(logits, top, inverse, above, columns=passes.columns)
@@ -142,10 +141,11 @@ def _lowest_kept(
 
 
 def _pivots(low: jax.Array, high: jax.Array, *, bits: int) -> list[jax.Array]:
-    """low + floor(i * (high - low) / 2**bits) for i = 1 .. 2**bits - 1, without overflow.
+    """Return low + floor(i * (high - low) / 2**bits) for i = 1 .. 2**bits - 1, without overflow.
 
     In:  low 10, high 21, bits 2   Out: 12 15 18, which part it into 10..12, 13..15, 16..18, 19..21
-    No part is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
+
+    No interval is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
     """
     length = high.astype(jnp.uint32) - low.astype(jnp.uint32)
     whole, rest = length >> bits, length & jnp.uint32(2**bits - 1)
@@ -161,7 +161,7 @@ def _above(
     *,
     columns: int,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(number, mass relative to the maximum's) of the logits above each pivot, in one reduction.
+    """Return (count, mass relative to the maximum's) of the logits above each pivot.
 
     Both comparisons say the same. XLA on a GPU stores a [B, N, V] array that two operands of a
     reduction share, and a mask a pivot costs more bytes than the logits; it does not see that
@@ -186,7 +186,7 @@ def _weights(logits: jax.Array, top: jax.Array, inverse: jax.Array) -> jax.Array
 
 
 def _in_pieces(x: jax.Array, columns: int) -> jax.Array:
-    """[B, N, V] as [B, N, pieces, <= columns]; or x where V fits or does not divide.
+    """Reshape [B, N, V] to [B, N, pieces, <= columns], unless V fits or does not divide.
 
     In:  V 128,256, columns 8,192   Out: [B, N, 16, 8016]
     """

@@ -1,5 +1,4 @@
-"""The host's word on which tokens a grammar allows, after penalties and bias and before all that
-looks at temperature."""
+"""Grammar masks from the host, applied after penalties and bias and before temperature."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ def restrict(
     token_ids: Int[Array, "V"],
     shard: Shard,
 ) -> Float[Array, "B N V"]:
-    """-inf for every token that is not allowed.
+    """Set every token that is not allowed to -inf.
 
-    raw: the logits before penalties. Where these forbid all that the grammar allows (the end, of
-    an output below its minimum length) the grammar counts, and the penalties do not.
-    allowed: bit v % 32 of word v // 32 is token v, of the whole vocabulary. token_ids: of the
-    columns of this vocabulary shard.
+    raw: the logits before penalties; used where penalties forbid all that the grammar allows (the
+        end, below the minimum length): the grammar takes precedence
+    allowed: bit v % 32 of word v // 32 is token v, over the whole vocabulary
+    token_ids: ids of this vocabulary shard's columns
     """
     words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1, mode="fill", fill_value=0)
     is_allowed = (words >> (token_ids % WORD_BITS).astype(jnp.uint32)) & 1 > 0

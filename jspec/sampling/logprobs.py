@@ -1,7 +1,7 @@
 """Log-probabilities of the raw float32 logits: before penalties, bias, temperature and filters.
 
-Each vocabulary shard reduces its own columns (maximum, sum of exponentials, its largest logits);
-only those numbers are gathered, and every device makes the same result of them.
+Each vocabulary shard reduces its own columns (maximum, sum of exponentials, largest logits). Only
+these are gathered, and every device computes the same result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jspec.messages.request import MAX_TOP_LOGPROBS
 
 @pytree
 class Logprobs:
-    """What is known of tokens, one a row: of the token itself, the likeliest, those asked for."""
+    """Log-probabilities of one token per row, of the most likely ones and of requested ids."""
 
     logprobs: jax.Array  # f32[...], of the token
-    top_logprobs: jax.Array  # f32[..., 20], the largest first; -inf after the vocabulary's end
-    top_ids: jax.Array  # i32[..., 20], their ids; of equal ones the lowest first
-    watched_logprobs: jax.Array  # f32[..., W], of the row's own list of ids; 0 for no id
+    top_logprobs: jax.Array  # f32[..., 20], descending; -inf past the vocabulary
+    top_ids: jax.Array  # i32[..., 20]; ties in order of ids
+    watched_logprobs: jax.Array  # f32[..., W], of the row's requested ids; 0 for none
 
 
 def logprobs_of(
@@ -33,9 +33,10 @@ def logprobs_of(
     token_ids: Int[Array, "V"],
     shard: Shard,
 ) -> Logprobs:
-    """logits: one vocabulary shard. watched_ids: an id outside the vocabulary is none.
+    """Return the log-probabilities of one vocabulary shard's logits, merged over shards.
 
-    token_ids: target id of each column, counting from 0 over the shards.
+    watched_ids: ids outside the vocabulary count as none
+    token_ids: target id of each column, ascending over the shards
     """
     first, width = token_ids[0], logits.shape[1]
     top = _over_shards(jnp.max(logits, axis=-1), shard).max(axis=0)
@@ -60,11 +61,10 @@ def logprobs_of(
 def _largest(
     logits: jax.Array, token_ids: jax.Array, shard: Shard
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """The MAX_TOP_LOGPROBS largest logits of all shards and their ids."""
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     values, columns = jax.lax.top_k(logits, count)
     ids = jnp.take(token_ids, columns, mode="clip")
-    if shard.axis is not None:  # shards in order of their ids, so the lowest id still comes first
+    if shard.axis is not None:  # shards are in order of ids, so ties still prefer the lowest
         num_rows = logits.shape[0]
         values = _over_shards(values, shard).swapaxes(0, 1).reshape(num_rows, -1)
         ids = _over_shards(ids, shard).swapaxes(0, 1).reshape(num_rows, -1)
@@ -75,5 +75,5 @@ def _largest(
 
 
 def _over_shards(x: jax.Array, shard: Shard) -> jax.Array:
-    """[shards, ...]: every shard's part, in order, on every device."""
+    """Gather every shard's part, in order: [shards, ...]."""
     return x[None] if shard.axis is None else jax.lax.all_gather(x, shard.axis)

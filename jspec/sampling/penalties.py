@@ -1,9 +1,8 @@
 """Penalties, bias and the minimum length, exact at every node of a tree.
 
-The output in front of a node is what the row has emitted (root included) and the draft tokens on
-the path to the node, its own included; the root itself is already counted in `output_counts`.
-Per-node counts are compared inside the reduction that consumes the logits; no [B, N, V] array of
-counts exists.
+A node's output is what the row has emitted (root included) plus the draft tokens on the path to the
+node, itself included; the root is already counted in `output_counts`. Per-node counts are compared
+inside the reduction that reads the logits, so no [B, N, V] array of counts exists.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jspec.device.state import SamplingRows, Seen
 
 
 def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:
-    """Draft tokens on the way from each node up to the root, the node's own first; -1 after.
+    """Return the draft tokens from each node up to the root, the node's own first, then -1.
 
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], 2 levels
     Out: [[-1 -1], [a1 -1], [b1 -1], [a2 a1]]
@@ -43,11 +42,11 @@ def penalize(
     tokens_on_path: Int[Array, "B N S"],
     num_output: Int[Array, "B N"],
 ) -> Float[Array, "B N V"]:
-    """logits after repetition, frequency and presence penalty, then with the bias; -inf for stop
-    ids while the output is too short.
+    """Apply repetition, frequency and presence penalties and the bias.
 
-    token_ids: the target id of each column (one vocabulary shard). num_output: tokens emitted
-    before the one that is chosen at this node. A row that asks for none of this keeps its bits.
+    Stop ids get -inf while the output is below its minimum length. token_ids: target id of each
+    column of this vocabulary shard. num_output: tokens emitted before the one chosen at this node.
+    A row without penalties keeps its bits.
     """
     counts = seen.output_counts[:, None, :]
     for level in range(tokens_on_path.shape[-1]):
@@ -68,7 +67,7 @@ def penalize(
 
 
 def bias_of(rows: SamplingRows, *, token_ids: Int[Array, "V"]) -> Float[Array, "B V"]:
-    """logit_bias of each column; ids outside this vocabulary shard are dropped."""
+    """Return each column's logit_bias; ids outside this vocabulary shard are dropped."""
     num_rows, num_ids = rows.temperature.shape[0], token_ids.shape[0]
     column = rows.logit_bias[..., 0] - token_ids[0]
     column = jnp.where((column >= 0) & (column < num_ids), column, num_ids)
@@ -85,7 +84,7 @@ def count_emitted(
     *,
     first_id: jax.Array | int,
 ) -> Int[Array, "slots V"]:
-    """output_counts[slot, id] += 1 where valid; ids outside this vocabulary shard are dropped."""
+    """Add 1 to output_counts[slot, id] where valid; ids outside this shard are dropped."""
     at = _places(output_counts, slots, token_ids, valid, first_id=first_id)
     return output_counts.at[at].add(1, mode="drop")
 
@@ -99,8 +98,10 @@ def see_filled(
     is_prompt: jax.Array,
     first_id: jax.Array | int,
 ) -> Seen:
-    """Tokens that a prefill writes: the prompt's are marked, those after it (of a row that was
-    retracted) counted. Ids outside this vocabulary shard are dropped."""
+    """Mark prefilled prompt tokens, and count those after the prompt (of a retracted row).
+
+    Ids outside this vocabulary shard are dropped.
+    """
     marks = seen.prompt_marks
     at = _places(marks, slots, token_ids, valid & is_prompt, first_id=first_id)
     is_output = valid & ~is_prompt
@@ -120,7 +121,7 @@ def _places(
     *,
     first_id: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(slot, column) of each id; one past the end, where it is dropped, for what is not here."""
+    """Return (slot, column) of each id; one past the end, to be dropped, if not on this shard."""
     num_ids = by_id.shape[1]
     local = token_ids - first_id
     inside = valid & (local >= 0) & (local < num_ids)

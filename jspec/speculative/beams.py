@@ -1,9 +1,9 @@
-"""Growing a draft tree level by level: the same procedure for every drafter that has a model.
+"""Draft tree growth, level by level, for every drafter that runs a model.
 
-Level 1 needs no forward: its candidates come from the last advance. Levels 2..S cost one draft
-forward each, over the K beams of the level before. A beam attends to the rows before the tree and
-to its true ancestors among the scratch rows, also after beams were re-ranked. What a row of the
-model is, and where it lies, the drafter says.
+Level 1 needs no forward: its candidates come from the last advance. Levels 2..S take one draft
+forward each, over the K beams of the level before. A beam attends to the slots before the tree and
+to its own ancestors among the scratch slots, even after beams were re-ranked. The drafter defines
+what one of its slots holds and where it is (`BeamLayout`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits
 
 
 class BeamLayout(enum.Enum):
-    """Where the rows of nodes are, by what a draft row holds (example: spec/indexing.py)."""
+    """Placement of tree nodes in the draft cache (example: spec/indexing.py)."""
 
     PAIRS = "(token i + 1, feature i): the root is part of the last committed pair"
     TOKENS = "a token: the root has a row of its own, in front of the first node's"
 
     @property
     def rows_before(self) -> int:
-        """Scratch rows in front of the first node's."""
         return 1 if self is BeamLayout.TOKENS else 0
 
     def position(self, seq_len: indexing.Index, depth: indexing.Index) -> indexing.Index:
-        """RoPE position of the row of a node at `depth`."""
         if self is BeamLayout.TOKENS:
             return indexing.target_position(seq_len, depth)
         return indexing.draft_position(seq_len, depth)
@@ -45,14 +43,13 @@ class BeamLayout(enum.Enum):
 
 @pytree
 class LevelOne:
-    """What the last advance left: K candidates a row, and what their first forward is given."""
+    """The result of the last advance: K candidates per row and the inputs of their forward."""
 
     ids: jax.Array  # i32[B, K], target ids
     scores: jax.Array  # f32[B, K], path scores, <= 0
-    carried: Any  # pytree of [B, K, .] arrays: what each beam has of its parent; () for nothing
+    carried: Any  # pytree of [B, K, .] arrays that beams inherit from parents; () if none
 
     def best(self, topk: int) -> LevelOne:
-        """The first of them: a tree may have fewer branches than the last advance left."""
         if topk == self.ids.shape[1]:
             return self
         best: LevelOne = jax.tree.map(lambda x: x[:, :topk], self)
@@ -61,20 +58,20 @@ class LevelOne:
 
 @pytree
 class BeamRows:
-    """Where one forward's K rows a row lie, and the token positions of what it is to guess."""
+    """The K queries per row of one draft forward, and the token positions of their children."""
 
     rows: AttentionRows
     positions: jax.Array  # i32[B, K]
-    ancestors: jax.Array  # bool[B, K, rows of nodes so far], each beam's own row included
+    ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far], including each beam's own
 
 
 class ForwardBeams(Protocol):
-    """One draft forward over K beams a row."""
+    """One draft forward over K beams per row."""
 
     def __call__(
         self, caches: KVPool, ids: jax.Array, carried: Any, beams: BeamRows
     ) -> tuple[KVPool, Any, jax.Array, jax.Array]:
-        """(caches with the K rows, what the children carry, ids [B, K, K], terms [B, K, K])."""
+        """Return (caches, arrays the children carry, ids [B, K, K], terms [B, K, K])."""
         ...
 
 
@@ -84,15 +81,15 @@ class _Beams:
 
     ids: jax.Array  # i32[B, K]
     scores: jax.Array  # f32[B, K]
-    carried: Any  # [B, K, .], of the parents
-    ancestors: jax.Array  # bool[B, K, scratch rows of nodes so far]
-    pool_idx: jax.Array  # i32[B, K], place in the candidate pool
+    carried: Any  # [B, K, .], from the parents
+    ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far]
+    pool_idx: jax.Array  # i32[B, K], index in the candidate pool
 
 
 def first_level(
     ids: Int[Array, "B 1 K"], terms: Float[Array, "B 1 K"], *, carried: Any
 ) -> LevelOne:
-    """The candidates after each row's last token as level 1: a path's score is its only term."""
+    """Return the candidates after each row's last token; a path score is the only term."""
     root_scores = jnp.zeros((ids.shape[0], 1), jnp.float32)
     return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
 
@@ -106,7 +103,7 @@ def grow_tree(
     spec: SpeculativeConfig,
     layout: BeamLayout,
 ) -> tuple[KVPool, DraftTree]:
-    """S - 1 draft forwards, then the tree. Returns the caches with the scratch rows written."""
+    """Run S - 1 draft forwards, then build the tree; the caches get the scratch slots."""
     first = first.best(spec.topk)
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
@@ -136,7 +133,7 @@ def grow_tree(
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:
-    """bool[B, K, rows + K]: each beam's ancestors and its own row, after them."""
+    """Append each beam's own slot to its ancestors: bool[B, K, slots + K]."""
     batch, topk, _ = ancestors.shape
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch, topk, topk))
     return jnp.concatenate((ancestors, own), axis=2)
@@ -145,10 +142,10 @@ def _with_itself(ancestors: jax.Array) -> jax.Array:
 def _rows_of_beams(
     rows: RowsInStep, ancestors: jax.Array, *, depth: int, layout: BeamLayout
 ) -> BeamRows:
-    """The K rows of the beams at `depth`, and the token positions of their children.
+    """Return the K queries of the beams at `depth` and the positions of their children.
 
-    In:  L = 7, K = 2, depth 2, rows of tokens (root t7 at slot 7, a1 b1 at 8 9)
-    Out: slots 10 11 at RoPE 9, a tail of 4 rows at RoPE 8 8 9 9, children at position 10
+    In:  L = 7, K = 2, depth 2, BeamLayout.TOKENS (root t7 at slot 7, a1 b1 at 8 9)
+    Out: slots 10 11 at RoPE 9, a tail of 4 slots at RoPE 8 8 9 9, children at position 10
     """
     batch, topk, width = ancestors.shape
     position = layout.position(rows.seq_lens, depth)
@@ -178,7 +175,7 @@ def _rows_of_beams(
 def _best_beams(
     level: Level, ancestors: jax.Array, carried: Any, *, topk: int, first: int
 ) -> _Beams:
-    """The K best candidates of `level`, each with its own parent's ancestors and carried arrays."""
+    """Return the K best candidates, with their parents' ancestors and carried arrays."""
     scores, idx = jax.lax.top_k(level.scores, topk)
     parent = (idx // topk)[:, :, None]
 

@@ -1,8 +1,8 @@
-"""What a draft model thinks comes next: the K best candidates after a row, with shared noise.
+"""Draft candidates: the K best next tokens after a position, ranked with shared noise.
 
-Candidates are ranked by log_softmax(draft logits + T * g(s, p, v)) with the very noise that
-verification will use at that position: what the draft thinks the target will choose, given the
-same dice. Every drafter that has a model ranks so, whatever that model is.
+The ranking is log_softmax(draft logits + T * g(s, p, v)) with the noise that verification uses at
+that position, so a draft predicts the target's choice given the same noise. All drafters with a
+model share this.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from jspec.speculative.tree import LOWEST
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """How candidates are ranked.
-
-    noise: False ranks plain top-k, to measure what shared noise gains; the text is the same.
-    """
+    """How candidates are ranked. noise: False ranks plain top-k, to measure the gain of noise."""
 
     topk: int
     noise: bool = True
@@ -45,10 +42,10 @@ def rank_candidates(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """The best K target ids after each row and the log-probability of each, best first.
+    """Return the best K target ids after each query and their log-probabilities, best first.
 
-    token_ids: target id of each column of this device's logits. positions: token position of the
-    candidates (their noise).
+    token_ids: target id of each column of this device's logits
+    positions: token positions of the candidates (their noise)
     """
     if ranking.topk > 1 or not ranking.noise:
         if ranking.noise:
@@ -69,13 +66,13 @@ def rank_candidates(
 def top_candidates(
     logits: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """(target ids, log_softmax) of the K largest; every device decides from the same pairs.
+    """Return (target ids, log_softmax) of the K largest; every device gets the same result.
 
-    Ties prefer the lower draft id: shards hold ascending ids and top_k is stable. NaN is the lowest
-    there is, and all scores are finite.
+    Ties prefer the lower draft id: shards have ascending ids and top_k is stable. NaN counts as
+    LOWEST, and all scores are finite.
     """
     scores = finite(logits, lowest=LOWEST)
-    values, columns = _largest(scores, min(topk, scores.shape[-1]))  # a shard may hold fewer
+    values, columns = _largest(scores, min(topk, scores.shape[-1]))  # a shard may have fewer
     top = jnp.max(scores, axis=-1)
     mass = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
     best = _Best(values=values, columns=columns, top=top, mass=mass)
@@ -84,19 +81,15 @@ def top_candidates(
 
 @pytree
 class _Best:
-    """Of one device's columns: the K best of each row, the largest, and the sum of
-    exp(score - largest)."""
-
     values: jax.Array  # [B, R, K], best first
     columns: jax.Array  # i32[B, R, K]
-    top: jax.Array  # [B, R]
-    mass: jax.Array  # [B, R]
+    top: jax.Array  # [B, R], the largest score
+    mass: jax.Array  # [B, R], sum of exp(score - top)
 
 
 def _joined(
     best: _Best, ids: Int[Array, "U"], *, topk: int, shard: Shard
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """What all shards' columns have as their K best, and the log-probability of each."""
     values, found = best.values, jnp.take(ids, best.columns, mode="clip")
     top, mass = best.top, best.mass
     if shard.axis is not None:
@@ -113,7 +106,6 @@ def _joined(
 
 
 def _largest(x: jax.Array, topk: int) -> tuple[jax.Array, jax.Array]:
-    """lax.top_k over the last axis; neither a chain nor a TPU needs a sort."""
     if topk == 1:
         best = jnp.argmax(x, axis=-1, keepdims=True)
         return jnp.max(x, axis=-1, keepdims=True), best
@@ -130,13 +122,13 @@ def _top_k(x: jax.Array, *, topk: int) -> tuple[jax.Array, jax.Array]:
 def largest_in_rounds(
     x: Float[Array, "*b U"], *, topk: int
 ) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
-    """lax.top_k of finite numbers, ties included: each round takes the first largest of the rest.
+    """Return lax.top_k of finite numbers, including tie order: round i takes the i-th largest.
 
-    For TPUs, whose compiler makes a sort of all columns of lax.top_k: for 4 of [64, 4, 8000] on v5e
-    12 times the steps in its schedule, and more time to compile. Neither was run on a chip.
+    XLA for TPU compiles lax.top_k to a sort of all columns: for 4 of [64, 4, 8000] on v5e its
+    schedule is 12 times longer, and it compiles more slowly. Neither was run on a chip.
 
-    In:  x = [3 5 5 1], topk 2   Out: [5 5], [1 2]: round 2 leaves what is less than 5, or equal
-         and after column 1
+    In:  x = [3 5 5 1], topk 2
+    Out: [5 5], [1 2]: round 2 keeps values < 5, and values == 5 after column 1
     """
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
 

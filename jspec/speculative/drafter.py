@@ -1,11 +1,11 @@
-"""What a drafter is: it proposes a tree, is told what became of it, and keeps what it likes.
+"""The interface of drafters: propose a tree, then advance over what the verification emitted.
 
-    propose   state and caches -> DraftTree, and the caches with scratch rows after L
-    advance   what was emitted, with the target's features -> caches and state for the next propose
+    propose   state and caches -> DraftTree, and the caches with scratch slots after L written
+    advance   emitted tokens and the target's features -> caches and state for the next propose
 
-`advance` is one call for the chunk of a prompt, for what a verification emitted, and for a row
-that is resumed. It is given tokens where they stand; a drafter that pairs a feature with another
-token than its own does that shifting itself.
+`advance` serves prompt chunks, verified tokens and resumed rows alike. It receives each token with
+the target's feature at that token; a drafter that pairs a feature with another token (EAGLE) does
+that shift itself.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jspec.speculative.tree import root_only
 
 @pytree
 class RowsInStep:
-    """The rows of a decode step, gathered from the state: everything propose may look at."""
+    """The rows of a decode step, gathered from the state: all that propose may read."""
 
     root_ids: jax.Array  # i32[B]
     seq_lens: jax.Array  # i32[B], L
     page_table: jax.Array  # i32[B, P], of the full space
     sampling: SamplingRows
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # i32[B, P] each
-    shared: SharedPrefixes | None = None  # what some of them begin with
+    shared: SharedPrefixes | None = None  # prefixes that several rows share
 
 
 @pytree
 class Emitted:
-    """Tokens that became part of their rows: what `advance` is told.
+    """Tokens that became part of their rows: the input of `advance`.
 
-    Row r's tokens stand at positions p, p + 1, ... (p = rows.prefix_lens[r]), and exactly one more
+    Row r's tokens are at positions p, p + 1, ... (p = rows.prefix_lens[r]), and exactly one more
     id, next_ids[r], is known after its last token.
 
     In:  the worked example, L = 7 and root t7: two rows, of which the first accepted a1 a2 with
@@ -60,23 +60,24 @@ class Emitted:
          next_ids           y |     z        the bonus token: the next root
          last               2 |     4        index in T of each row's last token
          following   a1 a2  y | b1  z  .     following_ids
-    Of a prompt's chunk t0 t1 t2 with t3 after it, next_ids is t3: the next prompt token, or the
-    sampled root. `.` is padding, outside cu_q_lens.
+
+    For a prompt chunk t0 t1 t2 before t3, next_ids is t3: the next prompt token or the sampled
+    root. `.` is padding, outside cu_q_lens.
     """
 
     token_ids: jax.Array  # i32[T]
-    features: Features  # [T, .], the target's at these tokens
+    features: Features  # [T, .], the target's features at these tokens
     next_ids: jax.Array  # i32[R]
-    rows: AttentionRows  # where the tokens stand
+    rows: AttentionRows  # positions and pages of the tokens
     last: jax.Array  # i32[R]
-    is_first: jax.Array  # bool[R], nothing of the row's tenancy came before: state starts anew
+    is_first: jax.Array  # bool[R], first call for this row's request: reset its state
     sampling: SamplingRows  # [R]
     queries_per_row: int | None = static()  # None: packed chunks; else T = R * queries_per_row
-    is_chain: bool = static(default=False)  # a verified chain: its drafts lie where they stand
+    is_chain: bool = static(default=False)  # a verified chain: draft KV is in its final slots
 
 
 def index_emitted(emitted: Emitted) -> QueryIndex:
-    """Which row each of the T tokens belongs to, and its place there."""
+    """Return the row of each of the T tokens, and the index within it."""
     return index_queries(
         emitted.rows.cu_q_lens,
         emitted.token_ids.shape[0],
@@ -85,7 +86,7 @@ def index_emitted(emitted: Emitted) -> QueryIndex:
 
 
 def following_ids(emitted: Emitted) -> Int[Array, "T"]:
-    """The id after each token: for drafters that pair feature i with token i + 1.
+    """Return the id after each token, for drafters that pair feature i with token i + 1.
 
     In:  two chunks [3 4 5][8 9], next_ids [6, 7]
     Out: [4 5 6][9 7]
@@ -97,14 +98,14 @@ def following_ids(emitted: Emitted) -> Int[Array, "T"]:
 
 
 def next_positions(emitted: Emitted) -> Int[Array, "R"]:
-    """Position of `next_ids` in each row."""
+    """Return the position of each row's `next_ids`."""
     cu_q_lens = emitted.rows.cu_q_lens
     return emitted.rows.prefix_lens + cu_q_lens[1:] - cu_q_lens[:-1]
 
 
 @pytree
 class TokenRows:
-    """Tokens where they stand, for a drafter whose rows are tokens; laid out as Emitted's are."""
+    """Tokens at their own positions, for drafters that are language models; laid out as Emitted."""
 
     token_ids: jax.Array  # i32[T]
     rows: AttentionRows
@@ -113,13 +114,14 @@ class TokenRows:
 
 
 def with_next_ids(emitted: Emitted) -> TokenRows:
-    """The emitted tokens of each row and the one after them: T + R tokens.
+    """Return the emitted tokens of each row and the one after them: T + R tokens.
 
-    In:  the worked example of Emitted: t7 a1 a2 with y after, t7 b1 with z after; M = 3
-    Out: token_ids   t7 a1 a2  y | t7 b1  z  .     M + 1 a row
-         positions    7  8  9 10 |  7  8  9  .     the next root stands where L' will be
+    In:  the worked example of Emitted: t7 a1 a2 before y, t7 b1 before z; M = 3
+    Out: token_ids   t7 a1 a2  y | t7 b1  z  .     M + 1 per row
+         positions    7  8  9 10 |  7  8  9  .     the next root's position is L'
          last                  3 |        6
-    Of two packed chunks [3 4 5][8 9] with 6 and 7 after them: [3 4 5 6][8 9 7], last [3, 6].
+
+    Two packed chunks [3 4 5][8 9] before 6 and 7 give [3 4 5 6][8 9 7], last [3, 6].
     """
     cu_q_lens, per_row = emitted.rows.cu_q_lens, emitted.queries_per_row
     num_rows = cu_q_lens.shape[0] - 1
@@ -154,14 +156,14 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 
 
 def last_two(emitted: Emitted) -> TokenRows:
-    """Of each row that verified a chain the last emitted token, and the one after it.
+    """Return, for rows that verified a chain, the last emitted token and the one after it.
 
-    The rows before hold what the drafter wrote when it proposed: the same tokens at the same
-    places. It proposed nothing after the chain's last token, whose row is missing. (Under simulated
-    acceptance other tokens are emitted than were drafted: there only times are of use.)
+    `propose` has already written the draft KV of the earlier tokens, in their final slots. It ran
+    no forward for the chain's last token. (Under simulated acceptance the emitted tokens differ
+    from the drafts, so this KV is wrong; only timings are meaningful there.)
 
     In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
-    Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of the first are there
+    Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of row 0 exist already
     """
     num_rows = emitted.next_ids.shape[0]
     own = jnp.take(emitted.token_ids, emitted.last, mode="clip")
@@ -183,7 +185,7 @@ def last_two(emitted: Emitted) -> TokenRows:
 
 
 def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) -> Emitted:
-    """What a verification emitted, M tokens a row; those after num_accepted are padding."""
+    """Return what a verification emitted: M tokens per row, padding after num_accepted."""
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
     first = jnp.arange(batch, dtype=jnp.int32) * most
@@ -209,63 +211,59 @@ def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) 
 
 
 def _cumulative(lens: jax.Array) -> jax.Array:
-    """[0, l0, l0 + l1, ...]"""
     return jnp.concatenate((jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)))
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What of the target's features a drafter reads; the rest is neither gathered nor kept.
+    """The target features that a drafter reads; the others are neither gathered nor kept."""
 
-    hidden: the last hidden after the final norm. aux_layer_ids: the residual at the input of these
-    layers; the target must have been made with the same.
-    """
-
-    hidden: bool = False
+    hidden: bool = False  # the last hidden state, after the final norm
+    # The residual at the input of these layers; the target must capture the same ones.
     aux_layer_ids: tuple[int, ...] = ()
 
 
 class Drafter(Protocol):
-    """A way of drafting: data about itself, and pure functions that are traced inside the step."""
+    """A draft method: static properties, and pure functions that are traced inside the step."""
 
     @property
     def drafting(self) -> Drafting:
-        """The host's half of the declaration: lookahead and write extents."""
+        """The host's part of the declaration: lookahead and write extents."""
         ...
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """What it keeps for each token, beside the target's."""
+        """The draft caches per token, in addition to the target's."""
         ...
 
     @property
     def table(self) -> ParamTable:
-        """Its weights; params that no table declares are the same on every device."""
+        """Its weights; params that no table declares are replicated over devices."""
         ...
 
     @property
     def needs(self) -> Needs:
-        """What of the target's features `advance` is to be given."""
+        """The target features that `advance` reads."""
         ...
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> Any:
-        """A pytree with one row per slot, the dummy slot 0 included."""
+        """Return a pytree with one entry per slot, including the dummy slot 0."""
         ...
 
     def of_shape(self, spec: SpeculativeConfig) -> Drafter:
-        """The same, proposing trees of a shape no larger, from the state that this one keeps."""
+        """Return this drafter for a draft shape that is no larger, over the same state."""
         ...
 
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """A tree of N nodes a row. state: the rows' own, gathered by slot."""
+        """Draft a tree of N nodes per row. state: the rows' entries, gathered by slot."""
         ...
 
     def advance(
         self, params: Params, caches: KVPool, state: Any, emitted: Emitted
     ) -> tuple[KVPool, Any]:
-        """Caches and state of the rows after what was emitted. state: as in propose."""
+        """Return caches and state after the emitted tokens. state: as in propose."""
         ...
 
 

@@ -1,8 +1,4 @@
-"""Hidden states of what a step emitted, and of the prompts that it filled.
-
-They are the last ones, after the final norm: what the logits are made of. Of a verification only
-the B x M rows on the accepted path leave the device.
-"""
+"""Hidden states in outputs: the last ones, after the final norm; of verifications, B x M."""
 
 from __future__ import annotations
 
@@ -17,12 +13,11 @@ from jspec.spec.hidden_rows import HiddenRows
 
 
 def rows_of(hidden: Float[Array, "*b E"]) -> HiddenRows:
-    """How these travel."""
     return HiddenRows.of(hidden.shape[-1], hidden.dtype.name)
 
 
 def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
-    """The rows as `HiddenRows.floats` reads them."""
+    """Pack the hidden states into the i32 words that `HiddenRows.floats` reads."""
     rows = rows_of(hidden)
     if not rows.is_half:
         return jax.lax.bitcast_convert_type(hidden.astype(jnp.float32), jnp.int32)
@@ -31,6 +26,6 @@ def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
 
 
 def without_hidden(verified: Verified) -> Verified:
-    """As a drafter that never asked for hidden states gets it."""
+    """Drop the hidden states, for a drafter that does not read them."""
     nothing = dataclasses.replace(verified.features, hidden=verified.features.hidden[..., :0])
     return dataclasses.replace(verified, features=nothing)

@@ -1,8 +1,8 @@
-"""Log-probabilities of what a step emitted, and of the prompts that it filled.
+"""Log-probabilities of emitted tokens and of prompts.
 
-Of a verification only the rows on the accepted path are reduced, one depth after the other; of a
-prompt a few tokens at a time, and none of a slice in which nobody asked. No [B, N, V] or [T, V]
-array is made beside the logits that the step has anyway.
+A verification reduces only the nodes on the accepted path, one depth at a time; a prompt is reduced
+in slices, and slices without a request for log-probabilities are skipped. So no [B, N, V] or [T, V]
+array is made in addition to the step's logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jspec.pallas_kernels.attention.rows import QueryIndex
 from jspec.sampling.logprobs import Logprobs, logprobs_of
 from jspec.speculative.target import Params, Target
 
-SLICE = 64  # most tokens of a prompt whose logits are there at once
+SLICE = 64  # most prompt tokens whose logits are in memory at once
 
 
 def emitted_logprobs(
@@ -29,9 +29,10 @@ def emitted_logprobs(
     verified: Verified,
     sampling: SamplingRows,
 ) -> dict[str, jax.Array]:
-    """The fields of `output_columns`, [B, M, .], of the emitted ids; the first num_emitted count.
+    """Return the fields of `output_columns`, [B, M, .], for the emitted ids.
 
-    logits: raw, of every node; those of the path's node i chose emitted id i.
+    Only the first num_emitted are valid. logits: raw, of every node; those of the path's node i
+    chose emitted id i.
     """
 
     def at_depth(of_depth: tuple[jax.Array, jax.Array]) -> Logprobs:
@@ -46,7 +47,7 @@ def emitted_logprobs(
 def root_logprobs(
     target: Target, logits: Float[Array, "R 1 V"], roots: Int[Array, "R"], sampling: SamplingRows
 ) -> dict[str, jax.Array]:
-    """The same, [R, 1, .], of the token sampled at the end of each chunk."""
+    """Return the same fields, [R, 1, .], for the token sampled at the end of each chunk."""
     found = _reduced(target, logits[:, 0], roots, sampling.logprob_ids)
     return _fields(jax.tree.map(lambda x: x[:, None], found))
 
@@ -62,10 +63,10 @@ def prompt_logprobs(
     positions: Int[Array, "T"],
     prompt_lens: Int[Array, "R"],
 ) -> dict[str, jax.Array]:
-    """The same, [T, 1, .]: row t is of the prompt token that follows packed token t, 0 where nobody
-    asked.
+    """Return the same fields, [T, 1, .]: entry t is for the prompt token after packed token t.
 
-    following: the token after each packed one. positions: of the packed ones.
+    It is 0 where log-probabilities were not requested. following: the token after each packed one.
+    positions: of the packed tokens.
     """
 
     def of_row(x: jax.Array) -> jax.Array:
@@ -106,7 +107,6 @@ def _reduced(
 
 
 def no_logprobs(watched_ids: Int[Array, "*b W"]) -> Logprobs:
-    """Zeros for each row of `watched_ids`."""
     *rows, num_watched = watched_ids.shape
     return Logprobs(
         logprobs=jnp.zeros(rows, jnp.float32),

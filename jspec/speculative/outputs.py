@@ -1,7 +1,7 @@
-"""Packs a step's results into one array: the columns of `messages.layout.output_columns`.
+"""Step outputs, packed into one array with the columns of `messages.layout.output_columns`.
 
-Always how many tokens each row emitted, and which. Only in programs made for them:
-log-probabilities and hidden states.
+Every program outputs the number and ids of emitted tokens; log-probabilities and hidden states only
+if compiled in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def decode_output(
     features: StepFeatures,
     sampling: SamplingRows,
 ) -> Int[Array, "B M1"]:
-    """Of a verification: i32[B, 1 + M], or more."""
+    """Pack a verification's results: i32[B, 1 + M], or wider."""
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
     if Feature.LOGPROBS in features:
         output |= emitted_logprobs(target, scored.logits, verified, sampling)
@@ -53,10 +53,11 @@ def prefill_output(
     hidden: Float[Array, "_ E"],
     prompt_lens: Int[Array, "R"],
 ) -> Int[Array, "R 2"]:
-    """Of chunks: i32[R, 2], the root after a final one. With log-probabilities or hidden states
-    R + T wider rows: what is said of the roots, then of the packed tokens.
+    """Pack a prefill's results: i32[R, 2], with the root after a final chunk.
 
-    logits: of each chunk's last token; hidden: of all tokens where something is said of them.
+    With log-probabilities or hidden states there are R + T wider entries: for the roots, then for
+    the packed tokens. logits: of each chunk's last token. hidden: of all tokens if such options are
+    compiled in.
     """
     says = {Feature.LOGPROBS, Feature.HIDDEN}.intersection(features)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}

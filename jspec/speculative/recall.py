@@ -1,11 +1,10 @@
-"""What a row must know of its cached tokens, although no forward runs over them.
+"""Per-slot token state of a row with a cached prefix.
 
-A row that begins after a cached prefix (scheduler/pages) computes nothing for it: its KV is
-there. But what derives from the ids themselves is by slot, and was another row's: for penalties,
-which ids the prompt has and, after a retraction, how often each was emitted; what a drafter keeps
-of ids, as NGRAM's history. It is built from the whole fill, by this step, before the prefill step
-that admits the row. Rows that have no use for it skip it (engine/transfer.py), so it costs nothing
-where it is not needed.
+No forward runs over a cached prefix (scheduler/pages): its KV exists. But state that derives from
+the token ids is stored by slot, which belonged to another row: the penalties' marks of prompt ids
+and counts of emitted ids (after a retraction), and a drafter's ids, such as NGRAM's history. This
+step fills it from all of the row's tokens before the prefill step that admits the row. Rows that do
+not need it skip it (engine/transfer.py).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from jspec.speculative.target import Params
 def recall_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: RecallBatch
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
-    """Tells each row of ids that stand in it and are cached. Emits nothing: the output is a zero.
+    """Fill the per-slot state of each row from its cached ids; the output is a zero.
 
-    What a row has seen begins with its first piece. A drafter that keeps ids is told by `advance`,
-    as of a prompt's chunk, but without features.
+    A row's first piece resets it. Drafters that keep ids get them through `advance`, without
+    features.
     """
     rows, num_ids = state.rows, batch.token_ids.shape[0]
     index = index_queries(batch.cu_q_lens, num_ids, queries_per_row=None)

@@ -1,8 +1,8 @@
-"""Scoring a finished text again: what plain decoding would choose after each of its prefixes.
+"""Rescoring of a finished text: plain decoding's choice after each of its prefixes.
 
-One row, a chunk of its tokens a call, over pools of its own: no tree, no drafter, no page of the
-engine's. Of a step it shares the target's forward, the penalties and the choice, which are what a
-verification has to reproduce.
+It runs one row, a chunk of tokens per call, over its own pools, without tree, drafter or engine
+pages. It shares with a step the target's forward, the penalties and the choice: what a verification
+must reproduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jspec.speculative.target import KVPool, Params, Target
 
 @pytree
 class TextChunk:
-    """Tokens start, start + 1, ... of a text, the first num_tokens of them real."""
+    """Tokens start, start + 1, ... of a text; the first num_tokens are valid."""
 
     token_ids: jax.Array  # i32[T]
     following: jax.Array  # i32[T], the token after each
@@ -36,11 +36,11 @@ class TextChunk:
 
 @pytree
 class ChunkScores:
-    """Of each token: what follows it, by the target."""
+    """The target's prediction after each token."""
 
-    chosen_ids: jax.Array  # i32[T], the choice with penalties, filters and noise
-    logprobs: jax.Array  # f32[T], of `following`, by the raw logits
-    top_logprobs: jax.Array  # f32[T, 20], the largest first
+    chosen_ids: jax.Array  # i32[T], chosen with penalties, filters and noise
+    logprobs: jax.Array  # f32[T], of `following`, from the raw logits
+    top_logprobs: jax.Array  # f32[T, 20], descending
     top_ids: jax.Array  # i32[T, 20]
     hidden: jax.Array  # [T, E], after the final norm
     aux: jax.Array  # [T, A], at the target's aux layers
@@ -55,10 +55,9 @@ def rescore_chunk(
     *,
     num_pages: int,
 ) -> tuple[KVPool, Float[Array, "T V"], ChunkScores]:
-    """(pools with the chunk's rows, penalized f32 logits, scores).
+    """Return (pools with the chunk's KV, penalized f32 logits, scores).
 
-    seen: of one row, before the chunk; the prompt's marks are all there. Pages 1 to num_pages are
-    the row's.
+    seen: of one row, before the chunk, with all prompt marks. The row owns pages 1 to num_pages.
     """
     size = chunk.token_ids.shape[0]
     positions = chunk.start + jnp.arange(size, dtype=jnp.int32)
@@ -71,7 +70,7 @@ def rescore_chunk(
     hidden, aux, kv = target.forward(params, chunk.token_ids, kv, rows, queries_per_row=None)
     raw = target.logits(params, hidden)
     token_ids = target.token_ids()
-    # Each token is a row of one node: what it has seen is the text up to itself.
+    # Each token is a row of one node, which has seen the text up to and including itself.
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape[1:])), chunk.sampling)
     of_next = indexing.chosen_position(positions, 0)
     penalized = penalize(
@@ -108,7 +107,6 @@ def rescore_chunk(
 def _seen_by_token(
     seen: Seen, chunk: TextChunk, positions: jax.Array, token_ids: jax.Array
 ) -> Seen:
-    """`seen` with the output among the chunk's tokens up to and with each."""
     is_output = positions >= chunk.prompt_len
     emitted = (chunk.token_ids[:, None] == token_ids) & is_output[:, None]
     counts = seen.output_counts + jnp.cumsum(emitted.astype(jnp.int32), axis=0)

@@ -1,4 +1,4 @@
-"""The roots that a prefill step chooses after its chunks, and what penalties must know for it."""
+"""The roots that a prefill step samples, and the token counts that penalties need for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def see_chunks(
     *,
     prompt_lens: jax.Array,
 ) -> Seen:
-    """`seen` with the chunks' tokens; those after the prompt are of a row that was retracted."""
+    """Return `seen` with the chunks' tokens. Tokens after the prompt: a retracted row's output."""
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     slots = jnp.take(batch.slots, index.row_idx, mode="clip")
     prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
@@ -50,7 +50,7 @@ def sample_roots(
     features: StepFeatures,
     allowed: jax.Array | None,
 ) -> jax.Array:
-    """The token after each chunk, i32[R]: position `ends`, with that position's noise."""
+    """Return the token after each chunk, i32[R]: at position `ends`, with that position's noise."""
     token_ids, raw = target.token_ids(), logits
     if Feature.PENALTIES in features:
         logits = penalize(

@@ -1,7 +1,4 @@
-"""What a step writes into the rows of the state: pages, whole new rows, the next root and L.
-
-Row 0 is the dummy: padding of a batch writes there, and zeros.
-"""
+"""Updates of the per-slot state. Slot 0 is the dummy: padding of a batch writes zeros there."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from jspec.sampling.penalties import count_emitted
 def grant_pages(
     state: EngineState, grants: jax.Array, window_grants: jax.Array | None
 ) -> EngineState:
-    """page_table[slot, index] = page for each grant; padding grants write 0 to the dummy row."""
+    """Set page_table[slot, index] = page per grant; padding writes 0 to the dummy slot."""
     table = _granted(state.rows.page_table, grants)
     return _grant_windows(_with_rows(state, page_table=table), window_grants)
 
 
 def _grant_windows(state: EngineState, window_grants: jax.Array | None) -> EngineState:
-    """The same in the tables of the window spaces, whose order is that of their windows."""
+    """window_grants: in ascending order of windows."""
     if window_grants is None:
         return state
     tables = state.rows.window_tables
@@ -39,10 +36,10 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 
 
 def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
-    """Writes whole new rows; a chunk that brings none writes to the dummy slot.
+    """Write whole new rows; a chunk that brings none writes to the dummy slot.
 
-    In a window space a row begins with no pages; those of each chunk come with it. The counts of a
-    row with a cached prefix are `recall_step`'s.
+    In a window space a row starts without pages; each chunk brings its own. `recall_step` has
+    already set the counts of a row with a cached prefix.
     """
     to = batch.admitted
     uncounted = jnp.where(batch.starts == 0, to, 0)
@@ -67,9 +64,9 @@ def advance_rows(
     seq_lens: jax.Array,
     counted_from: jax.Array | None,
 ) -> RowState:
-    """The bonus token is the next root; L grows by what was emitted.
+    """Make the bonus token the next root, and add what was emitted to L.
 
-    counted_from: the first id of this device's vocabulary shard; None counts nothing.
+    counted_from: the first id of this device's vocabulary shard; None counts nothing
     """
     live = slots > 0
     seen = rows.seen
@@ -96,7 +93,7 @@ def advance_rows(
 def start_rows(
     rows: RowState, slots: jax.Array, *, roots: jax.Array, ends: jax.Array, seen: Seen
 ) -> RowState:
-    """After a chunk: L is its end, the root what was sampled there (0 if more chunks come)."""
+    """Set L to the chunk's end and the root to the token sampled there (0 if more chunks come)."""
     live = slots > 0
     return dataclasses.replace(
         rows,

@@ -1,20 +1,21 @@
-"""Speculative decoding, whole: the functions that run on the device.
+"""The device functions of speculative decoding.
 
-    prefill_step         KV of a chunk of each prompt; after the last chunk, the first token (root)
-    speculative_step     propose -> score -> settle -> advance: from 1 to S + 1 tokens a row
-                         (cut_step.py: the same in three programs, for rows with a grammar)
-    speculative_rounds   several such steps, one after the other, without the host
+    prefill_step         write the KV of a prompt chunk per row; after the last one, sample the root
+    speculative_step     propose -> score -> settle -> advance: emits 1 to S + 1 tokens per row
+                         (cut_step.py splits it into three programs for rows with a grammar)
+    speculative_rounds   several such steps in sequence, without the host
 
     propose   the drafter guesses a tree of N - 1 tokens after the root
     score     one target forward over all N nodes
-    settle    the target's own token at every node; the walk from the root along equal tokens is
-              what was guessed right, and the token after it is the bonus
-    advance   the drafter is told what was emitted, with the target's features; a plain step of an
-              engine that drafts leaves out the first and puts off the last (`deferred`)
+    settle    choose the target's token at every node; walk from the root to the child that equals
+              it while there is one (accepted drafts); the last choice is the bonus token
+    advance   give the drafter the emitted tokens and the target's features at them
 
-All are pure: (program, params, state, batch) -> (state', output). A chain is a tree with K = 1,
-plain decoding a tree of one node, greedy is temperature 0: there is no other path through here.
-Which model is served, and how drafts are made, is not known here: `target.py`, `drafter.py`.
+A plain step of an engine with a drafter skips propose and leaves advance pending (`deferred`).
+
+All functions are pure: (program, params, state, batch) -> (state', output). There is one code path:
+a chain is a tree with K = 1, plain decoding a tree of one node, greedy is temperature 0. The model
+is defined in `target.py`, the draft method in `drafter.py`.
 """
 
 from __future__ import annotations
@@ -45,18 +46,17 @@ from jspec.speculative.state_rows import admit, advance_rows, grant_pages, start
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.verify import choose_at_nodes, features_of, score, settle
 
-READ_ALL = frozenset({Feature.LOGPROBS, Feature.HIDDEN})  # something is said of every prompt token
+READ_ALL = frozenset({Feature.LOGPROBS, Feature.HIDDEN})  # need all hidden states
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """Everything static about a step. features: what is compiled in. spec: its shape, which may be
-    smaller than the one that the drafter keeps its state for, or plain."""
+    """The static part of a step."""
 
     target: Target
     drafter: Drafter
-    spec: SpeculativeConfig
-    features: StepFeatures = PLAIN
+    spec: SpeculativeConfig  # plain, or at most the shape that the drafter keeps its state for
+    features: StepFeatures = PLAIN  # options compiled in
 
     @property
     def ops(self) -> Ops:
@@ -64,17 +64,14 @@ class StepProgram:
 
     @property
     def tables(self) -> dict[str, ParamTable]:
-        """The weights that the program's params hold."""
         return {"target": self.target.table, "draft": self.drafter.table}
 
     @property
     def proposer(self) -> Drafter:
-        """The drafter as it proposes in this shape."""
         return NoDrafter() if self.is_deferring else self.drafter.of_shape(self.spec)
 
     @property
     def is_deferring(self) -> bool:
-        """Whether it is a plain step of an engine that drafts: its drafter is told later."""
         return self.spec.is_plain and self.drafter.drafting != NO_DRAFTING
 
     def __post_init__(self) -> None:
@@ -88,10 +85,10 @@ class StepProgram:
 def speculative_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """One verification for each row of the batch.
+    """Run one verification for each row of the batch.
 
-    params: {"target": ..., "draft": ...}. Returns the next state and, packed for one transfer,
-    `outputs.decode_output` of each row: i32[B, 1 + M], or more with log-probabilities.
+    params: {"target": ..., "draft": ...}. Returns the next state and `outputs.decode_output`,
+        packed for one transfer: i32[B, 1 + M], or wider with log-probabilities or hidden states.
     """
     state, tree = propose_tree(program, params, state, batch)
     state, scored = score_tree(program, params, state, batch.slots, tree, shared=batch.shared)
@@ -101,7 +98,7 @@ def speculative_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """The state with the rows' new pages, and what the drafter guesses after their roots."""
+    """Store the rows' new pages and draft a tree after each root."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows = _rows_in_step(state, batch.slots, batch.shared)
     draft = take_rows(state.draft, batch.slots)
@@ -118,7 +115,7 @@ def score_tree(
     *,
     shared: SharedPrefixes | None = None,
 ) -> tuple[EngineState, Scored]:
-    """The target's forward over all nodes, whose KV lies after L from then on."""
+    """Run the target over all nodes; their KV is written to the slots after L."""
     needs = program.drafter.needs
     if Feature.HIDDEN in program.features:
         needs = dataclasses.replace(needs, hidden=True)
@@ -144,7 +141,7 @@ def settle_tree(
     *,
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """settle and advance. allowed: what a grammar allows after each node; None: all."""
+    """Settle and advance. allowed: what a grammar allows after each node; None: everything."""
     spec, target = program.spec, program.target
     rows = _rows_in_step(state, slots)
     target_ids = choose_at_nodes(
@@ -199,7 +196,6 @@ def _tell_drafter(
     slots: Int[Array, "B"],
     emitted: Emitted,
 ) -> EngineState:
-    """advance: the drafter's KV and rows after what was emitted."""
     draft = take_rows(state.draft, slots)
     kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
     return dataclasses.replace(state, draft_kv=kept, draft=put_rows(state.draft, slots, draft))
@@ -226,12 +222,12 @@ def speculative_rounds(
     *,
     num_rounds: int,
 ) -> tuple[EngineState, Int[Array, "_ M1"]]:
-    """`num_rounds` steps, each from where the last one ended: i32[num_rounds * B, 1 + M], by round.
+    """Run `num_rounds` steps in sequence; outputs by round: i32[num_rounds * B, 1 + M].
 
-    The host grants pages for all of them before the first.
+    The host grants the pages of all rounds before the first.
     """
-    # Unrolled: XLA for an H200 makes one CUDA graph of all rounds, of a loop one graph a round
-    # inside a while. On a CPU a loop's rounds ran slower, too. Neither copies a pool (decision 8).
+    # Unrolled: on an H200 XLA makes one CUDA graph of all rounds, but of a loop one graph per round
+    # inside a while. On a CPU a loop is slower, too. Neither copies a pool (decision 8).
     outputs = []
     for _ in range(num_rounds):
         state, output = speculative_step(program, params, state, batch)
@@ -243,10 +239,9 @@ def speculative_rounds(
 def prefill_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: PrefillBatch
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
-    """KV of one chunk of each row, in target and draft; the root after a final chunk.
+    """Write the target and draft KV of one chunk of each row; sample the root after a final chunk.
 
-    Returns the next state and `outputs.prefill_output`: one id, the root, is emitted after a final
-    chunk.
+    Returns the next state and `outputs.prefill_output`, with the root if the chunk is final.
     """
     target = program.target
     state = admit(state, batch)
@@ -306,8 +301,7 @@ def _score_chunks(
     rows: AttentionRows,
     last: Int[Array, "R"],
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
-    """The target's forward over the chunks: KV, hidden and auxiliary states, and the hidden states
-    of each row's last token, which are all there are where nobody reads the others."""
+    """Return KV, hidden states (only the last per row if no others are read), aux, last hidden."""
     reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.features))
     hidden, aux, kv = program.target.forward(
         params["target"],
@@ -322,7 +316,7 @@ def _score_chunks(
 
 
 def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:
-    """Where each chunk ends, i32[R], and where its tokens lie."""
+    """Return the end of each chunk, i32[R], and its attention metadata."""
     ends = batch.starts + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     return ends, AttentionRows(
@@ -335,7 +329,6 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
 
 
 def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
-    """Rows of whose tenancy the drafter was told nothing yet: recall_step tells one that keeps ids
-    of a cached prefix."""
+    """True for new rows; a drafter that keeps ids already has a cached prefix (`recall_step`)."""
     is_new = batch.admitted > 0
     return is_new & (batch.starts == 0) if drafter.drafting.keeps_ids else is_new

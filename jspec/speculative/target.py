@@ -1,8 +1,4 @@
-"""The target as a step sees it: whatever model it is, it runs rows over its caches.
-
-All methods are pure and traced inside the step; the objects are static (frozen, hashable), arrays
-come as arguments.
-"""
+"""The target's interface to a step. All methods are pure and traced; arrays are arguments."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 
-Params = dict[str, Any]  # one model's arrays, by name
-KVPool = tuple[jax.Array, ...]  # one array a layer
+Params = dict[str, Any]  # one model's arrays by name
+KVPool = tuple[jax.Array, ...]  # one array per layer
 
 
 class Target(Protocol):
-    """A model whose text is served."""
+    """The served model."""
 
     @property
     def vocab_size(self) -> int:
@@ -36,12 +32,12 @@ class Target(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """Which part of every split weight this device holds."""
+        """This device's part of every sharded weight."""
         ...
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """What it keeps for each token."""
+        """The caches kept per token."""
         ...
 
     @property
@@ -51,7 +47,7 @@ class Target(Protocol):
 
     @property
     def table(self) -> ParamTable:
-        """Its weights."""
+        """The declarations of its weights."""
         ...
 
     def forward(
@@ -64,16 +60,16 @@ class Target(Protocol):
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
-        """(last hidden after the final norm, aux features, pool with the T new rows).
+        """Return (last hidden after the final norm, aux features, pool with T new tokens).
 
-        kept: the tokens whose last hidden is asked for; None: all T.
+        kept: the tokens whose last hidden is returned; None: all T
         """
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """f32 logits over this device's vocabulary shard."""
+        """Return f32 logits over this device's vocabulary shard."""
         ...
 
     def token_ids(self) -> Int[Array, "V"]:
-        """Token id of each column of this device's vocabulary shard."""
+        """Return the token id of each column of this device's vocabulary shard."""
         ...

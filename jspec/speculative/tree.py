@@ -1,9 +1,9 @@
-"""Building the draft tree (EAGLE-2, Li et al., 2024, arXiv:2406.16858) and its masks.
+"""Draft tree construction (EAGLE-2, Li et al., 2024, arXiv:2406.16858) and tree masks.
 
-Each level expands its K best nodes into K candidates each; the pool of all candidates, in level
-order, holds K + (S - 1) * K * K of them. The best N - 1 by path score become the tree, in pool
-order. A path's score is a sum of terms <= 0 and ties prefer the lower index, so a parent is always
-chosen before its child and comes first.
+Each level expands its K best nodes into K candidates each. The pool of all candidates, in level
+order, has K + (S - 1) * K * K entries; the best N - 1 by path score become the tree, in pool order.
+A path score is a sum of terms <= 0 and ties prefer the lower index, so a parent is always selected
+with its child and comes before it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
 
-# What a score that is no number counts as: below all others, and finite when summed along a path.
+# Replaces NaN and lower scores: below all others, and finite when summed along a path.
 LOWEST = -1e30
 
 
 @pytree
 class Level:
-    """Candidates of one level: C = K at level 1, K * K after.
-
-    parents: index of each candidate's parent in the pool, -1 for the root.
-    """
+    """The candidates of one level: C = K at level 1, K * K after."""
 
     ids: jax.Array  # i32[B, C]
     scores: jax.Array  # f32[B, C], path score: <= the parent's
-    parents: jax.Array  # i32[B, C]
+    parents: jax.Array  # i32[B, C], index of the parent in the pool; -1: the root
 
 
 def root_only(root_ids: Int[Array, "B"]) -> DraftTree:
-    """Plain decoding's tree: the root and nothing else."""
+    """Return the tree of plain decoding: the root alone."""
     tokens = root_ids[:, None]
     return DraftTree(
         tokens=tokens, parents=jnp.full_like(tokens, -1), depths=jnp.zeros_like(tokens)
@@ -42,7 +39,7 @@ def root_only(root_ids: Int[Array, "B"]) -> DraftTree:
 def build_tree(
     root_ids: Int[Array, "B"], levels: tuple[Level, ...], *, num_draft_tokens: int
 ) -> DraftTree:
-    """The root and the best N - 1 candidates of all levels.
+    """Return the root and the best N - 1 candidates of all levels.
 
     In:  level 1 [a1 -1, b1 -2], level 2 [a2 -1.5, b2 -9 under a1; c2 -3, d2 -4 under b1], N = 4
     Out: tokens [root a1 b1 a2], parents [-1 0 0 1], depths [0 1 1 2]
@@ -60,7 +57,7 @@ def build_tree(
         _, chosen = jax.lax.top_k(scores, num_draft_tokens - 1)
         chosen = jnp.sort(chosen, axis=1)
     parent = jnp.take_along_axis(parents, chosen, axis=1, mode="clip")
-    # Node of a parent: one after its place among the chosen, which ascend.
+    # A parent's node index is its rank among the chosen (they ascend) plus 1, for the root.
     node = jnp.sum(chosen[:, None, :] <= parent[:, :, None], axis=2, dtype=jnp.int32)
     tokens = jnp.take_along_axis(ids, chosen, axis=1, mode="clip")
     root = jnp.zeros((ids.shape[0], 1), jnp.int32)
@@ -72,7 +69,7 @@ def build_tree(
 
 
 def ancestors(tree: DraftTree, *, num_levels: int) -> Bool[Array, "B N N"]:
-    """[b, i, j]: node j is node i itself or one of its ancestors.
+    """Return a mask: [b, i, j] is True if node j is node i or one of its ancestors.
 
     In:  parents [-1 0 0 1]
     Out: [[1 0 0 0], [1 1 0 0], [1 0 1 0], [1 1 0 1]]
@@ -89,7 +86,7 @@ def ancestors(tree: DraftTree, *, num_levels: int) -> Bool[Array, "B N N"]:
 
 
 def pack_bits(mask: Bool[Array, "*b W"]) -> UInt32[Array, "*b words"]:
-    """Bit w of word w // 32 is mask[..., w]; bits past W are 0."""
+    """Pack a mask: bit w % 32 of word w // 32 is mask[..., w]; bits past W are 0."""
     width = mask.shape[-1]
     words = -(-width // 32)
     padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, words * 32 - width)])
@@ -100,6 +97,5 @@ def pack_bits(mask: Bool[Array, "*b W"]) -> UInt32[Array, "*b words"]:
 def beam_scores(
     beam_scores: Float[Array, "B K"], term: Float[Array, "B K C"]
 ) -> Float[Array, "B K C"]:
-    """Path scores of the children; a child never scores above its parent. Finite if the beams' are:
-    NaN and what lies below LOWEST count as LOWEST."""
+    """Return the children's path scores: at most the parent's, and finite if it is."""
     return beam_scores[:, :, None] + jnp.where(term > LOWEST, jnp.minimum(term, 0.0), LOWEST)

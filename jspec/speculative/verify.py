@@ -1,10 +1,10 @@
-"""Verification: one target forward over the tree, then what it settles.
+"""Verification: one target forward over the tree, then acceptance.
 
 score   runs the target over all N nodes of every row at once
-settle  chooses the target's token at each node, walks the tree, compacts the accepted path
+settle  walks the tree along the target's tokens and compacts the KV of the accepted path
 
-Simulated acceptance, a static option for measurements of speed alone, cuts or lengthens that walk
-after everything a real step computes; no request can ask for it.
+Simulated acceptance, a static option for speed measurements only, replaces the accepted path after
+all the work of a real step; no request can enable it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def score(
     needs: Needs,
     spec: SpeculativeConfig,
 ) -> tuple[KVPool, Float[Array, "B N V"], Features]:
-    """(pool with a scratch row a node, f32 logits of every node, its features [B, N, .])."""
+    """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .])."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
@@ -73,7 +73,7 @@ def score(
 
 
 def features_of(hidden: Float[Array, "_ E"], aux: Float[Array, "T A"], *, needs: Needs) -> Features:
-    """What the drafter asked for; a target makes no other aux features to begin with."""
+    """Return the features that the drafter needs; the target computes no other aux features."""
     nothing = jnp.zeros((aux.shape[0], 0), hidden.dtype)
     return Features(hidden=hidden if needs.hidden else nothing, aux_hidden=aux)
 
@@ -90,10 +90,11 @@ def choose_at_nodes(
     seen: Seen | None,
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Int[Array, "B N"]:
-    """The target's token at every node. filtered: with top-k, top-p and min-p.
+    """Return the target's token at every node.
 
-    seen: None leaves out penalties, bias and the minimum length. allowed: what a grammar allows
-    there; None: all.
+    filtered: apply top-k, top-p and min-p
+    seen: None skips penalties, bias and the minimum length
+    allowed: bit mask of the tokens that a grammar allows after each node; None: all
     """
     raw = logits
     positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
@@ -131,9 +132,10 @@ def settle(
     ops: Ops,
     groups: tuple[CacheGroup, ...] = (),
 ) -> tuple[KVPool, Verified]:
-    """Walks the tree and moves the accepted path's KV to the front (a chain is there already).
+    """Walk the tree and move the KV of the accepted path to the slots after L.
 
-    features: [B, N, .], by node. groups: of `kv`; without any, all of it is in the full space.
+    A chain's KV is there already. features: [B, N, .], by node. groups: of `kv`; if empty, all of
+    it is in the full page space.
     """
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
@@ -169,7 +171,7 @@ def _commit(
     ops: Ops,
     groups: tuple[CacheGroup, ...],
 ) -> KVPool:
-    """`ops.commit` of each page space's pools, with its table."""
+    """Run `ops.commit` on the pools of each page space, with that space's page table."""
     windows = windows_of_layers(groups) or (None,) * len(kv)
     spaces = [window if window in rows.window_tables else None for window in windows]
     pools = list(kv)
@@ -184,9 +186,9 @@ def _commit(
 
 
 def simulated_drafts(rows: RowsInStep, *, mean_emitted: float) -> Int[Array, "B"]:
-    """Drafts to accept in each row, one less than the tokens emitted: `mean_emitted` on average.
+    """Return the number of drafts to accept per row, so that rows emit `mean_emitted` on average.
 
-    A fraction is rounded up with that probability, by a hash of the row's seed and its L.
+    A fraction is rounded up with that probability, by a hash of the row's seed and L.
     """
     whole = math.floor(mean_emitted)
     odds = math.floor((mean_emitted - whole) * 2**32)
@@ -200,11 +202,11 @@ def forced_path(
     num_accepted: Int[Array, "B"],
     forced: Int[Array, "B"],
 ) -> Int[Array, "B M"]:
-    """The real walk, cut or lengthened to `forced` drafts; 0 after them.
+    """Cut or extend the real path to `forced` drafts; entries after them are 0.
 
-    Where the real walk ends, the path goes on with each node's first child. A node without one
-    (the tree may be shallower than S) is followed by the next node, or the last one by itself. The
-    result depends on the real walk, so no compiler can leave that out.
+    An extension follows each node's first child. After a node without children (the tree may be
+    shallower than S) comes the next node by index; the last node repeats. The result depends on the
+    real walk, so no compiler can drop that.
 
     In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
     Out: [0 2 3]
@@ -223,5 +225,5 @@ def forced_path(
 
 
 def no_tree(rows: SamplingRows) -> Int[Array, "B 1 0"]:
-    """The (empty) path in front of a prefill's only node."""
+    """Return the empty path before a prefill's only node."""
     return jnp.zeros((rows.temperature.shape[0], 1, 0), jnp.int32)

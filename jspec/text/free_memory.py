@@ -1,7 +1,7 @@
-"""Giving memory that was freed back to the operating system.
+"""Return of freed memory to the operating system.
 
-A tokenizer takes a hundred times the size of a text while it works on it, and glibc keeps what it
-frees in that thread's arena: after 10 MB of text, 950 MB stayed with the process.
+While encoding, a tokenizer uses a hundred times the text's size, and glibc keeps what it frees in
+that thread's arena: after 10 MB of text the process kept 950 MB.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 def _trim() -> Callable[[int], int] | None:
     try:
         found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library keeps less
+    except (AttributeError, OSError, TypeError):  # other C libraries keep less
         return None
     return found
 
 
 def give_back_freed_memory() -> None:
-    """glibc's malloc_trim of all arenas; nothing where there is none."""
+    """Call glibc's malloc_trim on all arenas, if there is one."""
     trim = _trim()
     if trim is not None:
         trim(0)

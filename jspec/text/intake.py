@@ -1,7 +1,7 @@
-"""From what a user sends to Requests: text becomes ids, a seed is fixed, ids are checked.
+"""Intake: turn user input into Requests, with tokenized prompts, checked ids and fixed seeds.
 
-It knows the vocabulary and nothing of queues or pools: whether a request fits is the scheduler's.
-Text that is too long whatever the tokenizer makes of it is refused before it is tokenized.
+It knows the vocabulary but not queues or pools; the scheduler checks whether a request fits. Text
+that is too long for any tokenization is refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -33,27 +33,23 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class LogprobOptions(TypedDict, total=False):
-    """Sampling parameters that SGLang's `generate` takes beside the others, for all prompts.
-
-    return_text_in_logprobs: each entry has its token's text. return_hidden_states is none of
-    log-probabilities, but stands beside them.
-    """
+    """Parameters of SGLang's `generate` outside sampling_params, applied to all prompts."""
 
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: Sequence[int]
-    return_text_in_logprobs: bool
+    return_text_in_logprobs: bool  # each entry includes its token's text
     return_hidden_states: bool
 
 
-# What a call may name, for who names it wrongly.
+# Known names, for hints about misspelled ones.
 GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """One prompt of a list, as it came: text or ids, and how to sample it."""
+    """One prompt of a list as given: text or ids, and its sampling parameters."""
 
     prompt: Any = None
     input_ids: Any = None
@@ -61,14 +57,13 @@ class PromptSource:
 
     @classmethod
     def of(cls, prompt: str | tuple[int, ...], sampling_params: Params) -> PromptSource:
-        """Of a prompt that is either."""
         if isinstance(prompt, str):
             return cls(prompt=prompt, sampling_params=sampling_params)
         return cls(input_ids=prompt, sampling_params=sampling_params)
 
     @property
     def num_choices(self) -> int:
-        """Its n; 1 for what is no n that is served."""
+        """Its n; 1 if n is invalid."""
         given = self.sampling_params
         if isinstance(given, SamplingParams):
             return given.n
@@ -77,11 +72,13 @@ class PromptSource:
 
 
 class Intake:
-    """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order.
+    """A factory of Requests.
 
-    tokenizer: None takes ids only, and refuses prompts as text and stop strings.
-    context_length: a prompt has fewer tokens. chat_templates: None refuses messages.
-    defaults: sampling parameters where a call names none.
+    tokenizer: None accepts ids only, and refuses text prompts and stop strings
+    context_length: a prompt must have fewer tokens
+    random_seed: derives seeds from the order of arrival for requests without a sampling_seed
+    chat_templates: None refuses messages
+    defaults: sampling parameters used if a call does not give them
     """
 
     def __init__(
@@ -120,11 +117,13 @@ class Intake:
         shown_ids: frozenset[int] = frozenset(),
         trial: bool = False,
     ) -> tuple[Request, ...]:
-        """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
+        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
-        extra_key: requests with different ones share no cached prefix. priority: who goes first.
-        reasoning: what may stand in front of a grammar's text. shown_ids: as of a Request.
-        trial: they are only looked at, and leave the order of arrival as it is.
+        extra_key: requests with different keys share no cached prefix
+        priority: higher is scheduled first
+        reasoning: marks of the reasoning that may precede a grammar's text
+        shown_ids: as in Request
+        trial: only check them, without advancing the order of arrival
         """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
@@ -165,7 +164,7 @@ class Intake:
         return replace(self.sampling(given), **named)
 
     def sampling(self, given: Params) -> SamplingParams:
-        """Checked parameters: SamplingParams as they are, a mapping over the defaults."""
+        """Return checked parameters; a mapping is completed by the defaults."""
         if isinstance(given, SamplingParams):
             return given
         return SamplingParams.from_mapping({} if given is None else given, defaults=self.defaults)
@@ -177,7 +176,7 @@ class Intake:
         input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[Request], bool]:
-        """All Requests of a call, and whether it asked for exactly one sequence."""
+        """Return all Requests of a call, and True if it asked for exactly one sequence."""
         calls, is_list = self.calls(prompt, sampling_params, input_ids, **logprobs)
         requests: list[Request] = []
         for index, call in enumerate(calls):
@@ -192,7 +191,7 @@ class Intake:
         input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[PromptSource], bool]:
-        """The prompts of a call, not tokenized yet, and whether they came as a list."""
+        """Return the prompts of a call, not yet tokenized, and True if they were a list."""
         sources: list[dict[str, Any]]
         if input_ids is not None:
             if prompt is not None:
@@ -234,10 +233,10 @@ class Intake:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[tuple[int, ...], SamplingParams]:
-        """The ids of a chat, and how it is sampled: to the context's end, if nobody said how long.
+        """Return a chat's ids and sampling; max_new_tokens defaults to the rest of the context.
 
-        The template puts the special tokens. Raises RequestError for messages that are none, or
-        that the template refuses.
+        The template adds special tokens. Raises RequestError for invalid messages, or if the
+        template refuses them.
         """
         checked = check_messages(messages)
         sampling = self.sampling(sampling_params)
@@ -268,10 +267,9 @@ class Intake:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, emits_nothing: bool = False
     ) -> tuple[int, ...]:
-        """The ids of a prompt. Raises RequestError for one that cannot fit the context, or of which
-        the tokenizer makes ids that the model has not.
+        """Return the ids of a prompt; raises RequestError if invalid or too long.
 
-        emits_nothing: no token comes after it, so it may fill the context.
+        emits_nothing: no token follows, so it may fill the context.
         """
         if self._tokenizer is None:
             raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
@@ -297,7 +295,6 @@ class Intake:
         return ids
 
     def _automaton(self, stop: tuple[str, ...], regexes: tuple[str, ...]) -> StopAutomaton:
-        """One for all choices of a prompt, and for all prompts of a call that stop alike."""
         latest, automaton = self._latest  # one read: other threads make requests too
         if latest != (stop, regexes):
             automaton = StopAutomaton.from_strings(stop, regexes)
@@ -317,9 +314,10 @@ class Intake:
         return self.check_ids("input_ids", input_ids)
 
     def check_ids(self, name: str, token_ids: Ids) -> tuple[int, ...]:
-        """The ids as Python's integers. Raises RequestError for the first that is no id of the
-        vocabulary. Prompts are long, and wait for this: all are checked at once, and one by one
-        only where something is odd."""
+        """Return the ids as Python integers; raises RequestError for the first invalid one.
+
+        Prompts are long, so all ids are checked at once, and one by one only if that fails.
+        """
         found = listed(token_ids)
         if not isinstance(found, Sequence):
             raise RequestError(f"{name} is {plain(found)!r}; expected a list of ids")
@@ -340,7 +338,6 @@ class Intake:
         )
 
     def _seed(self, sampling: SamplingParams) -> int:
-        """The request's final seed: its own, or fresh entropy, or random_seed's next."""
         arrival = next(self._arrivals)
         if sampling.sampling_seed is not None:
             return sampling.sampling_seed & MAX_SEED
@@ -354,7 +351,6 @@ def _is_list(value: Any) -> bool:
 
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
-    """The prompts, and whether they were a list; what is neither is checked with its request."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
         return [prompt], False
     return list(prompt), True
@@ -362,7 +358,7 @@ def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
 
 @contextmanager
 def in_list(index: int, total: int) -> Iterator[None]:
-    """Lets a RequestError say which prompt of a list it is about."""
+    """Add the prompt's index in a list to a RequestError."""
     try:
         yield
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""Scoring: how likely some tokens are as the next one after a query and an item.
+"""Scoring: the probabilities of given tokens as the next one after a query and an item.
 
-The arithmetic is SGLang's (/v1/score): probabilities over the whole vocabulary, or over the labels
-alone where a softmax is asked for. It knows no engine: it makes prompts, and reads what came.
+The arithmetic is SGLang's (/v1/score): probabilities over the vocabulary, or a softmax over the
+labels alone.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from jspec.messages.plain_values import is_array, listed, plain_items
 from jspec.messages.request import MAX_LOGPROB_IDS, SamplingParams
 
 MAX_LABELS = 1024
-# Characters or ids of all prompts of a call: a query of a few megabytes stands in each of them.
+# Characters or ids in all prompts of a call together; the query is repeated in each.
 MAX_JOINED = 2**25
 Text = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCall:
-    """A checked call. prompts: text or ids, one for each item.
+    """A checked call. With more than MAX_LOGPROB_IDS labels a prompt is sent several times."""
 
-    A request has room for MAX_LOGPROB_IDS labels: with more, a prompt is asked several times.
-    """
-
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[str | tuple[int, ...], ...]  # one per item
     label_token_ids: tuple[int, ...]
     apply_softmax: bool
 
@@ -43,7 +40,7 @@ class ScoreCall:
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> ScoreCall:
-        """query and items: texts, or token ids (items: a list of them); joined as they are.
+        """Check a call. query and items: texts, or token ids, to be concatenated.
 
         Raises RequestError naming the field, its value and what was expected.
         """
@@ -73,13 +70,12 @@ class ScoreCall:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The labels that each request of a prompt asks for."""
         labels = self.label_token_ids
         steps = range(0, len(labels), MAX_LOGPROB_IDS)
         return tuple(labels[i : i + MAX_LOGPROB_IDS] for i in steps)
 
     def requests(self) -> Iterator[tuple[str | tuple[int, ...], SamplingParams]]:
-        """Prompt by prompt, part by part."""
+        """Yield requests by prompt, then by part."""
         sampling = tuple(
             SamplingParams(
                 max_new_tokens=1,
@@ -93,7 +89,7 @@ class ScoreCall:
         return ((prompt, each) for prompt in self.prompts for each in sampling)
 
     def scores(self, logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A list for each prompt, a score for each label. logprobs: what each request gave."""
+        """Return one list per prompt, one score per label. logprobs: one list per request."""
         count = len(self.parts)
         rows = (
             [x for part in logprobs[i : i + count] for x in part]
@@ -104,7 +100,7 @@ class ScoreCall:
 
 @contextmanager
 def label_names() -> Iterator[None]:
-    """Lets a RequestError speak of the labels by the client's name."""
+    """Rename token_ids_logprob to the client's label_token_ids in a RequestError."""
     try:
         yield
     except RequestError as error:
@@ -113,13 +109,12 @@ def label_names() -> Iterator[None]:
 
 
 def watched_of(answer: Mapping[str, Any]) -> list[float]:
-    """The labels' log-probabilities in an answer of `generate`."""
+    """Return the labels' log-probabilities in an answer of `generate`."""
     (first,) = answer["meta_info"]["output_token_ids_logprobs"]
     return [entry[0] for entry in first]
 
 
 def _check_length(head: Text, tails: Sequence[Text]) -> None:
-    """Raises RequestError for prompts that would be too long together, before they are made."""
     length = len(head) * len(tails) + sum(map(len, tails))
     if length > MAX_JOINED:
         unit = "characters" if isinstance(head, str) else "token ids"
@@ -130,7 +125,6 @@ def _check_length(head: Text, tails: Sequence[Text]) -> None:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two texts, or two tuples of ids."""
     return first + second
 
 
@@ -141,7 +135,6 @@ def _text(item: Any) -> str:
 
 
 def _ids(what: str, value: Any) -> tuple[int, ...]:
-    """what: how a message begins, "items holds"."""
     name = what.split(" ", 1)[0]
     value = listed(value)
     if not isinstance(value, list | tuple):

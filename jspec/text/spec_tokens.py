@@ -1,7 +1,6 @@
-"""Which part of a sequence's text was drafted and accepted, and which is the target's own.
+"""Attribution of a sequence's text: accepted draft tokens, or the target's own.
 
-It follows one sequence's chunks with a detokenizer of its own. It knows nothing about HTTP, and
-the terminal uses it too.
+It follows one sequence's chunks with its own detokenizer; servers and the terminal use it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecToken:
-    """A piece of text and whether it came from an accepted draft token.
-
-    step: which verification of its sequence emitted the token, from 1; 0: none did (a prompt's
-    first token, and all where nothing is drafted). proposed: drafts that this verification judged.
-    """
+    """A piece of text and its origin."""
 
     text: str
-    accepted: bool
+    accepted: bool  # an accepted draft token
+    # The verification in its sequence that emitted it, from 1; 0: none (a prompt's first token, or
+    # no drafting).
     step: int = 0
-    proposed: int = 0
+    proposed: int = 0  # drafts in that verification
 
     def to_json(self) -> dict[str, str | bool | int]:
         origin = {"accepted": self.accepted, "step": self.step, "proposed": self.proposed}
@@ -34,7 +31,7 @@ class SpecToken:
 
 
 class _Step(NamedTuple):
-    """A verification's number, from 1, and its drafts; or none."""
+    """A verification's number, from 1, and its drafts; zeros for none."""
 
     number: int = 0
     proposed: int = 0
@@ -43,8 +40,8 @@ class _Step(NamedTuple):
 class SpecTokenTracker:
     """Splits each chunk's text by origin. The texts of the pieces add up to the chunk's text.
 
-    A character belongs to the id that completed it. The stream may hold text back (it might begin
-    a stop string), so characters are queued with their origin until a chunk brings their text.
+    A character belongs to the id that completed it. The stream may hold back text that could start
+    a stop string, so characters are queued with their origin until a chunk has their text.
 
         ids      "ab" (accepted)   "c" (target's)      stop string "cx"
         chunk 1  text "ab"     →   [("ab", accepted)]  queued: 1 character, target's
@@ -67,7 +64,7 @@ class SpecTokenTracker:
         self._step = _Step()  # of the last ids
 
     def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
-        """The pieces of the chunk's text, in order; none is empty."""
+        """Return the pieces of the chunk's text in order, without empty ones."""
         finish = chunk.finish
         # A stop token is kept as an id and has no text.
         is_stop_id = (
@@ -86,8 +83,6 @@ class SpecTokenTracker:
         return self._take(chunk.text)
 
     def _step_of(self, counters: SpecCounters) -> _Step:
-        """Of a chunk with ids: none where no verification was counted since the last such chunk,
-        as in a plain step, or after a retraction."""
         before, self._counters = self._counters, counters
         if counters.verify_ct == before.verify_ct:
             return _Step()

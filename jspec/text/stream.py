@@ -1,7 +1,7 @@
-"""One sequence's text as ids arrive: the detokenizer and the stop matcher in series.
+"""A sequence's text as ids arrive: a detokenizer and a stop matcher in series.
 
-Implements `TextStream` of the protocols. Streams know nothing about steps or EOS: the
-scheduler says which ids to push, and which of them may end the text.
+Implements `TextStream` of the protocols. Streams know nothing about steps or EOS: the scheduler
+decides which ids to push, and which may end the text.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ class IdsOnlyStream:
     """A TextStream without text, for an engine without a tokenizer: every id is kept."""
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Keeps all ids."""
         del allow_stop
         return TextCut(num_ids=len(ids), text="")
 
     def flush(self) -> str:
-        """Nothing is ever held back."""
         return ""
 
     @property
     def matched(self) -> str | None:
-        """Nothing to match in."""
         return None
 
     def watch(self) -> None:
-        """There is nothing to watch for."""
+        """Return None: there is no text to watch."""
 
 
 class TokenizedStream:
-    """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
+    """A TextStream with a tokenizer.
 
-    Without a match the texts of all pushes and of flush add up to `tokenizer.decode(ids)`; with
-    one, to that text cut before the stop string that is completed first, or after it if
-    `no_stop_trim`.
-    stop: the strings, or what was made of them for several sequences.
+    Law: text, kept ids and match do not depend on how ids are grouped into pushes. Without a match
+        the texts of all pushes and flush add up to `tokenizer.decode(ids)`; with one, to that text
+        up to the stop string that is completed first, or including it if `no_stop_trim`.
+
+    stop: the strings, or an automaton shared by several sequences
     """
 
     def __init__(
@@ -69,20 +67,18 @@ class TokenizedStream:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text, whether push or flush completed it."""
         return self._matched
 
     def watch(self) -> StopWatch | None:
-        """See TextStream: where tokens are bytes."""
         tables = self._stop_tables
         return None if tables is None else tables.watch(self._matcher.automaton)
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Appends ids, one by one, so that the id which completes a stop string is exact.
+        """Append ids one by one, so that the id which completes a stop string is exact.
 
-        That id is the one whose push made the last character final: bytes of a character that
-        is not complete yet complete nothing. After a match further ids are not kept
-        (num_ids is 0). Raises RuntimeError after flush.
+        That id is the one that made the string's last character final; bytes of an incomplete
+        character complete nothing. Ids after a match are not kept (num_ids is 0). Raises
+        RuntimeError after flush.
         """
         if self._flushed:
             raise RuntimeError(f"push of {ids} came after flush; expected no more ids")
@@ -107,10 +103,10 @@ class TokenizedStream:
         return TextCut(num_ids=len(ids), text="".join(final))
 
     def flush(self) -> str:
-        """Text still held back; "" after a match, and when called again.
+        """Return the text still held back; "" after a match, and when called again.
 
-        A torn character, or a run of byte tokens, becomes text only here. If that completes a
-        stop string (and the last push allowed it), the text is cut and `matched` says so.
+        An incomplete character, or a run of byte tokens, becomes text only here. If it completes a
+        stop string (and the last push allowed stops), the text is cut and `matched` is set.
         """
         if self._flushed or self._matched is not None:
             self._flushed = True
@@ -123,7 +119,6 @@ class TokenizedStream:
 
 
 def stream_of(tokenizer: Tokenizer | None, request: Request) -> TextStream:
-    """The text of one request; without a tokenizer there is none."""
     if tokenizer is None:
         return IdsOnlyStream()
     params = request.sampling

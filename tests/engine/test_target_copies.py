@@ -176,6 +176,7 @@ def test_a_head_of_its_own_width_is_read_with_its_embedding_and_without_a_word(
     params = init_params(eagle3_params(config), seed=3)
     drafts = load(pair.target_path, pair.draft_path).params["draft"]
     params["draft_ids"] = np.asarray(drafts["draft_ids"])
+    caplog.clear()
     save_eagle3(tmp_path / "draft", config, params, dtype=np.float32, include_embed=True)
     models = load(pair.target_path, tmp_path / "draft")
     assert models.draft_layer is not None

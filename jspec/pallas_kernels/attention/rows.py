@@ -1,6 +1,6 @@
-"""Which query belongs to which row, and which keys it sees: the index arithmetic of attention.
+"""Attention's index arithmetic: the row of each query, and the keys that it sees.
 
-Shared by the reference and the streaming path, so that a mask rule is written once.
+The reference and streaming implementations share it, so each mask rule is written once.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from jspec.device.pytree import pytree
 
 @pytree
 class AttentionRows:
-    """Everything about one call that is the same for all layers of a page space.
+    """Attention metadata of one call, the same for all layers of a page space."""
 
-    page_table is the full space's; window_tables, by window, are those of the other spaces
-    (i32[B, P] each). A kernel reads page_table alone (`of_window`). shared: what rows begin with in
-    the full space, which a kernel may read once for all of them.
-    """
-
-    page_table: jax.Array  # i32[B, P]
+    page_table: jax.Array  # i32[B, P], of the full space; kernels read only this (`of_window`)
     prefix_lens: jax.Array  # i32[B]
     cu_q_lens: jax.Array  # i32[B + 1], starts at 0, ascends
     q_positions: jax.Array  # i32[T], RoPE positions
     tail_mask: jax.Array | None = None  # u32[T, ceil(W / 32)], bits past W are 0
     tail_positions: jax.Array | None = None  # i32[B, W]
+    # Tables of the other spaces by window, i32[B, P] each.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    shared: SharedPrefixes | None = None
+    shared: SharedPrefixes | None = None  # in the full space; a kernel may read them once
 
     def of_window(self, window: int | None) -> AttentionRows:
-        """The rows as layers with this window see them: with the page table of their space.
+        """Return the metadata for layers with this window, with their space's page table.
 
-        A window without a space of its own lies in the full one.
+        A window without its own space uses the full one.
         """
         if window is None:
             return dataclasses.replace(self, window_tables={})
@@ -45,7 +41,7 @@ class AttentionRows:
 
 @pytree
 class QueryIndex:
-    """row_idx[t], within[t] = j (query j of its row), valid[t]: not padding."""
+    """The row of each query, its index in the row, and False for padding."""
 
     row_idx: jax.Array  # i32[T], in [0, B)
     within: jax.Array  # i32[T], >= 0
@@ -55,7 +51,7 @@ class QueryIndex:
 def index_queries(
     cu_q_lens: jax.Array, num_queries: int, *, queries_per_row: int | None
 ) -> QueryIndex:
-    """Locates each of T queries; see contract.py for the two layouts.
+    """Locate each of T queries; contract.py describes the two layouts.
 
     In:  cu_q_lens = [0, 3, 4], T = 6, packed
     Out: row_idx = [0 0 0 1 1 1], within = [0 1 2 0 1 2], valid = [T T T T F F]
@@ -74,7 +70,7 @@ def index_queries(
 
 
 def mask_bits(tail_mask: jax.Array, tail_idx: jax.Array) -> jax.Array:
-    """bool, bit `tail_idx` of each query's words: tail_mask [..., words], tail_idx [..., C]."""
+    """Return bit `tail_idx` of each query's words: tail_mask [..., words], tail_idx [..., C]."""
     safe = jnp.clip(tail_idx, 0, tail_mask.shape[-1] * 32 - 1)
     word = jnp.take_along_axis(tail_mask, safe // 32, axis=-1, mode="clip")
     return ((word >> (safe % 32).astype(jnp.uint32)) & 1).astype(bool)
@@ -91,10 +87,10 @@ def visible_keys(
     tail_positions: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """bool[..., Q, C]: does query q see the key in slot c of its own row?
+    """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row.
 
-    slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row;
-    tail_mask u32[..., Q, words]; tail_positions i32[..., W].
+    slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask
+    u32[..., Q, words]; tail_positions i32[..., W].
     """
     key = slot[..., None, :]
     if tail_mask is None or tail_positions is None:

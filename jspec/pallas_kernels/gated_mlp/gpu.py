@@ -1,16 +1,14 @@
 """The gated product of an MLP on Hopper GPUs: silu(x @ gate) * (x @ up).
 
-A tile of the result is computed from the same columns of gate and up, adjacent in one accumulator,
-so only the result is written; XLA writes both products and reads them back. A producer warp group
-copies tiles by TMA into a ring in shared memory and two consumers multiply; blocks are persistent,
-and the ring runs on across tiles.
+A tile of the result uses the same columns of gate and up, adjacent in one accumulator, so only the
+result is written; XLA writes both products and reads them back. A producer warp group copies tiles
+by TMA into a ring in shared memory and two consumer warp groups multiply. Blocks are persistent,
+and the ring continues across tiles.
 
-The epilogue costs no time of its own: the sums of a tile are rounded to bf16, which halves their
-registers, and are turned into results piece by piece while the first steps of the next tile are
-being multiplied. Rounding is that of a bf16 product followed by an activation in float32: gate and
-up to bf16, then one more at the end.
-
-It knows nothing of layers or sharding; `reference` is the specification.
+The epilogue is hidden: a tile's sums are rounded to bf16, which halves their registers, and become
+results piece by piece during the first steps of the next tile. Rounding is that of a bf16 product
+followed by an activation in float32: gate and up to bf16, then once more at the end. `reference` is
+the specification.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ from jspec.pallas_kernels.hopper import (
 )
 
 DEFAULT = GatedTuning(piece=64)
-# 256 tokens of an 8B target are 2 x 112 default tiles, which fill two waves of 132 multiprocessors
-# to 85%; with 112 columns they are 2 x 128 tiles, 97%. Only OUT_IN can be split like that. With
-# pieces of 16, an overlapped epilogue spills registers and is no faster.
+# 256 tokens of an 8B target make 2 x 112 default tiles: two waves of 132 multiprocessors, 85% full;
+# with 112 columns they make 2 x 128 tiles, 97%. Only OUT_IN allows this split. With pieces of 16 an
+# overlapped epilogue spills registers and is no faster.
 NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
-# Up to MOST_FEW tokens the time is that of reading the weights once: all shared memory is used for
-# bytes in flight, 256 of them contiguous, and tiles are so wide that each multiprocessor has one.
-# Column-major, XLA's products with their activation take 3% (16 tokens) to 8% (64) longer.
+# Up to MOST_FEW tokens, time is one read of the weights: all shared memory holds bytes in flight,
+# 256 contiguous, with one wide tile per multiprocessor. For column-major weights XLA takes 3% (16
+# tokens) to 8% (64) longer.
 FEW = GatedTuning(
     tile_m=64,
     tile_n=112,
@@ -78,7 +76,7 @@ def choose_gated(
 ) -> GatedTuning | None:
     """Return the tuning for [m, k] @ [k, n2], or None for XLA.
 
-    by_columns: the weights are stored as [n2, k] (models.placement.param_places).
+    by_columns: the weights are stored as [n2, k] (models.placement.param_places)
     """
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
@@ -106,10 +104,11 @@ def gated_product(
 ) -> BFloat16[Array, "M N"]:
     """Return silu(x @ w[:, :N]) * (x @ w[:, N:]).
 
-    M need not fill the last tiles; if it is no multiple of 8, tokens and result are copied once
-    more.
-    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so.
-    interpret: parameters of the GPU interpreter. Raises ValueError if `tuning` does not fit.
+    M need not be a multiple of a tile; if it is not a multiple of 8, tokens and result are copied
+    once more. Raises ValueError if `tuning` does not fit.
+
+    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so
+    interpret: parameters of the GPU interpreter
     """
     return _launch(x, w, tuning=tuning, interpret=interpret)
 
@@ -124,7 +123,6 @@ class _Plan:
 
     @property
     def columns(self) -> int:
-        """Of the result in one tile."""
         return self.tuning.tile_n
 
     @property
@@ -133,7 +131,7 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of cluster tiles, down M and across the result; of tiles without clusters."""
+        """The grid of cluster tiles (of tiles without clusters), down M and across the result."""
         down, across = self.tuning.cluster_tiles
         return -(-self.m // (self.tuning.tile_m * down)), self.width // (self.columns * across)
 
@@ -144,36 +142,37 @@ class _Plan:
 
     @property
     def written(self) -> int:
-        """Rows of the kernel's output. On hardware a copy may reach outside, where rows are
-        dropped, but may not end within the eight rows of a swizzled tile.
+        """Rows of the kernel's output.
+
+        On hardware a copy may extend past the end, where rows are dropped, but may not end within
+        the eight rows of a swizzled tile.
         """
         return self.rows if self.interpreted else -(-self.m // 8) * 8
 
     @property
     def num_blocks(self) -> int:
-        """Persistent clusters, at most one per cluster tile."""
         return min(self.tuning.num_blocks // self.tuning.cluster, self.grid[0] * self.grid[1])
 
     @property
     def weight_tile(self) -> tuple[int, int]:
-        """A stage's weights: all columns of a tile by tile_k, in the order of the weights."""
+        """A stage's weights: all columns of a tile by tile_k, in the weights' order."""
         across, deep = 2 * self.tuning.tile_n, self.tuning.tile_k
         return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
 
     def cut(self, w: jax.Array) -> jax.Array:
-        """The weights [K, 2 * width] as the kernel reads them: gate and up apart."""
+        """Separate gate and up of the weights [K, 2 * width]."""
         if self.tuning.layout is Layout.IN_OUT:
             return w.reshape(self.k, 2, self.width)
         return w.T.reshape(2, self.width, self.k)
 
     @property
     def pieces(self) -> int:
-        """Pieces of an epilogue per consumer."""
+        """Epilogue pieces per consumer."""
         return self.columns // self.tuning.piece
 
     @property
     def num_buffers(self) -> int:
-        """Alternating buffers of pieces; an odd number of pieces would start with the last one
+        """Alternating buffers; with an odd number of pieces a tile would start with the last one
         used.
         """
         return 1 if self.pieces % 2 else 2
@@ -207,13 +206,13 @@ class _Plan:
 
 @partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
 def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) -> jax.Array:
-    """An inner jit: however many layers call it, it is lowered once, which takes a second."""
+    """An inner jit: it is lowered once for all layers, which takes a second."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)
     if problem is not None:
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
-    if m % 8:  # a copy may reach outside, but not within a swizzled tile
+    if m % 8:  # a copy may not end within a swizzled tile
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     plan = _Plan(tuning, m, k, columns // 2, interpreted=interpret is not None)
 
@@ -237,10 +236,10 @@ def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) 
 
 
 def _scratch(plan: _Plan) -> dict[str, Any]:
-    """Return the ring, its barriers and the staging buffers of the epilogue.
+    """Return the ring, its barriers and the epilogue's staging buffers.
 
     One copy loads gate and up. From weights [K, 2, N] it takes [tile_k, 2, tile_n]; tiles of 8 x 1
-    x 64 store that exactly like [tile_k, 2 * tile_n] in tiles of 8 x 64, which wgmma needs. From
+    x 64 store that exactly like [tile_k, 2 * tile_n] in the tiles of 8 x 64 that wgmma needs. From
     [2, N, K] it uses tiles of 1 x 8 x 64. The interpreter cannot reinterpret one as the other, so
     there gate and up are copied separately.
     """
@@ -279,7 +278,7 @@ def _body(plan: _Plan, x: Any, w: Any, out: Any, **scratch: Any) -> None:
 def _produce(
     plan: _Plan, x: Any, w: Any, *, x_smem: Any, w_smem: Any, full: Any, empty: Any, **_: Any
 ) -> None:
-    """Keep the ring full: weights first, since they depend on no earlier kernel."""
+    """Keep the ring full; weights first, since they depend on no earlier kernel."""
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(24, action="decrease")
     block = lax.axis_index("block")
@@ -306,7 +305,7 @@ def _produce(
 
     def copy_tokens(step: jax.Array, row: jax.Array, k: jax.Array) -> None:
         stage = lax.rem(step, tuning.num_stages)
-        # Rows from M on are outside: zeros on hardware. Their results are dropped.
+        # Rows past M read zeros on hardware; their results are dropped.
         tile = x.at[
             pl.ds(row * tuning.tile_m, tuning.tile_m), pl.ds(k * tuning.tile_k, tuning.tile_k)
         ]
@@ -352,7 +351,7 @@ def _await_release(empty: Any, step: jax.Array, tuning: GatedTuning) -> None:
 def _consume(
     plan: _Plan, out: Any, *, x_smem: Any, w_smem: Any, staged: Any, full: Any, empty: Any
 ) -> None:
-    """Multiply tile after tile, and run each one's epilogue during the next."""
+    """Multiply tile after tile; run each one's epilogue during the next."""
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(240, action="increase")
     if tuning.early_start and not plan.interpreted:
@@ -363,7 +362,7 @@ def _consume(
     own = pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
     def multiply(turn: Any, meanwhile: Callable[[int], None] | None = None) -> jax.Array:
-        """Return the rounded sums of a tile; meanwhile(i) runs during the product of step i."""
+        """Return a tile's rounded sums; meanwhile(i) runs during the product of step i."""
         first = turn * k_tiles
 
         def accumulate(acc: Any) -> jax.Array:
@@ -377,7 +376,7 @@ def _consume(
                 if tuning.layout is Layout.OUT_IN:
                     weights = weights.T
                 plgpu.wgmma(acc, x_smem.at[stage, own], weights)
-                plgpu.wgmma_wait(1)  # all but the last product have finished with their stages
+                plgpu.wgmma_wait(1)  # only the last product still uses its stage
                 if not isinstance(k, int) or k > 0:
                     plgpu.barrier_arrive(empty.at[lax.rem(position - 1, tuning.num_stages)])
 
@@ -420,7 +419,7 @@ def _write(
     sums: jax.Array,
     piece: int,
 ) -> None:
-    """Write one piece of a tile's results, staged in shared memory and copied asynchronously."""
+    """Write one piece of a tile's results: staged in shared memory, copied asynchronously."""
     tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
@@ -436,8 +435,10 @@ def _write(
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return silu(gate) * up. 1 / y is computed as rsqrt(y) squared: one instruction where a
-    division takes ten. Where exp2 overflows, rsqrt returns 0.
+    """Return silu(gate) * up.
+
+    1 / y is rsqrt(y) squared: one instruction instead of ten for a division. If exp2 overflows,
+    rsqrt returns 0.
     """
     wide = gate.astype(jnp.float32)
     root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))

@@ -1,18 +1,19 @@
-"""Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas, Triton).
+"""Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas-Triton).
 
-Of each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
-winning ties, with the noise of device/noise.py made in registers. One program per row and chunk of
-the vocabulary reads its logits once and leaves its best (value, id); XLA reduces those. A row at
-temperature 0 makes no noise: T * g would be an exact zero, and costs far more than the read.
+For each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
+winning ties, with the noise of device/noise.py generated in registers. One program per row and
+chunk of the vocabulary reads its logits once and writes its best (value, id), which XLA reduces. A
+row at temperature 0 generates no noise: T * g would be exactly zero, at far more than the cost of
+the read.
 
-Elsewhere noise is what costs (90 instructions a logit), so it is bounded first: a rough score that
-exact ones do not exceed, by a third of the instructions. The token that leads by it is scored
-exactly, and is the chunk's best if no rough score of another reaches that; otherwise all are.
+Otherwise noise dominates (90 instructions per logit), so it is bounded first by a rough score,
+which takes a third of the instructions and which the exact score never exceeds. The token with the
+highest rough score is scored exactly, and wins the chunk if no other rough score reaches its exact
+score; otherwise all tokens are scored exactly.
 
-It knows nothing of top-k, top-p and min-p (a row may bring a threshold), penalties or sharding: it
-returns (value, id), so that shards of a vocabulary can be compared. NaN counts as -infinity.
-Bit-equal to `reference` in all that was tested in the interpreter, and but for NaN on an H200
-(benchmarks/sample_gpu.py has the times).
+Penalties, sharding and filters are done elsewhere (a row may have a threshold); returning (value,
+id) lets vocabulary shards be compared. NaN counts as -infinity. It was bit-equal to `reference` in
+all interpreter tests, and except for NaN on an H200 (times: benchmarks/sample_gpu.py).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from jspec.device import noise
 
 _NO_ID = 2**31 - 1
 _NO_KEY = -(2**31)  # below the key of every float
-_NAN_KEY = 2**31 - 1  # above all of them, as argmax has it
+_NAN_KEY = 2**31 - 1  # above every float, as in argmax
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTuning:
-    """chunk: logits of one program, a power of two. num_warps: of 32 threads, per program."""
+    """chunk: logits per program, a power of two. num_warps: per program, of 32 threads."""
 
     chunk: int = 2048
     num_warps: int = 4
 
 
 def choose_tuning(num_rows: int) -> SampleTuning:
-    """By arithmetic: few rows are cut finer, so that every multiprocessor has a program."""
+    """Use smaller chunks for few rows, so that every multiprocessor has a program."""
     return SampleTuning(chunk=1024) if num_rows <= 4 else SampleTuning()
 
 
@@ -57,7 +58,7 @@ def reference(
     *,
     first_id: jax.Array | int = 0,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
-    """(value, id) of each row; ids count from `first_id`, the first of this vocabulary shard.
+    """Return (value, id) of each row; ids count from `first_id`, this vocabulary shard's first.
 
     temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
     threshold: keeps v only if its logit reaches it: filters.threshold.
@@ -84,7 +85,7 @@ def sample(
     tuning: SampleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
-    """As `reference` (a zero may lose its sign). logits: f32 or bf16. Static: tuning."""
+    """Compute `reference` (a zero may lose its sign). logits: f32 or bf16. tuning: static."""
     num_rows, width = logits.shape
     tuning = tuning or choose_tuning(num_rows)
     chunk = min(tuning.chunk, pl.next_power_of_2(width))
@@ -121,7 +122,7 @@ def _body(
     filtered: bool,
     interpret: bool,
 ) -> None:
-    """The best of one row's chunk. The last chunk's columns past the row lose to everything."""
+    """Find the best of one row's chunk. Columns past the row lose to everything."""
     least, keys, ids = refs if filtered else (None, *refs)
     row, index = pl.program_id(0), pl.program_id(1)
     batch_row = row // (logits.shape[0] // temperature.shape[0])
@@ -167,11 +168,11 @@ def _lowest(token_ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
-    """Not below noise.gumbel_from_bits by more than 2e-5, and close above it where that is large.
+    """Bound noise.gumbel_from_bits from above (to 2e-5), closely where it is large.
 
-    g = -log(E), E = -log1p(-u) = u + u^2/2 + u^3/3 + ...: the first terms alone are less than E,
-    so their -log is more than g. It takes one instruction of the chip's, right to 2**-22 of its
-    result, where the two exact logarithms take most of what noise costs.
+    g = -log(E), E = -log1p(-u) = u + u^2/2 + u^3/3 + ...: the first terms alone are less than E, so
+    their -log is more than g. It uses one hardware instruction, accurate to 2**-22 of its result;
+    the two exact logarithms are most of the cost of noise.
     """
     u = bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
     tail = u * (jnp.float32(1 / 3) + u * jnp.float32(0.25))
@@ -188,9 +189,9 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
-    """What the rough score of a token at least is if its exact one reaches `value`.
+    """Return the least rough score of a token whose exact score reaches `value`.
 
-    NaN, which every score counts as reaching, where float32 does not support the argument.
+    NaN, which no score is less than, if float32 is too coarse for the argument.
     """
     slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
     return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)
@@ -199,13 +200,13 @@ def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
 def _first_best(
     x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The (key, id) with the higher key; the lower id where keys are equal."""
+    """Return the (key, id) with the higher key; the lower id if keys are equal."""
     x_wins = (x[0] > y[0]) | ((x[0] == y[0]) & (x[1] < y[1]))
     return jnp.where(x_wins, x[0], y[0]), jnp.where(x_wins, x[1], y[1])
 
 
 def _to_key(x: jax.Array) -> jax.Array:
-    """i32 in the floats' order: the two zeros are one, NaN is above infinity.
+    """Map floats to i32 in the same order; the two zeros are equal, NaN is above infinity.
 
     In:  -inf         -1.0         -0.0  0.0  1.0         NaN
     Out: -0x7F800000  -0x3F800000  0     0    0x3F800000  0x7FFFFFFF
@@ -218,5 +219,5 @@ def _from_key(key: jax.Array) -> jax.Array:
 
 
 def _folded(bits: jax.Array) -> jax.Array:
-    """A sign and a magnitude to a two's complement, and back."""
+    """Convert sign and magnitude to two's complement, or back."""
     return jnp.where(bits < 0, jnp.int32(_NO_KEY) - bits, bits)

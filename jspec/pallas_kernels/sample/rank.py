@@ -1,4 +1,4 @@
-"""The top-1 draft candidate of each row and its softmax normalizer: the definition."""
+"""The top-1 draft candidate of each row and its softmax normalizer: the specification."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def reference(
     *,
     lowest: float,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
-    """Return (largest score, its first column, sum of exp(score - largest)) of each row, all
-    finite.
+    """Return (largest score, its first column, sum of exp(score - largest)) per row, all finite.
 
-    temperature, seed: each for T / B consecutive rows. token_ids: the ids whose noise the columns
-    use. lowest: the value of NaN and lower scores; -lowest bounds scores above.
+    temperature, seed: each for T / B consecutive rows
+    token_ids: the ids whose noise the columns use
+    lowest: the value of NaN and lower scores; -lowest bounds scores above
     """
     per_row = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)

@@ -1,11 +1,9 @@
 """The top-1 draft candidate and its softmax normalizer in one read of the logits (Pallas-Triton).
 
-Of each row it computes the largest score, logit(v) + T * g(seed, position, v), the first column
-that has it, and the sum of exp(score - largest): what log_softmax needs. One program a row and
-chunk of the vocabulary; XLA joins those. A row at temperature 0 makes no noise, which XLA's way
-makes for all rows alike.
-
-It knows nothing of more candidates than one, nor of shards. benchmarks/rank_gpu.py has the times.
+For each row it computes the largest score, logit(v) + T * g(seed, position, v), its first column,
+and the sum of exp(score - largest), for log_softmax. One program runs per row and chunk of the
+vocabulary; XLA merges the chunks. A row at temperature 0 generates no noise, unlike with XLA.
+Times: benchmarks/rank_gpu.py.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def rank_one(
     tuning: SampleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
-    """As `rank.reference`, the sum in another order. Static: lowest, tuning."""
+    """Compute `rank.reference`, summing in another order. Static: lowest, tuning."""
     num_rows, width = logits.shape
     tuning = tuning or choose_tuning(num_rows)
     chunk = min(tuning.chunk, pl.next_power_of_2(width))

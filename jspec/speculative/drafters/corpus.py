@@ -1,4 +1,4 @@
-"""Reading what lookup drafting may search beside a row's own ids: token ids, or text to encode."""
+"""Corpora for lookup drafting: token ids, or text to encode."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from jspec.files.json_files import MIB, check_regular, shown
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 256 * MIB
-PIECE_CHARACTERS = 1 << 16  # of text encoded at once, whole lines: no more is read than is kept
+PIECE_CHARACTERS = 1 << 16  # encoded at once, in whole lines, to stop after max_tokens
 _WORD, _INTEGER = re.compile(r"\S+"), re.compile(r"[+-]?[0-9]+")
 
 
 def read_corpus(path: Path, *, vocab_size: int, max_tokens: int, tokenizer: Path) -> np.ndarray:
-    """i32[n], 2 <= n <= max_tokens: the first ids of what `path` names.
+    """Return the first ids of a corpus, i32[n] with 2 <= n <= max_tokens.
 
-    A .npy array holds ids, and so does a text of nothing but integers between white space. Any
-    other text is encoded by the tokenizer of the directory `tokenizer`, and so is a .jsonl file's,
-    which has a document a line: an object with a "text" field, or a string. A directory is read
-    whole, in the order of names, but for hidden files and folders. Documents end with the
-    tokenizer's end of text, where it has one.
+    A .npy array contains ids, and so does a text of integers separated by white space. Any other
+    text is encoded with the tokenizer in the directory `tokenizer`. A .jsonl file has one document
+    per line: an object with a "text" field, or a string. A directory is read recursively in the
+    order of names, without hidden files and folders. Documents end with the tokenizer's end-of-text
+    token, if it has one.
 
-    Raises ConfigError naming the file, and the line where it is one, for a file that is not there,
-    larger than MAX_FILE_BYTES, not UTF-8 or not JSON; for an id outside the vocabulary; and for
-    less than two ids in all. CheckpointError if there is text and no tokenizer.
+    Raises ConfigError naming the file (and line) if it is missing, larger than MAX_FILE_BYTES, not
+    UTF-8 or not JSON; for an id outside the vocabulary; and for fewer than two ids in total. Raises
+    CheckpointError for text without a tokenizer.
     """
     name = f"speculative_ngram_external_corpus_path is {str(path)!r}"
     if path.suffix == ".npy":
@@ -61,7 +61,7 @@ def _array(path: Path, name: str) -> np.ndarray:
 
 
 def _listed_ids(path: Path, name: str) -> np.ndarray | None:
-    """The integers of a text that holds nothing else, i64[n]; None for anything else."""
+    """Return the integers of a text that contains only integers, i64[n], else None."""
     if path.suffix == ".jsonl" or path.is_dir():
         return None
     text = _text(path, name)
@@ -72,12 +72,11 @@ def _listed_ids(path: Path, name: str) -> np.ndarray | None:
         raise ConfigError(f"{name}, which is empty; expected token ids, or text")
     try:
         return np.array([int(word) for word in words], np.int64)
-    except (OverflowError, ValueError) as error:  # of more digits than int64 has, or Python reads
+    except (OverflowError, ValueError) as error:  # too many digits for int64 or Python
         raise ConfigError(f"{name}; expected token ids, or text ({error})") from error
 
 
 def _encoded(documents: Iterator[str], tokenizer: Tokenizer, *, max_tokens: int) -> np.ndarray:
-    """The ids of the documents, until there are enough: what comes later is not read."""
     pieces = [np.zeros(0, np.int64)]
     room = max_tokens
     for ids in _encoded_pieces(documents, tokenizer):
@@ -89,7 +88,6 @@ def _encoded(documents: Iterator[str], tokenizer: Tokenizer, *, max_tokens: int)
 
 
 def _encoded_pieces(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
-    """Ids of whole lines together, and of the end of a text after each document that has any."""
     for document in documents:
         start = 0
         while start < len(document):
@@ -101,7 +99,6 @@ def _encoded_pieces(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[
 
 
 def _documents(path: Path, name: str) -> Iterator[str]:
-    """The texts of a file, or of all files below a directory, in the order of their names."""
     for file in _files(path) if path.is_dir() else (path,):
         text = _text(file, name)
         if file.suffix == ".jsonl":
@@ -117,7 +114,6 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _text(path: Path, name: str) -> str:
-    """A regular file's text."""
     try:
         size = check_regular(path)
         if size > MAX_FILE_BYTES:
@@ -138,7 +134,6 @@ def _text(path: Path, name: str) -> str:
 
 
 def _records(text: str, where: str) -> Iterator[str]:
-    """The documents of a JSONL file; empty lines are none."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _record(line, f"{where} line {number}")

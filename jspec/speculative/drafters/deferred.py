@@ -1,17 +1,17 @@
-"""Plain steps of an engine that drafts: the drafter is told later, of several tokens at once.
+"""Pending drafter input of plain steps, given to the drafter in batches.
 
-A plain step proposes nothing and has nothing to tell that could not wait: it keeps the token and
-the target's features at it, by slot, and leaves the drafter's caches and state as they are. Before
-a row drafts again, or when W tokens wait, the drafter is told of all of them by one `advance`, as
-of a prompt's chunk. So a plain step costs what it would without a drafter, but for a W-th part of
-an advance, and a row can draft again at any time.
+A plain step of an engine with a drafter stores the token and the target's features at it, by slot,
+and leaves the drafter's caches and state alone. Before a row drafts again, or when W tokens are
+pending, one `advance` processes all of them, like a prompt chunk. So a plain step costs as much as
+without a drafter plus a W-th of an advance, and a row can start drafting at any time.
 
-A token lies at its position modulo W; how many of them wait is the host's to know, since a plain
-round emits exactly one.
+A token is stored at its position modulo W. The host tracks how many are pending: a plain round
+emits
+exactly one token.
 
     worked example, W = 4, L = 7 and root t7: two plain steps emit t8 and t9
-    kept       t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9
-    told       t7 t8 from position 7 on, t9 after them: what the drafter would know by now
+    stored     t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9
+    advance    t7 t8 from position 7 on, before t9: the same as after two drafting steps
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from jspec.speculative.target import Params
 
 @pytree
 class Deferred:
-    """What waits, by slot and by position modulo W."""
+    """Pending tokens, by slot and by position modulo W."""
 
     token_ids: jax.Array  # i32[slots, W]
-    features: Features  # [slots, W, .], the target's at these tokens
+    features: Features  # [slots, W, .], the target's features at these tokens
 
 
 def empty_deferred(
     num_slots: int, num_tokens: int, *, needs: Needs, hidden_size: int, dtype: DTypeLike
 ) -> Deferred | None:
-    """Nothing waits yet. None where nothing ever will: num_tokens, W, is 0."""
+    """Return empty storage for `num_tokens` (W) pending tokens per slot; None if W is 0."""
     if not num_tokens:
         return None
     size = hidden_size if needs.hidden else 0
@@ -61,7 +61,7 @@ def empty_deferred(
 def defer(
     deferred: Deferred, slots: Int[Array, "B"], verified: Verified, rows: RowsInStep
 ) -> Deferred:
-    """Keeps what `advance` would be told of a plain round: the old root and its features."""
+    """Store the input of a plain round's `advance`: the old root and its features."""
     place = rows.seq_lens % deferred.token_ids.shape[1]
 
     def keep(x: jax.Array, value: jax.Array) -> jax.Array:
@@ -77,10 +77,7 @@ def defer(
 def catch_up_step(
     drafter: Drafter, params: dict[str, Params], state: EngineState, batch: CatchUpBatch
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
-    """Tells the drafter of the last counts[b] committed tokens of each row; none: nothing changes.
-
-    Emits nothing: the output is a zero.
-    """
+    """Advance the drafter over the last counts[b] (0: none) committed tokens; outputs a zero."""
     own = take_rows(state.draft, batch.slots)
     emitted = waiting_tokens(state, batch)
     draft_kv, told = drafter.advance(params["draft"], state.draft_kv, own, emitted)
@@ -95,7 +92,7 @@ def catch_up_step(
 
 
 def waiting_tokens(state: EngineState, batch: CatchUpBatch) -> Emitted:
-    """The tokens that wait, W a row; those after counts[b] are padding."""
+    """Return the pending tokens, W per row, padding after counts[b]."""
     deferred, rows = state.deferred, state.rows
     width = deferred.token_ids.shape[1]
     num_rows = batch.slots.shape[0]

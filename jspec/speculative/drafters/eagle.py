@@ -1,8 +1,8 @@
-"""Drafting with a feature-level head (EAGLE-1 to 3): propose a tree, advance over what was emitted.
+"""EAGLE-1 to 3: drafting with a head that reads the target's features.
 
-A row of the head is a pair (token i + 1, feature i). Level 1 needs no forward: its candidates come
-from the last advance. How the tree grows from them is `beams`, how candidates are ranked
-`candidates`; here is what a row is, and what an advance leaves for the next propose.
+A draft slot holds a pair (token i + 1, feature i). Level 1 needs no forward: its candidates come
+from the last advance. `beams` grows the tree and `candidates` ranks; this file defines the head's
+inputs and the state from one advance to the next propose.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ from jspec.speculative.target import KVPool, Params
 
 @pytree
 class EagleState:
-    """What one advance leaves for the next propose; indexed by slot, or by row once gathered."""
+    """State from an advance to the next propose, by slot, or by row once gathered."""
 
-    hidden: jax.Array  # [., E], the head's own output at the last row
+    hidden: jax.Array  # [., E], the head's output at the last pair
     level1_ids: jax.Array  # i32[., K], target ids
     level1_scores: jax.Array  # f32[., K], path scores, <= 0
 
 
 class HeadConfig(Protocol):
-    """What a drafter asks of a head's config. aux_layer_ids: none if it reads the last hidden."""
+    """The part of a head's config that the drafter reads; no aux_layer_ids: it reads the last
+    hidden.
+    """
 
     @property
     def layer(self) -> ModelSpec: ...
@@ -70,7 +72,7 @@ class HeadConfig(Protocol):
 
 
 class FeatureHead(Protocol):
-    """A draft model that reads (token, feature) pairs: an Eagle1Head, an Eagle3Head, or a fake."""
+    """A draft model over (token, feature) pairs: an Eagle1Head or Eagle3Head."""
 
     @property
     def config(self) -> HeadConfig: ...
@@ -103,11 +105,7 @@ class FeatureHead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EagleDrafter:
-    """EAGLE, with any head.
-
-    draft_noise: False drafts plain top-k, to measure what shared noise gains; the emitted text is
-    the same.
-    """
+    """EAGLE with any head. draft_noise: as in `candidates.Ranking`."""
 
     head: FeatureHead
     spec: SpeculativeConfig
@@ -147,10 +145,6 @@ class EagleDrafter:
         positions: Int[Array, "B R"],
         sampling: SamplingRows,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Best K target ids after each row and the log-probability of each, best first.
-
-        positions: token position of the candidates (their noise).
-        """
         return rank_candidates(
             self.head.logits(params, hidden),
             params["draft_ids"],
@@ -167,7 +161,6 @@ class EagleDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: EagleState, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """S - 1 draft forwards, then the tree. Returns the pool with the scratch rows written."""
         shape = (*state.level1_ids.shape, state.hidden.shape[1])
         return grow_tree(
             LevelOne(
@@ -192,7 +185,7 @@ class EagleDrafter:
         params: Params,
         sampling: SamplingRows,
     ) -> tuple[KVPool, Float[Array, "B K E"], Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """One draft forward, each beam's token paired with its parent's output (beams)."""
+        """Run one draft forward (`ForwardBeams`): each beam's token with its parent's output."""
         batch, topk = ids.shape
         hidden, caches = self.head.forward(
             params,
@@ -209,12 +202,11 @@ class EagleDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: EagleState, emitted: Emitted
     ) -> tuple[KVPool, EagleState]:
-        """Runs the head over (token i + 1, target feature i) pairs, with the target's features.
+        """Run the head over pairs (token i + 1, feature i), which are at slot and RoPE position i.
 
-        Its row i lies where token i does: at slot and RoPE position i. What the last pair of a row
-        predicts are the level-1 candidates, after `next_ids`.
+        Each row's last pair predicts the level-1 candidates, the tokens after `next_ids`.
         """
-        del state  # all that it held came from the former last pair
+        del state  # derived from the previous last pair
         features = emitted.features
         given = features.aux_hidden if self.needs.aux_layer_ids else features.hidden
         fused = self.head.features(params, given)
@@ -236,10 +228,8 @@ class EagleDrafter:
 
 
 def eagle_source(request: DraftRequest) -> DraftSource:
-    """An EAGLE-3 head in SGLang's or speculators' layout. Its row in `registry`.
-
-    Raises ConfigError or CheckpointError for a head that does not fit the target, the arguments or
-    the shards.
+    """Plan an EAGLE-3 head (SGLang's or speculators' layout); raises ConfigError or CheckpointError
+    if it does not fit.
     """
     args, path, shards = request.args, request.checkpoint, request.shards
     config = load_eagle3_config(
@@ -250,7 +240,7 @@ def eagle_source(request: DraftRequest) -> DraftSource:
     )
     check_draft_vocabulary(config.draft_vocab_size, request)
     if args.load_format != "dummy":
-        check_eagle3(path, config)  # before the target is read, which takes longer
+        check_eagle3(path, config)  # before the slower read of the target
 
     def make(ops: Ops, shard: Shard) -> EagleDrafter:
         head = Eagle3Head(config, ops, shard)
@@ -271,7 +261,7 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         read=read,
         specs=(config.layer,),
         aux_layer_ids=config.aux_layer_ids,
-        shares=("embed",),  # as most heads do
+        shares=("embed",),  # most heads use the target's
         published=published_specs(eagle3_params(config)),
         canonical=canonical_name,
         copies_in=lambda _: {"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},
@@ -279,7 +269,7 @@ def eagle_source(request: DraftRequest) -> DraftSource:
 
 
 def check_draft_vocabulary(size: int, request: DraftRequest) -> None:
-    """ConfigError for a draft vocabulary of fewer than K ids, or that the shards cannot divide."""
+    """Raise ConfigError for a draft vocabulary under K ids or not divisible by the shards."""
     topk = request.args.speculative.topk
     if topk > size:
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Drafting with an EAGLE-1 head: EAGLE and EAGLE-2, whose trees are those of `beams`.
+"""EAGLE-1 and EAGLE-2: `eagle`'s drafter with an EAGLE-1 head.
 
-The drafter is `eagle`'s: a row is a pair, level 1 comes from the last advance. The head reads the
-target's last hidden instead of aux features, and scores with the target's lm_head, or with its
-columns of a map of frequent ids (FR-Spec, Zhao et al., 2025, arXiv:2502.14856).
+The head reads the target's last hidden state instead of aux features. It scores with the target's
+lm_head, or with the columns of frequent ids (FR-Spec, Zhao et al., 2025, arXiv:2502.14856).
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ from jspec.speculative.target import Params
 
 
 def eagle1_source(request: DraftRequest) -> DraftSource:
-    """An EAGLE-1 or EAGLE-2 head. Its row in `registry`.
-
-    Raises ConfigError or CheckpointError for a head or a map that does not fit the target, the
-    arguments or the shards.
-    """
+    """Plan an EAGLE-1 or EAGLE-2 head; raises ConfigError or CheckpointError if it does not fit."""
     args, path = request.args, request.checkpoint
     hot_ids = None
     if args.speculative_token_map is not None:
@@ -54,7 +49,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
     )
     check_draft_vocabulary(config.draft_vocab_size, request)
     if not is_dummy:
-        check_eagle1(path, config)  # before the target is read, which takes longer
+        check_eagle1(path, config)  # before the slower read of the target
 
     def make(ops: Ops, shard: Shard) -> EagleDrafter:
         head = Eagle1Head(config, ops, shard)

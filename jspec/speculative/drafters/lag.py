@@ -1,8 +1,8 @@
-"""Rows of a draft layer that lags: where its rows lie, and which of them there are.
+"""Slots of a multi-layer EAGLE layer that lags.
 
-A layer that lags by s holds at row i the token i + s + 1. What was emitted at positions [p, e), one
-id after it included, are its rows [p - s, e - s): the same ids as for a layer without a lag, with
-features that are s rows older. Rows before the row's own start do not exist: they are left out.
+A layer with lag s holds token i + s + 1 at slot i. For tokens emitted at positions [p, e), and the
+id after each, it writes slots [p - s, e - s): the same ids as a layer without lag, with features
+from s slots earlier. Slots before the row's start do not exist and are left out.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from jspec.speculative.tree import pack_bits
 
 @pytree
 class LaggedRows:
-    """A layer's rows for what was emitted; laid out as Emitted's are.
-
-    source[t]: index in T of the emitted token whose following id row t holds. left_out: how many of
-    the first ids a row leaves out. begin, last: index in T of each row's first and last.
-    """
+    """A layer's queries for the emitted tokens; laid out as in Emitted."""
 
     rows: AttentionRows
-    source: jax.Array  # i32[T]
+    source: jax.Array  # i32[T], index of the emitted token whose following id a query has
     row_idx: jax.Array  # i32[T]
     within: jax.Array  # i32[T]
-    left_out: jax.Array  # i32[R]
-    begin: jax.Array  # i32[R]
-    last: jax.Array  # i32[R]
+    left_out: jax.Array  # i32[R], leading ids that a row leaves out
+    begin: jax.Array  # i32[R], index in T of each row's first query
+    last: jax.Array  # i32[R], and of its last
 
 
 def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> LaggedRows:
-    """The rows of a layer that lags by `lag`.
+    """Return the queries of a layer that lags by `lag`.
 
-    num_known: tokens since each row's start that came before, at most the largest lag; at most p.
+    num_known: tokens between each row's start and p, at most the largest lag
 
-    In:  two rows, tokens at 7 8 9 and at 1, of which 2 and 1 tokens are known before; lag 2
-    Out: slots 5 6 7 with the ids after 7 8 9; none: its row -1 would be before its start
+    In:  two rows, tokens at 7 8 9 and at 1, with num_known 2 and 1; lag 2
+    Out: slots 5 6 7 with the ids after 7 8 9; none for row 1: its slot -1 is before the start
     """
     lens = emitted.rows.cu_q_lens[1:] - emitted.rows.cu_q_lens[:-1]
     left_out = jnp.maximum(lag - num_known, 0)
@@ -81,12 +77,12 @@ def delayed(
     before: LaggedRows,
     own: LaggedRows,
 ) -> Float[Array, "T E"]:
-    """Values by row of a layer, laid out for the next one, which lags by one more.
+    """Shift values of one layer to the layout of the next one, which lags by one more.
 
-    first: of the next layer's first row of each row, which the other one had before; a row that
-    leaves out one more id has none, and begins where the other does.
+    first: the value at the next layer's first slot of each row, from the previous call. A row that
+        leaves out one more id does not need it: both layers then start at the same slot.
 
-    In:  values of rows 6 7 8 of a layer, first that of row 5   Out: those of rows 5 6 7
+    In:  values at slots 6 7 8 of a layer, first at slot 5   Out: values at slots 5 6 7
     """
     back = jnp.where(own.left_out == 0, 1, 0)
     place = own.within - jnp.take(back, own.row_idx, mode="clip")
@@ -97,10 +93,10 @@ def delayed(
 
 @pytree
 class PathRows:
-    """Where the rows of K paths of n tokens lie in the layer that lags by n.
+    """The queries of K paths of n tokens in the layer that lags by n.
 
-    Depth by depth, K at each, those of depths that do not exist (`left_out`, of a row shorter than
-    its lag) last, where nothing that counts sees them.
+    Ordered by depth, K per depth. Depths that do not exist (`left_out`: the row is shorter than its
+    lag) come last, where no valid query sees them.
     """
 
     rows: AttentionRows
@@ -108,26 +104,25 @@ class PathRows:
     length: int = static()  # n
 
     def laid_out(self, x: jax.Array) -> jax.Array:
-        """[B, n * K, .] of [B, K, n, .]"""
+        """Reorder [B, K, n, .] to [B, n * K, .]."""
         by_depth = self._rolled(jnp.swapaxes(x, 1, 2), self.left_out)
         return by_depth.reshape(x.shape[0], -1, x.shape[3])
 
     def by_path(self, x: jax.Array) -> jax.Array:
-        """[B, K, n, .] of [B, n * K, .]"""
+        """Reorder [B, n * K, .] to [B, K, n, .]."""
         by_depth = x.reshape(x.shape[0], self.length, -1, x.shape[2])
         return jnp.swapaxes(self._rolled(by_depth, -self.left_out), 1, 2)
 
     def _rolled(self, x: jax.Array, by: jax.Array) -> jax.Array:
-        """x[B, n, K, .] with depth d + by at d."""
         index = (jnp.arange(self.length) + by[:, None]) % self.length
         return jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="clip")
 
 
 def path_rows(rows: RowsInStep, num_known: Int[Array, "B"], *, layer: int, topk: int) -> PathRows:
-    """The layer * K rows from L - layer on, for layer `layer`, which lags by as much.
+    """Return the layer * K queries from slot L - layer on, for the layer with that lag.
 
     In:  L = 7, layer 2, K = 2
-    Out: slots 5 6 7 8 at RoPE 5 5 6 6; a tail of 4, each row sees what its path has of it
+    Out: slots 5 6 7 8 at RoPE 5 5 6 6; a tail of 4, each query sees its own path's slots
     """
     batch, width = rows.seq_lens.shape[0], layer * topk
     known = jnp.minimum(jnp.minimum(num_known, rows.seq_lens), layer)

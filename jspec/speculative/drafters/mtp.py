@@ -1,7 +1,7 @@
-"""Drafting with the layers for multi-token prediction that a target's checkpoint brings (NEXTN).
+"""NEXTN: drafting with a checkpoint's layers for multi-token prediction (MTP).
 
-What the checkpoint is decides how: several layers draft one a level (`multi_layer`); one layer that
-is made for it is run again for every level, which is EAGLE's recurrence with another head.
+The checkpoint decides the method. Several layers draft one level each (`multi_layer`); a single
+recurrent layer runs for every level, which is EAGLE's procedure with another head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jspec.speculative.target import Params
 
 @dataclass(frozen=True, slots=True)
 class RecurrentDrafter(EagleDrafter):
-    """EAGLE's procedure over one layer for multi-token prediction."""
+    """EAGLE's procedure over one MTP layer."""
 
     @property
     def drafting(self) -> Drafting:
@@ -44,9 +44,8 @@ class RecurrentDrafter(EagleDrafter):
 
 
 def mtp_source(request: DraftRequest) -> DraftSource:
-    """The layers for multi-token prediction of `request.checkpoint`. Its rows in `registry`.
-
-    Raises ConfigError or CheckpointError for layers that do not fit the target or the arguments.
+    """Plan the MTP layers of `request.checkpoint`; raises ConfigError or CheckpointError if it does
+    not fit.
     """
     args, path = request.args, request.checkpoint
     if args.speculative_draft_rope_theta is not None:
@@ -61,7 +60,7 @@ def mtp_source(request: DraftRequest) -> DraftSource:
     )
     check_draft_vocabulary(config.model.vocab_size, request)
     if args.load_format != "dummy":
-        check_mtp(path, config, names)  # before the target is read, which takes longer
+        check_mtp(path, config, names)  # before the slower read of the target
     algorithm = Algorithm.NEXTN if config.recurrent else Algorithm.MULTI_LAYER_EAGLE
     spec = replace(args.speculative, algorithm=algorithm)
 

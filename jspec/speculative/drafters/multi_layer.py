@@ -1,24 +1,25 @@
-"""Drafting with S layers of their own, one a level: multi-layer EAGLE, multi-token prediction.
+"""Multi-layer EAGLE (multi-token prediction): S draft layers, one per level.
 
-Layer s guesses the token s + 2 after its feature's: its row i holds the pair (feature i, token
-i + s + 1). So it lags by s: of a row with L committed tokens it knows the rows below L - s. Its
-rows L - s .. L - 1 hold drafts; propose writes them anew each time, and the next advance writes
-over them what came true. Each layer is given its own pool and no other.
+Layer s predicts the token s + 2 after its feature's: its slot i holds the pair (feature i, token
+i + s + 1). So it lags by s: with L committed tokens its slots below L - s are committed. Slots
+L - s .. L - 1 hold drafts, which every propose rewrites and the next advance replaces by the
+accepted tokens. Each layer has its own pool.
 
     worked example, L = 7, root t7, S = 3, K = 1; a verification accepts a b with bonus y
-    kept      layer 0: rows 0..6, (h6, t7) last; layer 1: 0..5, (h5, t7); layer 2: 0..4, (h4, t7)
-    level 1   a, from layer 0's row 6, which the last advance ran; no forward
-    level 2   b, from layer 1's row 6 (h6, a); it sees its rows 0..5 and itself
-    level 3   c, from layer 2's row 6 (h6, b), after row 5 (h5, a); both see 0..4
-    advance   t7 a b at 7 8 9 with y after them. Every layer is given a b y:
-              layer 0  rows 7 8 9  (h7, a) (h8, b) (h9, y)
-              layer 1  rows 6 7 8  (h6, a) (h7, b) (h8, y)
-              layer 2  rows 5 6 7  (h5, a) (h6, b) (h7, y)
+    before    layer 0: slots 0..6, (h6, t7) last; layer 1: 0..5, (h5, t7); layer 2: 0..4, (h4, t7)
+    level 1   a, from layer 0's slot 6, which the last advance ran; no forward
+    level 2   b, from layer 1's slot 6 (h6, a); it sees slots 0..5 and itself
+    level 3   c, from layer 2's slot 6 (h6, b), after slot 5 (h5, a); both see 0..4
+    advance   t7 a b at 7 8 9, before y. Every layer receives a b y:
+              layer 0  slots 7 8 9  (h7, a) (h8, b) (h9, y)
+              layer 1  slots 6 7 8  (h6, a) (h7, b) (h8, y)
+              layer 2  slots 5 6 7  (h5, a) (h6, b) (h7, y)
 
-So the features of the last S - 1 rows travel by slot: h6 and h5, then h9 and h8. In a chain layer s
-reads what layer s - 1 made of the same row instead, and one output of each layer travels.
+So the state carries the features of the last S - 1 positions: h6 and h5, then h9 and h8. In a
+chained head, layer s instead reads layer s - 1's output at the same slot, and the state carries one
+output of each layer.
 
-With K > 1 every beam has rows of its own for its whole path: s * K rows in layer s.
+With K > 1 every beam has its own slots for its whole path: s * K in layer s.
 """
 
 from __future__ import annotations
@@ -51,12 +52,10 @@ from jspec.speculative.target import KVPool, Params
 
 @pytree
 class MultiLayerState:
-    """What one advance leaves for the next propose; indexed by slot, or by row once gathered.
+    """State from an advance to the next propose, by slot, or by row once gathered."""
 
-    hidden[., s - 1] is what layer s reads at row L - s: the target's feature, or in a chain what
-    layer s - 1 handed on. num_rows: how many of them there are, fewer where a row has just begun.
-    """
-
+    # hidden[., s - 1] is layer s's input at slot L - s: the target's feature, or if chained layer
+    # s - 1's output. The first num_rows are valid.
     hidden: jax.Array  # [., S - 1, E]
     num_rows: jax.Array  # i32[.], tokens since the row's start, at most S - 1
     level1_ids: jax.Array  # i32[., K], target ids
@@ -65,18 +64,15 @@ class MultiLayerState:
 
 @pytree
 class Path:
-    """What a beam carries: the tokens on its path, and in a chain what the last layer made of each.
+    """The arrays that beams carry."""
 
-    tokens: i32[B, K, n]. outputs: [B, K, n * E]; of width 0 where nothing is handed on.
-    """
-
-    tokens: jax.Array
-    outputs: jax.Array
+    tokens: jax.Array  # i32[B, K, n], on the beam's path
+    outputs: jax.Array  # [B, K, n * E], the last layer's at each token; width 0 if not chained
 
 
 @dataclass(frozen=True, slots=True)
 class MultiLayerDrafter:
-    """The first S layers of `head`. draft_noise: as in EagleDrafter."""
+    """Drafting with the first S layers of `head`. draft_noise: as in `candidates.Ranking`."""
 
     head: MtpHead
     spec: SpeculativeConfig
@@ -99,7 +95,6 @@ class MultiLayerDrafter:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """One a layer."""
         layers = self.head.config.model.layers[: self.spec.num_steps]
         return tuple(
             CacheGroup(f"draft {s}", 1, KVEntry(a.num_kv_heads, a.head_dim, a.value_dim), a.window)
@@ -132,10 +127,6 @@ class MultiLayerDrafter:
         positions: Int[Array, "B R"],
         sampling: SamplingRows,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Best K ids after each row of a layer and the log-probability of each, best first.
-
-        positions: token position of the candidates (their noise).
-        """
         return rank_candidates(
             self.head.logits(params, layer, out),
             self.head.token_ids(),
@@ -152,7 +143,7 @@ class MultiLayerDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: MultiLayerState, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """Layer s over the paths of length s, for level s + 1; then the tree."""
+        """Run layer s over the paths of length s to get level s + 1, then build the tree."""
         batch, topk = state.level1_ids.shape
         nothing = jnp.zeros((batch, topk, 0), jnp.int32)
         return grow_tree(
@@ -179,7 +170,7 @@ class MultiLayerDrafter:
         state: MultiLayerState,
         rows: RowsInStep,
     ) -> tuple[KVPool, Path, Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """One forward of layer s over every beam's path of s tokens, at the layer's own rows."""
+        """Run layer s over every beam's path of s tokens, at the layer's own slots."""
         batch, topk = ids.shape
         tokens = jnp.concatenate((carried.tokens, ids[:, :, None]), axis=2)
         layer = tokens.shape[2]
@@ -209,7 +200,7 @@ class MultiLayerDrafter:
     def _hidden_of_path(
         self, state: MultiLayerState, carried: Path, *, layer: int, topk: int
     ) -> Float[Array, "B K n E"]:
-        """What layer s reads at rows L - s .. L - 1 of every beam."""
+        """Return layer s's inputs at slots L - s .. L - 1 of every beam."""
         batch, _, size = state.hidden.shape
         if not self.head.config.chained:
             features = state.hidden[:, :layer][:, ::-1]
@@ -220,12 +211,9 @@ class MultiLayerDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: MultiLayerState, emitted: Emitted
     ) -> tuple[KVPool, MultiLayerState]:
-        """Runs every layer over the ids after the emitted tokens, each at the rows it lags at.
-
-        A row's first rows in layer s would stand before its start: they are left out.
-        """
+        """Run every layer over the ids after the emitted tokens, each at its lag."""
         start = emitted.rows.prefix_lens
-        known = jnp.minimum(state.num_rows, start)  # a row of padding has none
+        known = jnp.minimum(state.num_rows, start)  # 0 for padding
         known = jnp.where(emitted.is_first, 0, known)
         ids, hidden = following_ids(emitted), self._features(emitted.features)
         own = lag_behind(emitted, lag=0, num_known=known)
@@ -264,7 +252,6 @@ class MultiLayerDrafter:
         return features.hidden if self.head.config.reads_normed else features.aux_hidden
 
     def _level1(self, params: Params, final: Float[Array, "R E"], emitted: Emitted) -> LevelOne:
-        """What layer 0's last row of each row guesses after `next_ids`."""
         position = indexing.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
             params, 0, final[:, None], positions=position[:, None], sampling=emitted.sampling

@@ -1,13 +1,13 @@
-"""Drafting by looking up: what followed the last time the row's end was written before.
+"""NGRAM: lookup drafting from the row's own ids, or from a corpus.
 
-The longest suffix of a row's ids (the root is the last of them) that occurs earlier in the row is
-found, the latest occurrence first, and the tokens after it are the draft. With K > 1 the K best
-occurrences with different continuations become branches, merged where they begin alike. Where the
-row itself has none, a corpus may be asked: ids of some text, sorted once by what stands before.
+The longest suffix of a row's ids (the root is last) that also occurs earlier in the row is found,
+preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
+occurrences with different continuations become branches, merged where they start alike. A row
+without a match may use a corpus, sorted in advance by the ids before each place.
 
-No model, no cache, no features: a compare of shifted windows over [B, context], on the device.
-Whatever is proposed, only a token that the target chooses itself is accepted, so a branch without a
-match is filled with token 0.
+It needs no model, cache or features: it compares shifted windows over [B, context] on the device.
+Only a token that the target itself chooses is accepted, so a branch without a match is filled with
+token 0.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from jspec.speculative.drafters.source import DraftRequest, DraftSource, made
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import Level, build_tree
 
-# Ids that no token has: in a history what nobody wrote, in a query what lies before the row's
-# start, and what lies outside an array that is looked at through a shifted window.
+# Sentinels, which equal no token id: an unwritten place in a history, a query's places before the
+# row's start, and places outside an array in a shifted window.
 UNKNOWN, BEFORE_START, OUTSIDE = -1, -2, -3
 
 
 @pytree
 class NgramState:
-    """What each row has said so far; indexed by slot, or by row once gathered."""
+    """The ids of each row so far, by slot, or by row once gathered."""
 
     history: jax.Array  # i32[., context], the id at each position up to the root's
 
 
 @pytree
 class Branches:
-    """K continuations of each row, best first; those without a match come last, as token 0."""
+    """K continuations of each row, best first; those without a match are last, as token 0."""
 
     tokens: jax.Array  # i32[B, K, S]
     is_match: jax.Array  # bool[B, K]
@@ -58,14 +58,11 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class NgramDrafter:
-    """min_match, max_match: tokens of a suffix that must, and that may, agree.
-
-    params: {} or, with a corpus, what `sort_corpus` made of it with the same max_match.
-    """
+    """Lookup drafting. params: {}, or the result of `sort_corpus` with the same max_match."""
 
     spec: SpeculativeConfig
-    min_match: int = 1
-    max_match: int = 12
+    min_match: int = 1  # suffix tokens that must match
+    max_match: int = 12  # suffix tokens that are compared
 
     @property
     def drafting(self) -> Drafting:
@@ -93,7 +90,7 @@ class NgramDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: NgramState, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """The tree of what followed in the row itself, or else in the corpus."""
+        """Draft from matches in the row itself, or else in the corpus."""
         suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)
         branches = find_in_history(
             state.history, suffix, rows.seq_lens, spec=self.spec, min_match=self.min_match
@@ -116,7 +113,7 @@ class NgramDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
     ) -> tuple[KVPool, NgramState]:
-        """Writes the emitted ids, and the one after them, where they stand in their rows."""
+        """Write the emitted ids, and the one after them, at their positions."""
         del params
         index = index_emitted(emitted)
         history = jnp.where(emitted.is_first[:, None], UNKNOWN, state.history)
@@ -131,7 +128,7 @@ class NgramDrafter:
 def last_ids(
     history: Int[Array, "B C"], seq_lens: Int[Array, "B"], *, count: int
 ) -> Int[Array, "B W"]:
-    """The last `count` ids of each row, the root first; BEFORE_START where there are no more.
+    """Return the last `count` ids of each row, the root first; BEFORE_START past the start.
 
     In:  history [5 6 7 .], L = 2, count 4
     Out: [7 6 5 BEFORE_START]
@@ -149,10 +146,10 @@ def find_in_history(
     spec: SpeculativeConfig,
     min_match: int,
 ) -> Branches:
-    """What followed the longest matches of each row's suffix in the row itself.
+    """Return the continuations of the longest matches of each row's suffix in the row itself.
 
-    A match ends at e < L. What followed it runs into the row's end after L - e tokens, and goes on
-    from e + 1 again: a row that repeats itself is continued as it repeats.
+    A match ends at e < L. Its continuation reaches the row's end after L - e tokens and then
+    restarts at e + 1, so a repeating row is continued periodically.
 
     In:  ids 1 2 3 9 1 2 with root 2 at L = 5, S = 3, K = 1
     Out: 1 2 matches at e = 1: tokens [3 9 1]
@@ -161,7 +158,7 @@ def find_in_history(
     position = jnp.arange(width, dtype=jnp.int32)
     length = match_lengths(history, suffix)
     is_match = (position < seq_lens[:, None]) & (length >= min_match)
-    score = jnp.where(is_match, length * width + position, UNKNOWN)  # the longest, then the latest
+    score = jnp.where(is_match, length * width + position, UNKNOWN)  # longest first, then latest
     tokens, found = [], []
     depth = jnp.arange(num_steps, dtype=jnp.int32)
     for _ in range(spec.topk):
@@ -181,7 +178,7 @@ def find_in_history(
 
 
 def match_lengths(history: Int[Array, "B C"], suffix: Int[Array, "B W"]) -> Int[Array, "B C"]:
-    """How many ids up to and including each position agree with the suffix, at most W.
+    """Return how many ids up to and including each position equal the suffix, at most W.
 
     In:  history [1 2 3 9 1 2], suffix [2 1 9] (the last id first)
     Out: [0 2 0 0 0 3]
@@ -195,7 +192,7 @@ def match_lengths(history: Int[Array, "B C"], suffix: Int[Array, "B W"]) -> Int[
 
 
 def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
-    """history[:, p + by] at each p, OUTSIDE beyond its ends: a window, not a gather."""
+    """Return history[:, p + by] at each p, OUTSIDE beyond its ends: a window, not a gather."""
     width = history.shape[1]
     if by >= 0:
         return jnp.pad(history, ((0, 0), (0, by)), constant_values=OUTSIDE)[:, by:]
@@ -203,10 +200,10 @@ def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
 
 
 def sort_corpus(ids: np.ndarray, *, max_match: int) -> dict[str, np.ndarray]:
-    """The params of a corpus: its ids i32[n], and the places after which something follows,
-    i32[n - 1], sorted by the ids that end there, read backwards, max_match of them.
+    """Return a corpus's ids, i32[n], and contexts, i32[n - 1].
 
-    Raises ValueError for less than two ids: nothing follows anything then.
+    Contexts are the places 0 to n - 2, sorted by the max_match ids that end there, read backwards.
+    Raises ValueError for fewer than two ids.
     """
     ids = np.asarray(ids, np.int32)
     if ids.ndim != 1 or ids.size < 2:
@@ -224,16 +221,15 @@ def find_in_corpus(
     spec: SpeculativeConfig,
     min_match: int,
 ) -> Branches:
-    """What followed in the corpus where it agrees longest with each row's suffix.
+    """Return the continuations of the longest matches of each row's suffix in the corpus.
 
-    Places are sorted by what stands before them, so the longest agreements lie beside the place
-    that the suffix itself would have: of K places on either side the K best are taken.
+    Places are sorted by the ids before them, so the longest matches are around the suffix's own
+    insertion point: the K best of K places on either side are used.
     """
     size = contexts.shape[0]
     offset = jnp.arange(suffix.shape[1], dtype=jnp.int32)
 
     def ids_before(rank: jax.Array) -> jax.Array:
-        """i32[..., W]: the ids that end at the place of this rank, the last one first."""
         place = jnp.take(contexts, rank, mode="clip")[..., None] - offset
         return jnp.where(place >= 0, jnp.take(corpus, place, mode="clip"), UNKNOWN)
 
@@ -258,19 +254,18 @@ def find_in_corpus(
 
 
 def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
-    """Whether a comes before b, compared from the first id on."""
     first = jnp.argmax(a != b, axis=-1)[..., None]
     a, b = (jnp.take_along_axis(x, first, axis=-1, mode="clip")[..., 0] for x in (a, b))
     return a < b
 
 
 def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: int) -> DraftTree:
-    """The root and N - 1 tokens of the branches, merged where they begin alike.
+    """Return the root and N - 1 tokens of the branches, merged where they start alike.
 
-    A token that an earlier branch has in the same place, after the same tokens, is a copy: its
-    children hang on the first one. Better branches and lower depths come first, then branches
-    without a match, and copies only where nothing else is left. A parent is always before its
-    child: it is one level up in the same branch, or in a better one, and never a copy.
+    A token that an earlier branch has at the same depth, after the same tokens, is a copy: its
+    children are attached to the first one. Better branches and lower depths come first, then
+    branches without a match, then copies. A parent is always before its child: it is one level up
+    in the same or a better branch, and never a copy.
 
     In:  branches [a b] and [a c], N = 4
     Out: tokens [root a b c], parents [-1 0 1 1]: the second a, a copy, is left out
@@ -278,7 +273,7 @@ def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: 
     tokens, is_match = branches.tokens, branches.is_match
     topk, num_steps = tokens.shape[1:]
     alike = jnp.cumprod((tokens[:, :, None] == tokens[:, None]).astype(jnp.int32), axis=3)
-    own = jnp.argmax(alike, axis=2).astype(jnp.int32)  # [B, K, S], the first branch that begins so
+    own = jnp.argmax(alike, axis=2).astype(jnp.int32)  # [B, K, S], first branch with this start
     branch = jnp.arange(topk, dtype=jnp.int32)
     levels = []
     for d in range(num_steps):
@@ -297,16 +292,13 @@ def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: 
 def _scores(
     distance: Int[Array, "K"], *, is_match: Bool[Array, "B K"], is_copy: Bool[Array, "B K"]
 ) -> Float[Array, "B K"]:
-    """What the tree takes first; distances stay far below the two penalties."""
+    """Return tree priorities; distances stay far below the two penalties."""
     penalty = jnp.where(is_match, 0.0, 1e4) + jnp.where(is_copy, 1e6, 0.0)
     return -(distance.astype(jnp.float32) + penalty)
 
 
 def ngram_source(request: DraftRequest) -> DraftSource:
-    """Lookup in the row, and in the corpus that the arguments name. Its row in `registry`.
-
-    Raises ConfigError for a corpus that cannot be read, before any weight is.
-    """
+    """Plan lookup drafting; raises ConfigError for a corpus that cannot be read."""
     args = request.args
     longest = args.speculative_ngram_max_match_window_size
     drafter = NgramDrafter(

@@ -1,4 +1,4 @@
-"""Which drafters there are: one row an algorithm, which says how the drafter is built."""
+"""The registry of drafters: how each algorithm's drafter is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jspec.speculative.drafters.standalone import standalone_source
 
 
 def plain_source(request: DraftRequest) -> DraftSource:
-    """Plain decoding."""
     del request
     return DraftSource(make=made(NoDrafter()))
 

@@ -1,8 +1,8 @@
-"""What a drafter is built from: the request of the engine, and the answer of its row in `registry`.
+"""The plan of a drafter: the engine's request, and the answer of its entry in `registry`.
 
-Configs are read, and every setting checked, before any weight is: an answer is a plan. It says
-which kernels must serve and what the target must capture, and how the drafter and its params are
-made once target and kernels are there.
+A plan is made before any weight is read, after all configs and settings are checked. It gives the
+layers that kernels must serve, the target layers to capture, and functions that build the drafter
+and its params.
 """
 
 from __future__ import annotations
@@ -25,33 +25,31 @@ from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.target import Params
 
-if TYPE_CHECKING:  # its help texts change no program (engine/programs/source_digest.py)
+if TYPE_CHECKING:  # its help texts do not affect programs (engine/programs/source_digest.py)
     from jspec.config.engine_args import EngineArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """path: directory of the draft's checkpoint, None for an algorithm without one. target: what
-    is served, out of target_path. tokenizer: its tokenizer's directory.
-    """
+    """The input of a drafter's plan."""
 
     args: EngineArgs
-    path: Path | None
+    path: Path | None  # the draft's checkpoint; None for an algorithm without one
     target: ModelSpec
     target_path: Path
-    tokenizer: Path
+    tokenizer: Path  # the directory of the target's tokenizer
     shards: int
 
     @property
     def checkpoint(self) -> Path:
-        """`path`, of an algorithm that has one."""
+        """`path`; raises ValueError for an algorithm without one."""
         if self.path is None:
             raise ValueError(f"{self.args.algorithm.value} has no draft checkpoint; expected one")
         return self.path
 
 
 def made(drafter: Drafter) -> Callable[[Ops, Shard], Drafter]:
-    """`DraftSource.make` of a drafter that runs no model: kernels and shard are nothing to it."""
+    """Return `DraftSource.make` for a drafter that runs no model."""
 
     def make(ops: Ops, shard: Shard) -> Drafter:
         del ops, shard
@@ -61,28 +59,30 @@ def made(drafter: Drafter) -> Callable[[Ops, Shard], Drafter]:
 
 
 def no_params(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
-    """The params of a drafter without any."""
     del target_params, dtype, place
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """make: the static drafter, with the kernels and the shard of the engine.
+    """How to build a drafter and its params.
 
-    read: its params, dealt to the request's shards, where `place` puts them; given the target's
-        params on the devices, which it may share, and the dtype of the weights. A drafter without
-        a table reads onto the host.
-    specs: of the models that it runs; their attention must be served too.
-    aux_layer_ids: what of the target is captured for it.
-    shares: names of params that dummy weights take from the target's.
-    published: how weights are stored whose entry in the drafter's table does not say, where they
-        are not the target's. canonical: the table's name of a stored tensor's. copies: what its
-        files may hold of the target's, under names that are not read. copies_in: those that open
-        files of its may hold, read or not, to be compared with the target's.
-    with_target: the params (second) once the target's (first) have changed, for what was computed
-        from those; arrays that are the target's own follow by themselves.
-    algorithm: what is in force, where the checkpoint decides that and not the arguments.
+    make: builds the static drafter for the engine's kernels and shard
+    read: returns its params, sharded for the request and placed by `place`, given the target's
+        params on the devices, which it may share, and the weights' dtype; a drafter without a table
+        reads onto the host
+    specs: the models that it runs; their attention must be supported
+    aux_layer_ids: the target layers captured for it
+    shares: names of params that dummy weights take from the target
+    published: stored layouts of weights whose table entry does not give one, if they differ from
+        the target's
+    canonical: maps a stored tensor's name to the table's name
+    copies: stored copies of target weights, under names that are not read
+    copies_in: returns copies of target weights in open files, read or not, to compare with the
+        target's
+    with_target: given the target's new params and its own, returns its own with derived values
+        recomputed; arrays shared with the target follow by themselves
+    algorithm: the algorithm in force, if the checkpoint decides it and not the arguments
     """
 
     make: Callable[[Ops, Shard], Drafter]

@@ -1,20 +1,20 @@
-"""Drafting with a small language model (Leviathan et al., 2022, arXiv:2211.17192): STANDALONE.
+"""STANDALONE: drafting with a small language model (Leviathan et al., 2022, arXiv:2211.17192).
 
-The draft is any served family with the target's vocabulary, over caches of its own. A row of it is
-a token, at the slot and RoPE position where the token stands, so nothing of the target is read and
-nothing is shifted. Which drafts are accepted follows from shared noise, not from that paper's rule.
+The draft is of any served family with the target's vocabulary and has its own caches. A slot holds
+a token at its own position, so nothing of the target is read and nothing is shifted. Acceptance
+follows from shared noise, not from that paper's rule.
 
-`advance` runs over what was emitted and over the new root, whose logits give level 1. The root's
-row is scratch: it lies at slot L', and the next advance writes the same numbers there again.
+`advance` runs over the emitted tokens and the new root, whose logits give level 1. The root's slot
+is scratch: it is at L', and the next advance writes the same values there again.
 
     worked example, L = 7, root t7, S = 3, K = 2; a verification accepts a1 a2 with bonus y
-    propose   reads rows 0..7 (the last advance wrote 7, the root's); beams a1 b1 in rows 8 9 at
-              RoPE 8; two of their children in rows 10 11 at RoPE 9
-    advance   rows 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
+    propose   reads slots 0..7 (the last advance wrote 7, the root's); beams a1 b1 in slots 8 9 at
+              RoPE 8; two of their children in slots 10 11 at RoPE 9
+    advance   slots 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
               logits, with the noise of position 11, are the next level 1
 
-With K = 1 the drafts' rows are where a chain's tokens stand, so `propose` has written all that
-`advance` would, but for the last draft's and the new root's: it runs over two tokens a row.
+With K = 1 the drafts are in their final slots, so `propose` has written all that `advance` would
+write except the last draft's and the new root's KV: advance runs over two tokens per row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from jspec.text.tokenizer.tokenizer import check_same_vocabulary
 
 @pytree
 class StandaloneState:
-    """What one advance leaves for the next propose; indexed by slot, or by row once gathered."""
+    """State from an advance to the next propose, by slot, or by row once gathered."""
 
     level1_ids: jax.Array  # i32[., K], target ids
     level1_scores: jax.Array  # f32[., K], path scores, <= 0
@@ -69,7 +69,7 @@ class StandaloneState:
 
 @dataclass(frozen=True, slots=True)
 class StandaloneDrafter:
-    """A language model that drafts. draft_noise: as in EagleDrafter."""
+    """A language model that drafts. draft_noise: as in `candidates.Ranking`."""
 
     model: Decoder
     spec: SpeculativeConfig
@@ -108,10 +108,6 @@ class StandaloneDrafter:
         positions: Int[Array, "B R"],
         sampling: SamplingRows,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Best K ids after each row and the log-probability of each, best first.
-
-        positions: token position of the candidates (their noise).
-        """
         return rank_candidates(
             self.model.logits(params, hidden),
             self.model.token_ids(),
@@ -128,7 +124,6 @@ class StandaloneDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: StandaloneState, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """S - 1 draft forwards over K beams, after the root's row, then the tree."""
         return grow_tree(
             LevelOne(ids=state.level1_ids, scores=state.level1_scores, carried=()),
             caches,
@@ -148,7 +143,7 @@ class StandaloneDrafter:
         params: Params,
         sampling: SamplingRows,
     ) -> tuple[KVPool, tuple[()], Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """One draft forward over the beams' tokens; all that a child has of its parent is KV."""
+        """Run one draft forward over the beams' tokens; children inherit only KV."""
         batch, topk = ids.shape
         hidden, _, caches = self.model.forward(
             params, ids.reshape(-1), caches, beams.rows, queries_per_row=topk
@@ -164,12 +159,12 @@ class StandaloneDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: StandaloneState, emitted: Emitted
     ) -> tuple[KVPool, StandaloneState]:
-        """Runs the draft over the emitted tokens and the one after them, of a chain's the last two.
+        """Run the draft over the emitted tokens and the one after them; for a chain, the last two.
 
-        The same for every kind of chunk. After one that is not final stands the next prompt token:
-        the next chunk writes its row again, and what it predicts is not used.
+        After a chunk that is not final, the token after it is the next prompt token: the next chunk
+        writes its KV again, and its prediction is unused.
         """
-        del state  # it was the former root's
+        del state  # of the previous root
         tokens = last_two(emitted) if emitted.is_chain else with_next_ids(emitted)
         final, _, caches = self.model.forward(
             params,
@@ -188,10 +183,7 @@ class StandaloneDrafter:
 
 
 def standalone_source(request: DraftRequest) -> DraftSource:
-    """A draft of any served family with the target's vocabulary. Its row in `registry`.
-
-    Raises ConfigError or CheckpointError for a draft that does not fit the target or the arguments.
-    """
+    """Plan a draft language model; raises ConfigError or CheckpointError if it does not fit."""
     args, path = request.args, request.checkpoint
     spec = load_model_spec(path)
     if spec.vocab_size != request.target.vocab_size:
@@ -211,14 +203,14 @@ def standalone_source(request: DraftRequest) -> DraftSource:
             f"speculative_algorithm is STANDALONE, whose draft has its own; expected it unset"
         )
     if args.load_format != "dummy":
-        check_target(path, spec)  # before the target is read, which takes longer
+        check_target(path, spec)  # before the slower read of the target
 
     def make(ops: Ops, shard: Shard) -> StandaloneDrafter:
         model = Decoder(spec, ops, shard)
         return StandaloneDrafter(model, args.speculative, draft_noise=args.speculative_draft_noise)
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
-        del target_params  # it has an embedding of its own
+        del target_params  # it has its own embedding
         return load_target(
             path,
             spec,

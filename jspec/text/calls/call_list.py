@@ -1,6 +1,6 @@
 """Calls as a JSON list: [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...].
 
-So a grammar has them written where `tool_choice` asks for a call, whatever the model's own format.
+A grammar enforces this format where `tool_choice` requires a call, whatever the model's own format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jspec.text.calls.machine import CallMachine
 
 
 class Place(enum.Enum):
-    """Where in the text the parser is."""
+    """The parser's position in the text."""
 
     OUTSIDE = "outside"
     OPENED = "before the list"
@@ -22,7 +22,7 @@ class Place(enum.Enum):
 
 
 class CallListParser(CallMachine):
-    """An answer that is such a list, or one call alone; anything else is content."""
+    """An answer that is such a list, or a single call; anything else is content."""
 
     _place = Place.OPENED
     _is_list = False

@@ -1,7 +1,4 @@
-"""One call of a tool: as a JSON object {"name": ..., "arguments": {...}}, or its arguments alone.
-
-What stands around the object is its format's.
-"""
+"""Readers of a tool call: {"name": ..., "arguments": {...}}, or its arguments alone."""
 
 from __future__ import annotations
 
@@ -19,21 +16,18 @@ _ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 class Reader(Protocol):
-    """Reads one call. has_begun: its CallBegin is out, so that its text cannot be taken back."""
+    """Reads one call. has_begun: its CallBegin was returned, so its text is no longer content."""
 
     @property
     def has_begun(self) -> bool: ...
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """How many characters are the call's, whether it ended with them, and what is certain.
-
-        BAD: the character after them cannot be there.
-        """
+        """Return (length of the call's part, state, certain events); BAD: the next character."""
         ...
 
 
 class ArgumentsReader:
-    """The arguments of a call whose name stood before them; it begins with their brace."""
+    """The arguments of a call whose name came before; starts at their brace."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:
         self._begin = CallBegin(name, call_id)
@@ -41,7 +35,7 @@ class ArgumentsReader:
         self.has_begun = False
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """See Reader; blanks before the object are no part of it."""
+        """Blanks before the object do not belong to it."""
         num_chars, scan = 0, Scan.MORE
         for char in text:
             scan = self._scanner.feed(char)
@@ -59,11 +53,11 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """A whole call. names: of the tools that there are; another name is malformed.
+    """A whole call. names: the tools; any other name is invalid.
 
-    It begins once its name is known and its arguments have begun; arguments before the name wait.
+    Arguments before the name are held back; an id after both is dropped.
 
-        {"name": "add", "arguments": {"x": 1}}     begins with the second brace
+        {"name": "add", "arguments": {"x": 1}}     CallBegin at the second brace
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -74,12 +68,11 @@ class CallReader:
         self._call_id: str | None = None
         self._begin: CallBegin | None = None
         self._value = ""
-        self._arguments = ""  # that are not out yet
+        self._arguments = ""  # not returned yet
         self._has_arguments = False
         self.has_begun = False
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """See Reader."""
         num_chars, scan = 0, Scan.MORE
         for char in text:
             scan = self._scanner.feed(char)
@@ -105,12 +98,10 @@ class CallReader:
         return scan, events
 
     def _decide(self) -> None:
-        """The call begins as soon as it can; an id that comes later is not told of."""
         if self._begin is None and self._name is not None and self._has_arguments:
             self._begin = CallBegin(self._name, self._call_id)
 
     def _take(self, char: str) -> bool:
-        """Whether the character may stand where it does in a call."""
         scanner = self._scanner
         if not scanner.in_value:
             return True

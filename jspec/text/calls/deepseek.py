@@ -1,18 +1,18 @@
-"""Calls as DeepSeek's models write them: a name, and its arguments as JSON.
+"""DeepSeek's tool calls: a name, and its arguments as JSON.
 
-V3 and R1 (between two calls stands a line break):
+V3 and R1 (a line break between two calls):
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
 ```json
 {"city": "Paris"}
 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-V3.1 (in one line):
+V3.1 (on one line):
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
 <｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-The outer marks say nothing that the inner ones do not.
+The outer marks carry no further information.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _KIND = "function"
 
 
 class DeepseekParser(CallMachine):
-    """V3's calls; the marks that close, and the block's fences, may be missing."""
+    """V3's calls; closing marks and the code block's fences may be missing."""
 
-    _ends: tuple[str, ...] = (FENCE, END, ALL_END)  # what may follow a call, in this order
+    _ends: tuple[str, ...] = (FENCE, END, ALL_END)  # marks that may follow a call, in this order
     _closing: tuple[str, ...] = ()  # those that may still follow the last one
 
     def _step(self) -> list[Event] | None:
@@ -43,7 +43,7 @@ class DeepseekParser(CallMachine):
         return self._head() if self._raw else self._until(ALL_BEGIN, BEGIN)
 
     def _head(self) -> list[Event] | None:
-        """What stands before a call's arguments, the first mark being in _raw."""
+        """Read the text before a call's arguments; the first mark is in _raw."""
         text, blanks = self._rest.lstrip(BLANKS), self._num_blanks()
         if self._raw.endswith(ALL_BEGIN):
             if text.startswith(BEGIN):
@@ -53,7 +53,7 @@ class DeepseekParser(CallMachine):
         return self._named()
 
     def _named(self) -> list[Event] | None:
-        """function, the separator, a known name, a fence or none, and the arguments' brace."""
+        """Read function, the separator, a known name, an optional fence and the opening brace."""
         before = _KIND + SEPARATOR
         if not self._rest.startswith(before):
             return None if before.startswith(self._rest) else self._give_up()
@@ -69,7 +69,7 @@ class DeepseekParser(CallMachine):
         return self._arguments(name.rstrip(BLANKS), after, is_open=is_open)
 
     def _arguments(self, name: str, after: str, *, is_open: bool) -> list[Event] | None:
-        """after: the end of _rest, where their brace must be. is_open: it may still come."""
+        """after: the end of _rest, from the opening brace. is_open: it may still come."""
         if after.startswith("{"):
             self._look(len(self._rest) - len(after))
             self._reader = ArgumentsReader(name)
@@ -77,7 +77,6 @@ class DeepseekParser(CallMachine):
         return None if is_open else self._give_up()
 
     def _close(self) -> list[Event] | None:
-        """The fence, the call's end, and what stands up to the next call."""
         text = self._rest.lstrip(BLANKS)
         for index, mark in enumerate(self._closing):
             if text.startswith(mark):
@@ -92,7 +91,7 @@ class DeepseekParser(CallMachine):
         self._closing = self._ends if is_whole else ()
 
     def flush(self) -> list[Event]:
-        """See AnswerParser; a part of a closing mark is a mark."""
+        """Also treat a partial closing mark as a mark."""
         rest = self._rest.strip(BLANKS)
         if any(mark.startswith(rest) for mark in self._closing):
             self._rest = ""
@@ -100,12 +99,12 @@ class DeepseekParser(CallMachine):
 
 
 class Deepseek31Parser(DeepseekParser):
-    """V3.1's calls; the marks that close may be missing."""
+    """V3.1's calls; closing marks may be missing."""
 
     _ends = (END, ALL_END)
 
     def _named(self) -> list[Event] | None:
-        """A known name, the separator, and the arguments' brace."""
+        """Read a known name, the separator and the opening brace."""
         name, separator, tail = self._rest.partition(SEPARATOR)
         if not separator:
             may_be = any((known + SEPARATOR).startswith(name) for known in self._names)

@@ -1,4 +1,4 @@
-"""What an answer's text turns out to be: content, reasoning, calls of tools. Knows no format."""
+"""Events of a parsed answer: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a tool; what follows up to the next one are its arguments.
-
-    call_id: what the model called it, if its format has that.
-    """
+    """The start of a tool call; the arguments up to the next one are its own."""
 
     name: str
-    call_id: str | None = None
+    call_id: str | None = None  # the model's id, if its format has one
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the latest call's arguments: JSON, as the model wrote it; never empty."""
+    """The next piece of the latest call's arguments: JSON as the model wrote it; never empty."""
 
     text: str
 
@@ -43,19 +40,19 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """One sequence's text as it grows. No push after flush.
+    """A parser of one sequence's growing text. No push after flush.
 
-    Laws: joined events (`join`) do not depend on how the text is split into pushes; nothing is held
-    back but what may still become a marker, or a call whose name is not known yet; and all text
-    comes back, as it was written, but for the marks of calls and the blanks around them.
+    Laws: joined events (`join`) do not depend on how the text is split into pushes; only a possible
+        marker, or a call without its name, is held back; and all text is returned as written,
+        except the marks of calls and the blanks around them.
     """
 
     def push(self, text: str) -> list[Event]:
-        """What became certain by this text."""
+        """Return the events that this text makes certain."""
         ...
 
     def flush(self) -> list[Event]:
-        """What is left when no more text will come."""
+        """Return the remaining events at the end of the text."""
         ...
 
 
@@ -63,26 +60,22 @@ class PlainParser:
     """All text is content."""
 
     def push(self, text: str) -> list[Event]:
-        """See AnswerParser."""
         return [Content(text)] if text else []
 
     def flush(self) -> list[Event]:
-        """See AnswerParser."""
         return []
 
 
 class Pipeline:
-    """`outer` splits the text; what it calls content is `inner`'s to read."""
+    """A chain of parsers: `inner` reads what `outer` returns as content."""
 
     def __init__(self, outer: AnswerParser, inner: AnswerParser) -> None:
         self._outer, self._inner = outer, inner
 
     def push(self, text: str) -> list[Event]:
-        """See AnswerParser."""
         return self._through(self._outer.push(text))
 
     def flush(self) -> list[Event]:
-        """See AnswerParser."""
         return [*self._through(self._outer.flush()), *self._inner.flush()]
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
@@ -93,7 +86,6 @@ class Pipeline:
 
 
 def join(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of one kind made one."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -1,9 +1,9 @@
-"""Channels of gpt-oss (OpenAI's harmony format): reasoning, calls and the answer as messages.
+"""The channels of gpt-oss (OpenAI's harmony format): reasoning, calls and answer as messages.
 
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant<|channel|>commentary
     to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt ends with <|start|>assistant, so an answer begins inside a message's head.
+The prompt ends with <|start|>assistant, so an answer starts inside a message's head.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jspec.text.calls.machine import CallMachine, num_undecided
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKERS = (START, CHANNEL, MESSAGE, *ENDS)
-CONSTRAIN = "<|constrain|>"  # in a head, where it ends the name of a tool
-MAX_HEAD = 256  # characters; a longer one is none
+CONSTRAIN = "<|constrain|>"  # in a head, ends a tool's name
+MAX_HEAD = 256  # characters; longer text is not a head
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
 
 
 def _head_length(text: str) -> int | None:
-    """Of a message's head, its last mark included; -1 if it is none, None if that is not known."""
+    """Return the length of a message's head with its last mark; -1: no head, None: unknown."""
     message = text.find(MESSAGE)
     others = [found for mark in ENDS if (found := text.find(mark)) >= 0]
     if message >= 0:
@@ -37,9 +37,9 @@ def _head_length(text: str) -> int | None:
 
 
 class HarmonyParser(CallMachine):
-    """See the module. splits_reasoning: false makes it content.
+    """The module's format. splits_reasoning: False makes it content.
 
-    A message to somebody who is no tool, or in a channel of another name, is content, its head too.
+    A message to an unknown recipient, or in an unknown channel, is content, including its head.
     """
 
     def __init__(self, names: Collection[str], *, splits_reasoning: bool) -> None:
@@ -75,7 +75,6 @@ class HarmonyParser(CallMachine):
         return self._give_up()
 
     def _message(self, head: str) -> list[Event]:
-        """What kind of message begins after this head."""
         self._is_in_head = False
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
         name = "" if channel is None else channel[1]
@@ -115,7 +114,6 @@ class HarmonyParser(CallMachine):
         self._is_in_head, self._is_reasoning = is_whole, False
 
     def flush(self) -> list[Event]:
-        """See AnswerParser."""
         if self._is_reasoning and not self._is_in_head:
             text, self._rest = self._rest, ""
             return self._said(text)

@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen 2.5 and 3 write them.
+"""Tool calls of Hermes, Qwen 2.5 and Qwen 3.
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
@@ -15,7 +15,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallMachine):
-    """See the module; a mark that closes may be missing."""
+    """The module's format; a closing mark may be missing."""
 
     _is_closing = False
 
@@ -42,7 +42,7 @@ class HermesParser(CallMachine):
         self._is_closing = is_whole
 
     def flush(self) -> list[Event]:
-        """See AnswerParser; a part of the closing mark is a mark."""
+        """Also treat a partial closing mark as a mark."""
         if self._is_closing and CLOSE.startswith(self._rest.strip(BLANKS)):
             self._rest = ""
         return super().flush()

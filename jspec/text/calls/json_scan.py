@@ -1,7 +1,4 @@
-"""A JSON object read character by character (RFC 8259): where it ends, and where it is none.
-
-It keeps no values. It knows nothing about calls.
-"""
+"""A scanner for one JSON object (RFC 8259), character by character: its end, or an error."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _NUMBER_CHARS = frozenset("+-.0123456789eE")
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _CLOSER = {"{": "}", "[": "]"}
-MAX_DEPTH = 128  # of what a client's own parser reads
+MAX_DEPTH = 128  # a limit that clients' parsers can read
 
 
 class Scan(enum.Enum):
-    """After a character: the object goes on, it ended with it, or the character cannot be there."""
+    """The result of a character: the object continues, it ended, or the character is invalid."""
 
     MORE = "more"
     DONE = "done"
@@ -40,9 +37,10 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """One object. key: of its own member at the cursor, as written between the quotes.
+    """A scanner of one object. It must not be fed after BAD or DONE.
 
-    in_value: the last character is part of that member's value. After BAD or DONE no more is fed.
+    key: of the object's own member at the cursor, as written between the quotes
+    in_value: True if the last character is part of that member's value
 
         {"a": {"b": 1}}     in_value from the second brace to the third
     """
@@ -53,10 +51,9 @@ class JsonScanner:
         self._at = _At.START
         self._open: list[str] = []
         self._is_key = False
-        self._word = ""  # of a number, or what is left of a literal or of \\uXXXX
+        self._word = ""  # a number so far, or the rest of a literal or \\uXXXX
 
     def feed(self, char: str) -> Scan:
-        """The next character."""
         at = self._at
         self.in_value = len(self._open) > 1 or (len(self._open) == 1 and self._is_value(char))
         if at in (_At.STRING, _At.ESCAPE, _At.HEX):
@@ -74,11 +71,10 @@ class JsonScanner:
 
     @property
     def has_ended_value(self) -> bool:
-        """Whether the last character ended such a value; not said of a number."""
+        """True if the last character ended such a value; never for a number."""
         return self.in_value and self._at is _At.AFTER and len(self._open) == 1
 
     def _is_value(self, char: str) -> bool:
-        """Of a character directly inside the object."""
         if self._at in (_At.STRING, _At.ESCAPE, _At.HEX):
             return not self._is_key
         if self._at is _At.NUMBER:
@@ -109,7 +105,6 @@ class JsonScanner:
         return self._end_value() if opened else Scan.DONE
 
     def _begin(self, char: str) -> Scan:
-        """A value's first character."""
         if char in _CLOSER:
             if len(self._open) == MAX_DEPTH:
                 return Scan.BAD

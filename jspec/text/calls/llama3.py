@@ -1,9 +1,9 @@
-"""Calls as Llama 3.1, 3.2 and 3.3 write them: the answer is a JSON object, or some.
+"""Tool calls of Llama 3.1, 3.2 and 3.3: the answer is one or several JSON objects.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
 
-An object counts at the beginning of the answer, after another call, and after the mark. Code after
+An object is a call at the start of the answer, after another call, and after the mark. Code after
 the mark (the models' built-in interpreter) is content.
 """
 
@@ -17,7 +17,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(CallMachine):
-    """See the module."""
+    """The module's format."""
 
     _may_be_call = True
 
@@ -31,7 +31,6 @@ class Llama3Parser(CallMachine):
         return found
 
     def _begin(self) -> list[Event] | None:
-        """At a place where a call may stand."""
         text = self._rest.lstrip(BLANKS)
         if self._has_calls and text.startswith(";") and ";" not in self._raw:
             self._look(self._num_blanks() + 1)

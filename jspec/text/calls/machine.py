@@ -1,7 +1,7 @@
-"""What the parsers of calls have in common: text that waits, a call that is read, blanks at edges.
+"""The common part of call parsers: pending text, the call being read, blanks at edges.
 
-A format says in `_step` what it makes of the text that waits. It looks at that text alone, never at
-where a push ended, so that no split of the text makes a difference.
+A format's `_step` handles the pending text. It looks only at that text, never at where a push
+ended, so splitting the text into pushes makes no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jspec.text.calls.json_scan import BLANKS, Scan
 
 
 def num_undecided(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of `text` that begins a marker and is not all of it.
+    """Return the length of the longest end of `text` that starts a marker without completing it.
 
     "a <tool" with "<tool_call>" → 5
     """
@@ -29,10 +29,11 @@ def num_undecided(text: str, markers: Iterable[str]) -> int:
 
 
 class CallMachine(ABC):
-    """An AnswerParser whose calls are read by a Reader. names: of the tools that there are.
+    """An AnswerParser whose calls are read by a Reader. names: the tools.
 
-    _rest: text that nobody looked at. _raw: text that was, and is content if no call comes of it.
-    _blanks: what may stand between two calls; content if anything else than a call follows.
+    _rest: text not looked at yet
+    _raw: text looked at; it is content if it becomes no call
+    _blanks: blanks between two calls; content if anything but a call follows
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -40,18 +41,17 @@ class CallMachine(ABC):
         self._rest = self._raw = self._blanks = ""
         self._reader: Reader | None = None
         self._has_calls = False
-        self._is_at_edge = True  # of the answer, or of a call
+        self._is_at_edge = True  # of the answer or a call
 
     @abstractmethod
     def _step(self) -> list[Event] | None:
-        """Takes a part of _rest; None if it says nothing without more text."""
+        """Take a part of _rest; None if more text is needed."""
 
     @abstractmethod
     def _call_ended(self, *, is_whole: bool) -> None:
-        """A call was read to its end, or up to a character that cannot be there."""
+        """Handle a call that was read to its end, or up to an invalid character."""
 
     def push(self, text: str) -> list[Event]:
-        """See AnswerParser."""
         self._rest += text
         found: list[Event] = []
         while self._rest and (events := self._step()) is not None:
@@ -59,7 +59,6 @@ class CallMachine(ABC):
         return found
 
     def flush(self) -> list[Event]:
-        """See AnswerParser."""
         found = self._content(self._raw + self._rest)
         self._raw = self._rest = ""
         if self._blanks and not self._has_calls:
@@ -77,12 +76,10 @@ class CallMachine(ABC):
         return [Content(text)] if text else []
 
     def _give_up(self) -> list[Event]:
-        """No call: what was looked at is content."""
         raw, self._raw = self._raw, ""
         return self._content(raw)
 
     def _look(self, length: int) -> None:
-        """Moves so many characters from _rest to _raw."""
         self._raw += self._rest[:length]
         self._rest = self._rest[length:]
 
@@ -90,8 +87,7 @@ class CallMachine(ABC):
         return len(self._rest) - len(self._rest.lstrip(BLANKS))
 
     def _until(self, *markers: str) -> list[Event] | None:
-        """Content up to the first of some markers, which then is in _raw; None if there may be one.
-        None of them begins another."""
+        """Move the first marker to _raw and return the text before it; None if one may follow."""
         found = {self._rest.find(marker): marker for marker in markers}
         begin = min((place for place in found if place >= 0), default=-1)
         if begin < 0:
@@ -100,14 +96,12 @@ class CallMachine(ABC):
             return self._content(text) if text else None
         text, self._rest = self._rest[:begin], self._rest[begin:]
         self._look(len(found[begin]))
-        # What was looked at comes after it, should it be content.
         return self._content(text)
 
     def _read_call(self) -> None:
         self._reader = CallReader(self._names)
 
     def _read(self, reader: Reader) -> list[Event]:
-        """Feeds _rest to the reader."""
         num_chars, scan, events = reader.feed(self._rest)
         self._look(num_chars)
         if reader.has_begun:

@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them, the older and the newer way.
+"""Mistral's tool calls, in the older and the newer format.
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]
 [TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}
@@ -18,7 +18,7 @@ _HEAD = re.compile(r"([\w.-]+)(?:\[CALL_ID\]([A-Za-z0-9]+))?", re.ASCII)
 
 
 class MistralParser(CallListParser):
-    """See the module."""
+    """The module's formats."""
 
     _place = Place.OUTSIDE
 
@@ -34,13 +34,12 @@ class MistralParser(CallListParser):
         return super()._item(char)
 
     def _named(self) -> list[Event] | None:
-        """A name and what may follow it, up to the brace of the arguments."""
         num_blanks = self._num_blanks()
         head = _HEAD.match(self._rest, num_blanks)
         assert head is not None
         name, call_id = head.groups()
         tail = self._rest[head.end() :]
-        if not tail:  # neither name nor id need be whole
+        if not tail:  # name and id may be incomplete
             if call_id is not None or any(known.startswith(name) for known in self._names):
                 return None
         elif name in self._names:

@@ -1,4 +1,4 @@
-"""The formats of answers by the names that peers give them, and the parser that a request needs."""
+"""Answer formats by the names that other servers use, and the parser for a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _harmony(names: Collection[str]) -> AnswerParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a family of models writes calls. markers: of its text, which may be special tokens."""
+    """A model family's tool calls. markers: texts in it that may be special tokens."""
 
     parser: Callable[[Collection[str]], AnswerParser]
     markers: tuple[str, ...]
@@ -43,11 +43,10 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family marks its reasoning. starts_inside: an answer begins with it, whatever the
-    prompt ends with, unless the prompt has ended it."""
+    """How a model family marks its reasoning."""
 
     markers: tuple[str, ...] = (thinking.OPEN, thinking.CLOSE)
-    starts_inside: bool = False
+    starts_inside: bool = False  # answers start with reasoning unless the prompt ends it
 
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -97,23 +96,22 @@ REASONING_ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """What the server was told of its model's answers, by names of the tables above."""
+    """The server's configured formats, by names of the tables above."""
 
     calls: str | None = None
     reasoning: str | None = None
 
     @property
     def has_channels(self) -> bool:
-        """Whether all text is in channels, so that none can do without a parser."""
+        """True if all text is in channels, so that a parser is always needed."""
         return GPT_OSS in (self.calls, self.reasoning)
 
     def may_reason(self, prompt_end: str) -> bool:
-        """Whether an answer after this prompt may begin with reasoning."""
+        """Return True if an answer after this prompt may start with reasoning."""
         return self.reasoning is not None and not prompt_end.rstrip().endswith(thinking.CLOSE)
 
     def reasoning_marks(self, prompt_end: str) -> ReasoningMarks | None:
-        """What may stand in front of a grammar's text; None where nothing may, and for channels,
-        which a grammar replaces."""
+        """Return the marks of reasoning before a grammar's text; None for none, or channels."""
         if self.reasoning in (None, GPT_OSS) or not self.may_reason(prompt_end):
             return None
         is_open = self._starts_inside(self.reasoning, prompt_end)
@@ -125,7 +123,7 @@ class AnswerFormat:
         return is_open and not end.endswith(thinking.CLOSE)
 
     def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
-        """What must not be missing from the text of a request that asks for these."""
+        """Return markers that must be visible in the text of a request for these."""
         found: tuple[str, ...] = ()
         if calls and self.calls is not None:
             found += CALL_FORMATS[self.calls].markers
@@ -141,11 +139,11 @@ class AnswerFormat:
         is_forced: bool = False,
         prompt_end: str = "",
     ) -> AnswerParser:
-        """A new parser for one sequence.
+        """Return a new parser for one sequence.
 
-        names: of the tools that may be called, maybe with their parameters' schemas.
-        is_forced: a grammar has calls written as a list.
-        prompt_end: the last characters of the prompt, which may have begun or ended the reasoning.
+        names: the tools that may be called, optionally with their parameters' schemas
+        is_forced: a grammar enforces a list of calls
+        prompt_end: the prompt's last characters, which may start or end the reasoning
         """
         splits = splits_reasoning and self.reasoning is not None
         if self.has_channels and not is_forced:
@@ -161,5 +159,5 @@ class AnswerFormat:
         return Pipeline(thinking.ThinkParser(starts_inside=starts_inside), inner)
 
     def new_id(self) -> str:
-        """The id of a call to which the model gave none."""
+        """Return an id for a call that the model gave none."""
         return _long_id() if self.calls is None else CALL_FORMATS[self.calls].new_id()

@@ -1,6 +1,6 @@
-"""Reasoning between <think> and </think>, at the beginning of an answer (DeepSeek-R1, Qwen 3).
+"""Reasoning between <think> and </think> at the start of an answer (DeepSeek-R1, Qwen 3).
 
-Blanks next to the marks are part of them.
+Blanks around the marks belong to them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class _Place(enum.Enum):
 
 
 class ThinkParser:
-    """starts_inside: the answer begins with reasoning even without its mark, which the template
-    may have written already."""
+    """starts_inside: an answer without the opening mark starts with reasoning, too."""
 
     def __init__(self, *, starts_inside: bool) -> None:
         self._starts_inside = starts_inside
@@ -32,7 +31,6 @@ class ThinkParser:
         self._rest = ""
 
     def push(self, text: str) -> list[Event]:
-        """See AnswerParser."""
         self._rest += text
         found: list[Event] = []
         while self._rest and (events := self._step()) is not None:
@@ -40,7 +38,6 @@ class ThinkParser:
         return found
 
     def flush(self) -> list[Event]:
-        """See AnswerParser."""
         text, self._rest = self._rest, ""
         if not text or self._place is _Place.CLOSED:
             return []

@@ -1,7 +1,4 @@
-"""Tools as a user declares them (OpenAI's shape), checked; and the schema of an answer that calls.
-
-It knows no format and no grammar.
-"""
+"""Validation of tools as users declare them (OpenAI's shape), and the schema of a list of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
 class Choice(enum.Enum):
-    """Whether the model may call a tool, or must."""
+    """The `tool_choice` of a request."""
 
     NONE = "none"
     AUTO = "auto"
@@ -31,19 +28,15 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of one request. tools: as templates take them.
+    """The tools of one request."""
 
-    only: the one tool that must be called, with REQUIRED. parallel: more than one call is wanted.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # as templates take them
     choice: Choice = Choice.NONE
-    only: str | None = None
-    parallel: bool = True
+    only: str | None = None  # with REQUIRED, the one tool that must be called
+    parallel: bool = True  # more than one call is allowed
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tools that may be called."""
         if self.choice is Choice.NONE:
             return frozenset()
         names = frozenset(tool["function"]["name"] for tool in self.tools)
@@ -51,23 +44,20 @@ class ToolUse:
 
     @property
     def schemas(self) -> Mapping[str, Any]:
-        """Of the parameters of each of `names`."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.tools}
         return {name: functions[name].get("parameters") for name in sorted(self.names)}
 
     @property
     def is_forced(self) -> bool:
-        """Whether there must be a call."""
         return self.choice is Choice.REQUIRED
 
     @property
     def shown_tools(self) -> list[Mapping[str, Any]] | None:
-        """What the template is given."""
         return None if self.choice is Choice.NONE else list(self.tools)
 
 
 def check_tools(tools: object, choice: object, parallel: object) -> ToolUse:
-    """The fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
+    """Check `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
     if parallel is not None and not isinstance(parallel, bool):
         raise RequestError(f"parallel_tool_calls is {_shown(parallel)}; expected true or false")
     if tools is None or tools == []:
@@ -136,7 +126,7 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
 
 
 def _check_parameters(schema: object, where: str) -> None:
-    """A JSON schema of an object; what is deeper is for a grammar to judge."""
+    """Check the top level of a JSON schema of an object; a grammar checks the rest."""
     if not isinstance(schema, Mapping):
         raise RequestError(f"{where} is {_shown(schema)}; expected a JSON schema of an object")
     if schema.get("type", "object") != "object":
@@ -159,9 +149,9 @@ def _shown(value: object) -> str:
 
 
 def calls_schema(use: ToolUse) -> dict[str, Any]:
-    """The JSON schema of an answer that is a list of calls, as CallListParser reads it.
+    """Return the JSON schema of a list of calls, as CallListParser reads it.
 
-    Definitions of the tools' schemas move to its root, each under its tool's name.
+    Definitions of the tools' schemas move to its root, named by their tool.
     """
     definitions: dict[str, Any] = {}
     calls = []
@@ -188,7 +178,6 @@ def calls_schema(use: ToolUse) -> dict[str, Any]:
 
 
 def _moved(schema: Any, name: str) -> Any:
-    """A copy whose references name definitions at the root under the tool's name."""
     if isinstance(schema, list):
         return [_moved(item, name) for item in schema]
     if not isinstance(schema, Mapping):

@@ -1,10 +1,10 @@
-"""Calls whose arguments stand between marks, one by one: Qwen3-Coder's and GLM-4.5's.
+"""Tool calls with each argument between marks: Qwen3-Coder's and GLM-4.5's.
 
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
 
-Lines may be broken between the marks, and a value may have a line of its own. The values are plain
-text: what they are is told by the tool's schema (`value_of`), and the arguments come out as JSON.
+Lines may be broken between the marks, and a value may have its own line. Values are plain text; the
+tool's schema gives their types (`value_of`), and arguments are returned as JSON.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from jspec.text.calls.events import CallArguments, CallBegin, Event
 from jspec.text.calls.json_scan import BLANKS
 from jspec.text.calls.machine import CallMachine, num_undecided
 
-NAME = ""  # in a head: some characters that are no part of a mark
+NAME = ""  # in a head: characters that are not part of a mark
 _NAME = re.compile(r"[^<>\n]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlMarks:
-    """A format. open: a call. head, key: up to a call's name, and up to a value, with NAME in them.
+    """The marks of a format."""
 
-    value_end, call_end: after a value, and the arguments. close: what may stand after those.
-    """
-
-    open: str
-    head: tuple[str, ...]
-    key: tuple[str, ...]
+    open: str  # starts a call
+    head: tuple[str, ...]  # up to a call's arguments, with NAME for its name
+    key: tuple[str, ...]  # up to a value, with NAME for its key
     value_end: str
-    call_end: str
-    close: str = ""
+    call_end: str  # ends the arguments
+    close: str = ""  # may follow those
 
 
 QWEN3_CODER = XmlMarks(
@@ -65,14 +62,14 @@ class _Place(enum.Enum):
 
 
 class Head(enum.Enum):
-    """What a text is that is no head."""
+    """Results for a text that is not a head."""
 
     UNDECIDED = "undecided"
     BAD = "bad"
 
 
 def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
-    """Where a head at the beginning of `text` ends, and its name; blanks may part its parts."""
+    """Return the end of a head at the start of `text`, and its name; blanks may separate parts."""
     at, name = 0, ""
     for part in parts:
         at = len(text) - len(text[at:].lstrip(BLANKS))
@@ -91,7 +88,7 @@ def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
 
 
 class XmlCallParser(CallMachine):
-    """See the module. names: of the tools; a mapping has their parameters' schemas beside them."""
+    """The module's formats. names: tools; a mapping gives their parameters' schemas."""
 
     def __init__(self, names: Collection[str], marks: XmlMarks) -> None:
         super().__init__(names)
@@ -136,7 +133,6 @@ class XmlCallParser(CallMachine):
         return [CallBegin(name)]
 
     def _may_be_name(self) -> bool:
-        """Whether what is there of a name begins one of a tool."""
         mark = self._marks.head[0]
         begun = self._rest.lstrip(BLANKS).removeprefix(mark).strip(BLANKS)
         is_mark = mark != NAME and mark.startswith(self._rest.lstrip(BLANKS))
@@ -150,7 +146,7 @@ class XmlCallParser(CallMachine):
         found = read_head(text, marks.key)
         if found is Head.UNDECIDED or marks.call_end.startswith(text):
             return None
-        if isinstance(found, Head):  # what was said of the arguments stays
+        if isinstance(found, Head):  # arguments already returned stay
             self._place = _Place.OUTSIDE
             return []
         end, key = found
@@ -174,7 +170,7 @@ class XmlCallParser(CallMachine):
             self._place = _Place.BETWEEN
             said = f'{escaped(text)}"' if self._is_text else value_of(text, self._schema)
             return [CallArguments(said)]
-        if not self._is_text:  # what it is shows at its end
+        if not self._is_text:  # its type is known at its end
             return None
         size = len(self._rest) - num_undecided(self._rest, (mark, f"\n{mark}"))
         text, self._rest = self._rest[:size], self._rest[size:]
@@ -189,7 +185,7 @@ class XmlCallParser(CallMachine):
         return []
 
     def flush(self) -> list[Event]:
-        """See AnswerParser; a part of a mark is a mark, and what is there of a value is its."""
+        """Also treat a partial mark as a mark, and a partial value as a value."""
         text, found = self._rest, []
         marks = (*self._marks.key[:1], self._marks.call_end)
         if self._place is _Place.VALUE:
@@ -203,11 +199,11 @@ class XmlCallParser(CallMachine):
         return [*found, *super().flush()]
 
     def _call_ended(self, *, is_whole: bool) -> None:
-        """No reader is used: the arguments are no JSON."""
+        """Unused: the arguments are not JSON, so there is no reader."""
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is text, whatever stands there: without a schema it is."""
+    """Return True if every value of this schema is text, as without a schema."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind is None and isinstance(schema, Mapping):
         return not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & schema.keys()
@@ -215,7 +211,7 @@ def is_text(schema: Any) -> bool:
 
 
 def value_of(text: str, schema: Any) -> str:
-    """JSON of a value that need not be text: itself where it is JSON, else as text."""
+    """Return a value as JSON: itself if it is JSON that the schema allows, else as text."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     word = text.strip(BLANKS)
     if word in ("True", "False", "None"):  # the models' templates write Python's
@@ -238,5 +234,5 @@ def _no_constant(word: str) -> Any:
 
 
 def escaped(text: str) -> str:
-    """Text between a JSON string's quotes."""
+    """Escape text for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

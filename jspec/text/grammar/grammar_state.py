@@ -1,4 +1,4 @@
-"""One sequence's state in a grammar, which walks a draft tree and comes back."""
+"""One sequence's state in a grammar, which walks a draft tree and rolls back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jspec.text.grammar.grammar_vocabulary import FirstTokens
 
 
 class Matcher:
-    """llguidance's state of one sequence, in front of its first token.
+    """llguidance's state of one sequence.
 
-    first: how llguidance is told of the first token of a text; None: as of any other one, also
-    where the grammar begins inside a text. wide_words: of llguidance's masks.
+    first: substitutes ids for the first token of a text; None where none differs
+    wide_words: words of llguidance's masks
     """
 
     def __init__(self, matcher: Any, first: FirstTokens | None, wide_words: int) -> None:
@@ -24,15 +24,14 @@ class Matcher:
         self._first = first
         self._wide_words = wide_words
         self._num_tokens = 0
-        self._begins_blank = False  # llguidance was not told of the first token
+        self._begins_blank = False  # the first token was not given to llguidance
 
     @property
     def error(self) -> str:
-        """Why it cannot go on; empty while it can."""
         return error_of(self._matcher)
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the ids that may come next, u32[W]."""
+        """Write the mask of the ids that may come next, u32[W]."""
         is_wide = row.size != self._wide_words
         wide = np.full(self._wide_words, 0xFFFFFFFF, np.uint32) if is_wide else row
         self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
@@ -42,7 +41,7 @@ class Matcher:
             row[:] = wide[: row.size]
 
     def consume(self, token_ids: list[int]) -> bool:
-        """Go on after these tokens; false, with `error` set, where it cannot."""
+        """Consume tokens; returns False, with `error` set, if it cannot."""
         told = token_ids
         if self._first is not None and token_ids and not self._num_tokens:
             self._begins_blank = token_ids[0] in self._first.blank
@@ -52,34 +51,28 @@ class Matcher:
         return bool(self._matcher.consume_tokens(told))
 
     def go_back(self) -> None:
-        """Roll back the last token."""
         self._num_tokens -= 1
         if self._num_tokens or not self._begins_blank:
             self._matcher.rollback(1)
 
 
 def error_of(matcher: Any) -> str:
-    """What is wrong with an LLMatcher, without the parser's state that comes after it."""
+    """Return an LLMatcher's error, without the parser state that follows it."""
     return str(matcher.get_error()).partition("\n<state>")[0]
 
 
 class Work:
-    """What was done with a compiled grammar. llguidance keeps what it learns by it, in one memory
-    for all sequences, and does not tell its size.
-
-    seconds: of a processor. failed: a sequence knew no further; others may not either.
-    """
+    """The work done with a compiled grammar; llguidance does not report its memory."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-        self.failed = False
+        self.seconds = seconds  # CPU time
+        self.failed = False  # a sequence could not continue; others may fail, too
 
 
 class CompiledGrammar:
-    """Implements `messages.grammar.Grammar`.
+    """Implements `messages.grammar.Grammar`; after a sequence fails it compiles again.
 
-    make: compiles, and returns what makes a matcher for a sequence, which begins a text or goes on
-    in one. Where a sequence failed, what was compiled is let go, and the next one compiles again.
+    make: compiles, and returns a factory of matchers (argument: True at the beginning of a text)
     """
 
     def __init__(
@@ -92,7 +85,6 @@ class CompiledGrammar:
         self.work = Work(time.thread_time() - begun)
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
-        """See Grammar. goes_on: text that the grammar does not see comes before."""
         new_matcher = self._new_matcher
         if new_matcher is None:
             new_matcher = self._new_matcher = self._make()
@@ -108,10 +100,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """Implements `messages.grammar.Constraint` by one matcher, which can go back.
-
-    work: where its time is counted. fail: called with it where the matcher knows no further.
-    """
+    """Implements `messages.grammar.Constraint`. fail: called if the matcher cannot continue."""
 
     def __init__(
         self,
@@ -130,7 +119,6 @@ class GrammarState:
         return self._matcher.error
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """As `Constraint.fill`: from the root down, back after each child."""
         begun = time.thread_time()
         self._fill(tokens, parents, allowed)
         self._count(begun)
@@ -141,7 +129,7 @@ class GrammarState:
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
         ids = tokens.tolist()
-        # (node, whether its children are still to come): no recursion, a chain may be deep.
+        # (node, True before its children): no recursion, since a chain may be deep.
         todo = [(0, True)]
         while todo:
             node, is_new = todo.pop()
@@ -159,13 +147,12 @@ class GrammarState:
             todo += [(child, True) for child in reversed(children.get(node, ()))]
 
     def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
-        """Moves past a drafted token if the grammar allows it and does not end by it."""
+        """Consume a drafted token if the grammar allows it and does not end with it."""
         word, bit = divmod(token_id, WORD_BITS)
         is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
         return is_allowed and self._matcher.consume([token_id])
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
-        """As `Constraint.accept`."""
         begun = time.thread_time()
         self._matcher.consume(list(token_ids))
         self._count(begun)

@@ -1,8 +1,8 @@
-"""A model's vocabulary as llguidance asks for it.
+"""A model's vocabulary in the form that llguidance expects.
 
-A grammar is followed by the bytes that a client sees. Of tokens that are pieces of text the first
-one of an answer may show others than further in (Llama's decoder strips the space in front), so it
-is told to llguidance as another token, which has the bytes that are shown.
+A grammar follows the bytes that a client sees. With text-piece vocabularies, an answer's first
+token may show different bytes than further in (Llama's decoder strips the leading space), so it is
+passed to llguidance as another token, which has the bytes shown.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jspec.text.tokenizer.decoders import DecoderKind
 from jspec.text.tokenizer.token_bytes import TokenAlphabet
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-_SPACE = "\u2581"  # how SentencePiece spells a space
+_SPACE = "\u2581"  # a space in SentencePiece
 
 
 class Vocabulary:
-    """vocab_size: V of the model. The attributes without a comment are named by llguidance."""
+    """The vocabulary. vocab_size: the model's V. Attributes without a comment are llguidance's."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -29,10 +29,10 @@ class Vocabulary:
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
         self.bos_token_id = tokenizer.bos_token_id
-        # An end of sequence is no text of a grammar, also where the tokenizer shows its name.
+        # An end of sequence is not text of a grammar, even if the tokenizer shows its name.
         self.special_token_ids = sorted({*tokenizer.special_ids, *eos_token_ids})
         known = range(min(vocab_size, tokenizer.vocab_size))
-        # The bytes of each of the model's ids inside a text, none for an id without a token.
+        # Bytes of each of the model's ids inside a text; empty for an id without a token.
         self.own_tokens = tokenizer.alphabet.inside(known)
         self.own_tokens += [b""] * (vocab_size - len(self.own_tokens))
         self.first: FirstTokens | None = None
@@ -44,11 +44,11 @@ class Vocabulary:
             self.tokens = [*self.own_tokens, *[b""] * padding, *self.first.spellings]
 
     def __call__(self, text: str) -> list[int]:
-        """Ids whose bytes are this text's: what llguidance allows alone where a text is forced."""
+        """Return ids whose bytes are this text; llguidance allows only these for forced text."""
         backend = self._tokenizer.backend
         if self._tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
             ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        else:  # without what puts a space in front
+        else:  # without the step that adds a leading space
             ids = [token.id for token in backend.model.tokenize(text.replace(" ", _SPACE))]
         wanted = text.encode()
         if self._has_special(ids) or b"".join(self._tokenizer.all_bytes[i] for i in ids) != wanted:
@@ -59,7 +59,6 @@ class Vocabulary:
         return not set(ids).isdisjoint(self.special_token_ids)
 
     def _longest(self, text: bytes) -> list[int]:
-        """The longest token at each place; bytes that no token has are left out."""
         most, ids, at = max(map(len, self.id_of)), list[int](), 0
         while at < len(text):
             ends = range(min(len(text), at + most), at, -1)
@@ -71,18 +70,17 @@ class Vocabulary:
 
     @functools.cached_property
     def id_of(self) -> dict[bytes, int]:
-        """The lowest id of each text that a token is."""
         special = frozenset(self.special_token_ids)
         ids = range(len(self.own_tokens) - 1, -1, -1)
         return {self.own_tokens[i]: i for i in ids if self.own_tokens[i] and i not in special}
 
 
 class FirstTokens:
-    """The tokens that show other bytes as the first of a text than inside it; false for none.
+    """Tokens that show other bytes as the first of a text than inside it; false if empty.
 
-    spellings: bytes that no token has inside a text, each told to llguidance by an id of its own,
-    from the next whole word of a mask after V on. blank: ids that show nothing as the first token;
-    the next one is inside the text.
+    spellings: bytes that no token has inside a text; each gets an id for llguidance, from the first
+        whole mask word after V on
+    blank: ids that show nothing as the first token; the next token is then inside the text
     """
 
     def __init__(self, alphabet: TokenAlphabet, vocabulary: Vocabulary) -> None:
@@ -98,8 +96,7 @@ class FirstTokens:
                 id_of[text] = begin + len(self.spellings)
                 self.spellings.append(text)
         self._told = {i: id_of[text] for i, text in differing.items() if text}
-        # Of those that show nothing, the ones that leave nothing to strip: by a decoder that strips
-        # two spaces one may be left.
+        # Only those that leave nothing to strip: a decoder may strip two spaces.
         blank = [i for i, text in differing.items() if not text]
         twice = zip(blank, alphabet.at_start_twice(blank), strict=True)
         self.blank = frozenset(i for i, text in twice if text == inside[i])
@@ -112,11 +109,10 @@ class FirstTokens:
         return bool(self._told or self.blank)
 
     def told(self, token_id: int) -> int:
-        """The id that llguidance knows a first token by."""
         return self._told.get(token_id, token_id)
 
     def allow(self, row: np.ndarray, wide: np.ndarray) -> None:
-        """Write which ids may come first, u32[W]. wide: llguidance's mask, with its further ids."""
+        """Write the mask of the first token, u32[W]. wide: llguidance's mask with its extra ids."""
         differing, ids, told, blank = self._arrays
         bits = np.unpackbits(wide.view(np.uint8), bitorder="little")
         first = bits[: row.size * WORD_BITS].copy()

@@ -1,7 +1,6 @@
-"""Grammars: compiled once, then asked at every node of a tree.
+"""Grammar compilation and caching.
 
-llguidance, which compiles them, is an extra. Its masks are a function of the bytes so far, so a
-sequence's tokens do not depend on which drafts were asked about.
+Masks depend only on the bytes so far, so a sequence's tokens do not depend on its drafts.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
 from jspec.text.tokenizer.decoders import cuts_the_end
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-MAX_CACHED = 64  # compiled grammars, the last ones used
-# llguidance keeps what it learns while it works, up to some 100 MB in a second, without saying how
-# much: seconds of work bound what is kept. One that worked longer is compiled again (milliseconds).
+MAX_CACHED = 64  # compiled grammars, least recently used dropped first
+# llguidance caches up to some 100 MB per second of work, without reporting how much, so CPU seconds
+# bound the cache. A grammar over the bound is compiled again (milliseconds).
 MAX_WORK = 1.0
 MAX_ALL_WORK = 4.0
 
 
 class Grammars:
-    """Compiles for one vocabulary. Safe to share between threads.
+    """A compiler and cache for one vocabulary. Safe to share between threads.
 
-    vocab_size: V of the model, which may have more ids than the tokenizer has tokens. backend:
-    llguidance, or none, which refuses every grammar.
+    vocab_size: the model's V, which may exceed the tokenizer's
+    backend: llguidance, or none, which refuses every grammar
     """
 
     def __init__(
@@ -52,10 +51,9 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, source: GrammarSource) -> Grammar:
-        """The grammar, maybe from before.
+        """Return the compiled grammar, maybe from the cache.
 
-        Raises RequestError naming the parameter for one that is wrong or too large, and where there
-        is no tokenizer, no end of sequence, or no llguidance.
+        Raises RequestError naming the parameter if it is invalid, too large, or not supported.
         """
         with self._lock:
             found = self._known.get(source)
@@ -68,14 +66,13 @@ class Grammars:
             return found
 
     def _drop_the_least_used(self) -> None:
-        """All but the last one, until the others are few and have worked little."""
         seconds = sum(grammar.work.seconds for grammar in self._known.values())
         while len(self._known) > MAX_CACHED or (len(self._known) > 1 and seconds > MAX_ALL_WORK):
             _, dropped = self._known.popitem(last=False)
             seconds -= dropped.work.seconds
 
     def after_reasoning(self, grammar: Grammar, marks: ReasoningMarks) -> Grammar:
-        """The grammar of an answer that may reason first. One that was compiled here."""
+        """Let an answer reason before `grammar`, which was compiled here."""
         with self._lock:
             assert self._vocabulary is not None
             mark = self._marks.get(marks.close)
@@ -95,7 +92,6 @@ class Grammars:
             raise RequestError(f"{name} is {shown(source.text)}: {reason}") from None
 
     def _made_compiler(self, name: str) -> LlguidanceGrammars:
-        """Made with the first grammar. name: of the parameter that asks."""
         if self._compiler is not None:
             return self._compiler
         if self._tokenizer is None:

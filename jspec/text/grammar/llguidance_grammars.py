@@ -1,5 +1,6 @@
-"""Compile grammars by llguidance (github.com/guidance-ai/llguidance), an extra:
-`pip install jspec[grammar]`."""
+"""Grammar compilation with llguidance (github.com/guidance-ai/llguidance), an extra: `pip install
+jspec[grammar]`.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from jspec.text.grammar.grammar_state import CompiledGrammar, Matcher, error_of
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.structural_tags import read_tags
 
-# llguidance's measure of what a grammar's patterns cost before the first token, to which its length
-# is added. By llguidance's own million, counts within counts take 160 MB in half a second; by this,
-# 10 MB in a fiftieth. An enumeration needs some 13 for a value.
+# llguidance's cost limit of a grammar's patterns before the first token, plus the grammar's length.
+# With llguidance's default of a million, nested repetitions take 160 MB and half a second; with
+# this, 10 MB and a fiftieth. An enumeration needs some 13 per value.
 START_FUEL = 100_000
-MAX_STATES = 100_000  # that all sequences of a grammar may reach; some 100 MB at the worst
+MAX_STATES = 100_000  # over all sequences of a grammar; some 100 MB at worst
 
 
 class LlguidanceGrammars:
-    """A compiler for one vocabulary. Raises ImportError where llguidance is not installed."""
+    """A compiler for one vocabulary. Raises ImportError if llguidance is not installed."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
@@ -34,7 +35,7 @@ class LlguidanceGrammars:
         )
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises ValueError, TypeError, RuntimeError or RecursionError for what is no grammar."""
+        """Raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
         definition, fuel = _definition(source), START_FUEL + len(source.text)
         return CompiledGrammar(
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
@@ -51,15 +52,17 @@ class LlguidanceGrammars:
 
         def new_matcher(begins_text: bool) -> Matcher:
             first = self._first if begins_text else None
-            return Matcher(matcher.deep_copy(), first, self._wide_words)  # this one stays in front
+            return Matcher(
+                matcher.deep_copy(), first, self._wide_words
+            )  # this one stays at the start
 
         return new_matcher
 
     def _reason_at_the_start(self, matcher: Any) -> str:
-        """Why it does not come past the first token, or nothing.
+        """Return why it cannot pass the first token, or "" if it can.
 
-        The first mask prepares all of the grammar's patterns, and whether they became too large is
-        said after the token. Here no batch waits for that.
+        llguidance reports patterns that are too large only after a token; here no batch waits for
+        it.
         """
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(mask, bitorder="little")
@@ -70,14 +73,12 @@ class LlguidanceGrammars:
 
 
 def _advised(reason: str) -> str:
-    """With what was expected, where a grammar is too large."""
     if "too many" not in reason and "too big" not in reason:
         return reason
     return f"{reason}; expected a grammar that is smaller, or repetitions of a lower count"
 
 
 def _definition(source: GrammarSource) -> str:
-    """In llguidance's own words. Raises ValueError for what is none."""
     import llguidance
 
     text = source.text

@@ -1,7 +1,7 @@
-"""A grammar that begins where a model's reasoning ends: before that any token may come.
+"""A grammar that starts where a model's reasoning ends; before that any token is allowed.
 
-What ends it is a text, found in the bytes of the tokens, so it may be one token, or several, and
-each path of a draft tree finds its own.
+The end mark is text, found in the tokens' bytes, so it may be one token or several, and each path
+of a draft tree finds its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 from jspec.messages.grammar import WORD_BITS, Constraint, Grammar
 
 EVERYTHING = 0xFFFFFFFF
-GRAMMAR = -1  # a place: after the mark
-START = -2  # a place: in front of the answer's first token, which may be the mark that opens
-Place = int  # one of these, or how many bytes of the mark the text ends with
+GRAMMAR = -1  # a place: after the end mark
+START = -2  # a place: before the answer's first token, which may be the opening mark
+Place = int  # one of these, or the number of mark bytes at the text's end
 
 
 class Mark:
@@ -29,7 +29,7 @@ class Mark:
         self._forbidden: dict[Place, np.ndarray] = {}
 
     def after(self, place: Place, token_id: int) -> Place:
-        """After one more token; GRAMMAR if the mark ends in it, whatever follows there."""
+        """Return the place after one more token; GRAMMAR if the mark ends in it."""
         text = self._mark[:place] + self._bytes(token_id)
         if self._mark in text:
             return GRAMMAR
@@ -37,8 +37,7 @@ class Mark:
         return next(n for n in range(longest, -1, -1) if text.endswith(self._mark[:n]))
 
     def forbidden(self, place: Place) -> np.ndarray:
-        """Ids whose token would end the mark and go on with more than blanks, which the grammar
-        would not have seen."""
+        """Return ids that end the mark and add text that the grammar would not see."""
         found = self._forbidden.get(place)
         if found is None:
             begun = self._mark[:place]
@@ -52,24 +51,22 @@ class Mark:
 
 
 class ReasoningFirst:
-    """Implements the protocol Grammar. opens: the token with which reasoning begins, where the
-    answer may also begin with the grammar's text; None: it begins inside reasoning."""
+    """A Grammar after reasoning.
+
+    opens: the token that starts optional reasoning; None: the answer starts inside reasoning
+    """
 
     def __init__(self, grammar: Grammar, mark: Mark, *, opens: int | None = None) -> None:
         self._grammar, self._mark, self._opens = grammar, mark, opens
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
-        """See Grammar."""
         after = self._grammar.begin(goes_on=True)
         at_start = None if self._opens is None else self._grammar.begin(goes_on=goes_on)
         return _State(after, self._mark, self._opens, at_start)
 
 
 class _State:
-    """Implements `core.grammar.Constraint`.
-
-    inner: the grammar after the reasoning. at_start: in its place, where the answer may do without.
-    """
+    """Implements `messages.grammar.Constraint`: `inner` after reasoning, `at_start` without it."""
 
     def __init__(
         self, inner: Constraint, mark: Mark, opens: int | None, at_start: Constraint | None
@@ -82,7 +79,6 @@ class _State:
         return self._inner.failed or (self._at_start.failed if self._at_start is not None else "")
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
-        """As `Constraint.accept`."""
         for i, token_id in enumerate(token_ids):
             if self._at_start is not None:
                 if token_id != self._opens:
@@ -97,9 +93,9 @@ class _State:
         return 0 if place == START else self._mark.after(place, token_id)
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """As `Constraint.fill`: each node by the place that its own path led to.
+        """Fill each node's mask by the place that its own path reached.
 
-        Nodes after a mark are a tree of their own, whose root the grammar has not begun at.
+        Nodes after an end mark form a tree of their own, at whose root the grammar starts.
         """
         if self._place == GRAMMAR:
             self._inner.fill(tokens, parents, allowed)
@@ -135,7 +131,7 @@ class _State:
 
 
 def clear(row: np.ndarray, token_ids: np.ndarray) -> None:
-    """Takes ids out of a mask u32[W]."""
+    """Remove ids from a mask, u32[W]."""
     for token_id in token_ids.tolist():
         word, bit = divmod(token_id, WORD_BITS)
         row[word] &= np.uint32(~(1 << bit) & EVERYTHING)

@@ -1,4 +1,4 @@
-"""SGLang's structural tags, read: free text, in which each trigger begins one of the tags."""
+"""SGLang's structural tags: free text in which each trigger starts one of the tags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """One tag: what stands before and after its JSON. trigger: how `begin` begins."""
+    """A tag: the text before and after its JSON. trigger: the start of `begin`."""
 
     trigger: str
     begin: str
@@ -18,7 +18,7 @@ class StructuralTag:
 
 
 def read_tags(text: str) -> list[StructuralTag]:
-    """Raises ValueError for what is none."""
+    """Parse structural tags; raises ValueError for invalid ones."""
     given = json.loads(text)
     if not isinstance(given, dict):
         raise ValueError("expected a JSON object")

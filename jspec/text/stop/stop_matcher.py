@@ -1,8 +1,8 @@
-"""Finds the stop string that a growing text completes first, and holds back what may become one.
+"""Search for the stop string that a growing text completes first, holding back possible starts.
 
-It works on characters and knows nothing about ids. Cost: one automaton step a character
-(Aho and Corasick, "Efficient string matching", 1975), whatever the number of stop strings; the
-text held back is shorter than the longest of them.
+It works on characters. Cost: one automaton step per character (Aho and Corasick, "Efficient string
+matching", 1975), for any number of stop strings; the text held back is shorter than the longest of
+them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,23 @@ from jspec.text.stop.stop_regex import StopPattern, stop_pattern
 class StopAutomaton:
     """All prefixes of all stop strings as states; state 0 is the empty prefix.
 
-    The state after a text is its longest suffix that is a prefix of a stop string. Per state:
-    children[char]: the prefix one character longer. fallback: its longest proper suffix that is
-    a prefix too. completed: the longest stop string that it ends with. num_held: length of its
-    longest suffix that more text can still make into a stop string.
-
-    Stop strings "END" and "ND!": after "xEND" the state is "END", completed is "END", and
-    num_held is 2, since "ND" may still become "ND!" where "END" is not allowed to stop.
-    patterns: regular expressions that end the text as well.
+    The state after a text is its longest suffix that is a prefix of a stop string. Stop strings
+    "END" and "ND!": after "xEND" the state is "END", completed is "END", and num_held is 2, since
+    "ND" may still become "ND!" where "END" is not allowed to stop.
     """
 
-    children: tuple[dict[str, int], ...]
-    fallback: tuple[int, ...]
-    completed: tuple[str | None, ...]
-    num_held: tuple[int, ...]
-    patterns: tuple[StopPattern, ...] = ()
+    children: tuple[dict[str, int], ...]  # by character, the prefix one character longer
+    fallback: tuple[int, ...]  # the longest proper suffix that is also a prefix
+    completed: tuple[str | None, ...]  # the longest stop string that it ends with
+    num_held: tuple[int, ...]  # length of the longest suffix that may become a stop string
+    patterns: tuple[StopPattern, ...] = ()  # regular expressions that also end the text
 
     @classmethod
     def from_strings(cls, stop: Sequence[str], regexes: Sequence[str] = ()) -> StopAutomaton:
-        """Builds the automaton in time linear in the strings. Raises RequestError for an empty one,
-        and for a regular expression that is none.
+        """Build the automaton, in time linear in the strings.
 
-        Without strings it has only state 0 and never completes anything.
+        Raises RequestError for an empty string and for an invalid regular expression. Without
+        strings it has only state 0 and never completes anything.
         """
         if isinstance(stop, str):
             raise RequestError(f"stop is the string {stop!r}; expected a sequence of strings")
@@ -67,7 +62,6 @@ class StopAutomaton:
         )
 
     def advance(self, state: int, char: str) -> int:
-        """The state after one more character."""
         while state and char not in self.children[state]:
             state = self.fallback[state]
         return self.children[state].get(char, 0)
@@ -76,7 +70,7 @@ class StopAutomaton:
 def _link(
     children: Sequence[dict[str, int]], completed: list[str | None]
 ) -> tuple[list[int], list[int]]:
-    """Fallback and num_held of every state, shortest prefixes first; extends `completed`."""
+    """Return fallback and num_held of every state, shortest prefixes first; extends `completed`."""
     fallback = [0] * len(children)
     num_held = [0] * len(children)
     queue = deque((child, 0, char, 1) for char, child in children[0].items())
@@ -96,22 +90,19 @@ def _link(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchStep:
-    """text: what can no longer be part of a stop string; matched: the one completed, trimmed, or
-    the regular expression that matched. trimmed: what the text lost by that; a match of a regular
-    expression stays in it, so that nothing has to be held back for one.
-    """
+    """The result of a push. Matches of regular expressions are not trimmed."""
 
-    text: str
-    matched: str | None = None
-    trimmed: str = ""
+    text: str  # can no longer be part of a stop string
+    matched: str | None = None  # the completed stop string, or the matching regular expression
+    trimmed: str = ""  # the stop string, which was removed
 
 
 class StopMatcher:
-    """One sequence's search. Law: the pieces given out add up to the text before the stop string,
-    or through the first place where a match of a regular expression ends.
+    """One sequence's search.
 
-    The stop string whose last character comes first wins; of several that end on the same
-    character, the longest. How the text is cut into pushes makes no difference.
+    Law: the returned texts add up to the text before the stop string, or through the first end of a
+        match of a regular expression, however the text is split into pushes. The stop string whose
+        last character comes first wins; of several that end there, the longest.
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
@@ -126,26 +117,23 @@ class StopMatcher:
 
     @property
     def held(self) -> str:
-        """Text pushed and not yet given out."""
         return self._held
 
     @property
     def has_strings(self) -> bool:
-        """Whether there is anything to match."""
         return bool(self._automaton.children[0] or self._automaton.patterns)
 
     def passes(self, text: str) -> bool:
-        """Whether `text` can be given out as it is and changes nothing: no stop string has begun,
-        and none begins in it. A regular expression reads every character."""
+        """Return True if `text` can be emitted as is, without changing the state."""
         if self._automaton.patterns:
             return False
         return not self._state and self._automaton.children[0].keys().isdisjoint(text)
 
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
-        """Appends text; after a match there is nothing left to push.
+        """Append text; after a match there is nothing left to push.
 
-        With allow_stop False a stop string whose last character is in `text` is ordinary text;
-        one that begins in it and is completed later, when allowed, still counts.
+        With allow_stop False, a stop string whose last character is in `text` is ordinary text; one
+        that starts in it and is completed later, when allowed, still counts.
         """
         automaton = self._automaton
         if not (automaton.children[0] or automaton.patterns):
@@ -169,7 +157,6 @@ class StopMatcher:
         return MatchStep(text=text_so_far[:num_final])
 
     def _advance(self, char: str) -> str | None:
-        """The first of the regular expressions of which a match ends with this character."""
         ended = None
         for i, pattern in enumerate(self._automaton.patterns):
             self._places[i], ends = pattern.advance(self._places[i], char)
@@ -178,6 +165,5 @@ class StopMatcher:
         return ended
 
     def flush(self) -> str:
-        """The text held back, which nothing can complete any more."""
         held, self._held = self._held, ""
         return held

@@ -1,12 +1,12 @@
-"""Regular expressions that end a growing text, in time that no pattern and no text can blow up.
+"""Regular expressions that end a growing text, in time that no pattern or text can blow up.
 
-A pattern becomes an automaton of positions (Thompson, "Regular expression search algorithm", 1968);
-all positions that the text so far may be at are followed together, one character at a time, so what
-a character costs is bounded by the pattern's size, and how the text is cut into pushes makes no
-difference. Python's `re` backtracks, and would let one request stall all others.
+A pattern becomes an automaton of positions (Thompson, "Regular expression search algorithm", 1968).
+All positions that the text may be at are followed together, one character at a time, so the cost of
+a character is bounded by the pattern's size, and splitting the text into pushes makes no
+difference. Python's `re` backtracks and would let one request stall all others.
 
-Known are characters, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}`
-(also lazy, which changes nothing here), `^` for the text's beginning, `(?i)` and `(?s)` in front.
+Supported: characters, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}`
+    (lazy ones behave alike here), `^` for the beginning of the text, leading `(?i)` and `(?s)`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from jspec.errors import RequestError, shown
 
-MAX_POSITIONS = 2000  # of one pattern's automaton, repetitions written out
-MAX_KNOWN = 4096  # moves that a search remembers
+MAX_POSITIONS = 2000  # of one pattern's automaton, with repetitions expanded
+MAX_KNOWN = 4096  # cached moves of a pattern
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
     "s": str.isspace,
@@ -31,14 +31,13 @@ _HEX_DIGITS = {"x": 2, "u": 4}
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """A set of characters: ranges and named classes (capitals are opposites), or all but those."""
+    """A set of characters: ranges and named classes (capitals are opposites), or its complement."""
 
     ranges: tuple[tuple[str, str], ...] = ()
     classes: str = ""
     is_negated: bool = False
 
     def has(self, spellings: Iterable[str]) -> bool:
-        """Whether a character is one of them, in any of its spellings."""
         found = any(
             any(low <= char <= high for low, high in self.ranges)
             or any(_CLASSES[name.lower()](char) == name.islower() for name in self.classes)
@@ -49,22 +48,19 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One place of an automaton: a step over a character, a free choice, or the text's beginning.
+    """A position of an automaton: a character, a free choice, or the beginning of the text."""
 
-    to: the places that come next.
-    """
-
-    to: list[int] = field(default_factory=list)
+    to: list[int] = field(default_factory=list)  # the next positions
     chars: Chars | None = None
     is_begin: bool = False
 
 
-# A part of a pattern: where it begins, and the places whose `to` is still open.
+# A part of a pattern: its first position, and the positions whose `to` is still open.
 Part = tuple[int, list[int]]
 
 
 class StopPattern:
-    """One pattern, for any number of texts at once. Raises RequestError for one that is none."""
+    """A compiled pattern, for any number of texts. Raises RequestError for an invalid one."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -82,7 +78,7 @@ class StopPattern:
             raise parser.error("matches the empty text; expected one that needs a character")
 
     def advance(self, state: frozenset[int], char: str) -> tuple[frozenset[int], bool]:
-        """(where the text may be after one more character, whether a match ends there)."""
+        """Return (positions after one more character, True if a match ends there)."""
         found = self._known.get((state, char))
         if found is None:
             if len(self._known) >= MAX_KNOWN:
@@ -102,7 +98,6 @@ class StopPattern:
         ]
 
     def _closed(self, places: Iterable[int], *, is_begin: bool) -> frozenset[int]:
-        """The places and all that are reached from them without a character."""
         found: set[int] = set()
         pending = list(places)
         while pending:
@@ -118,12 +113,11 @@ class StopPattern:
 
 @functools.lru_cache(maxsize=256)
 def stop_pattern(pattern: str) -> StopPattern:
-    """The same for all requests that use it. Raises RequestError."""
     return StopPattern(pattern)
 
 
 class _Parser:
-    """Recursive descent; each method leaves `_at` after what it read."""
+    """A recursive-descent parser; each method leaves `_at` after what it read."""
 
     def __init__(self, pattern: str) -> None:
         self.positions: list[Position] = []
@@ -137,7 +131,6 @@ class _Parser:
     def add(
         self, to: Iterable[int] = (), *, chars: Chars | None = None, is_begin: bool = False
     ) -> int:
-        """A new place. Raises RequestError when there are too many."""
         if len(self.positions) >= MAX_POSITIONS:
             raise self.error(f"is too large; expected at most {MAX_POSITIONS} places")
         self.positions.append(Position(to=list(to), chars=chars, is_begin=is_begin))
@@ -205,7 +198,7 @@ class _Parser:
         for i in range(max(fewest, 1) if most is None else most):
             if i:
                 self._at = start
-                part = self._one(depth=depth)  # the same text again, as places of its own
+                part = self._one(depth=depth)  # parse it again, for new positions
             self._join(ends, part[0])
             ends = part[1] if i < fewest else [*ends, *part[1]]
         if most is None:
@@ -214,7 +207,6 @@ class _Parser:
         return begin, ends
 
     def _times(self) -> tuple[int, int | None] | None:
-        """(fewest, most) of a quantifier, if there is one here."""
         for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return times
@@ -256,7 +248,6 @@ class _Parser:
         return place, [place]
 
     def _char(self) -> Chars:
-        """One character, or a class of them by a letter."""
         char = self._next()
         self._at += 1
         if char != "\\":
@@ -278,7 +269,6 @@ class _Parser:
         return Chars(((char, char),))
 
     def _set(self) -> Chars:
-        """What stands in [ ]."""
         is_negated = self._take("^")
         ranges: list[tuple[str, str]] = []
         classes = ""

@@ -1,9 +1,9 @@
-"""Finds stop strings by token ids alone, for vocabularies of bytes: no text is made for it.
+"""Search for stop strings by token ids alone, for vocabularies of bytes, without making text.
 
-A stop string comes in a text where its UTF-8 bytes come among the tokens' bytes: they begin with a
-byte that begins a character, so a torn character before them changes nothing. The automaton of
-`stop_matcher` runs over bytes, and what a token does to a state is remembered for all sequences
-with the same stop strings: a token costs one look-up.
+A stop string occurs in a text where its UTF-8 bytes occur in the tokens' bytes: they start with a
+byte that starts a character, so an incomplete character before them does not matter. The automaton
+of `stop_matcher` runs over bytes, and each token's transition is cached for all sequences with the
+same stop strings: one lookup per token.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from jspec.messages.protocols import TextCut
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.tokenizer.token_bytes import TokenBytes
 
-REPLACEMENT = "\ufffd"  # what torn bytes become: not to be found among bytes
+REPLACEMENT = "\ufffd"  # replaces invalid bytes, so it cannot be found by bytes
 COMPLETED = -1
-MAX_TABLES, MAX_KNOWN = 16, 1 << 15  # sets of stop strings kept, and (state, token) pairs of each
+MAX_TABLES, MAX_KNOWN = 16, 1 << 15  # cached sets of stop strings, and (state, token) pairs of each
 _ID_BITS = 32
 
 
 class StopTable:
-    """States after tokens, for one vocabulary and set of stop strings.
-
-    Sequences on several threads may share it: whoever comes second writes the same again.
-    """
+    """Transitions by token. Threads may share it: concurrent writers write equal values."""
 
     def __init__(self, token_bytes: TokenBytes, stop: Sequence[str]) -> None:
         self._bytes = token_bytes
@@ -35,7 +32,7 @@ class StopTable:
         self._known: dict[int, int] = {}
 
     def after(self, state: int, token_id: int) -> int:
-        """The state after a token, or COMPLETED if a stop string ends within it."""
+        """Return the state after a token, or COMPLETED if a stop string ends within it."""
         key = state << _ID_BITS | token_id
         found = self._known.get(key)
         if found is None:
@@ -47,8 +44,7 @@ class StopTable:
         return found
 
     def walk(self, state: int, token_id: int) -> tuple[int, str | None]:
-        """The state after a token, and the stop string that the first of its bytes to complete
-        one completes."""
+        """Return the state after a token, and the first stop string that its bytes complete."""
         matched = None
         for char in self._bytes[token_id].decode("latin-1"):
             state = self._automaton.advance(state, char)
@@ -57,7 +53,6 @@ class StopTable:
         return state, None if matched is None else matched.encode("latin-1").decode()
 
     def pass_all(self, state: int, ids: Iterable[int]) -> int:
-        """The state after tokens, or COMPLETED."""
         known = self._known
         for token_id in ids:
             found = known.get(state << _ID_BITS | token_id)
@@ -68,7 +63,7 @@ class StopTable:
 
 
 class ByteStopWatch:
-    """One sequence's search; implements `messages.protocols.StopWatch`. Its texts are empty."""
+    """One sequence's search; implements `messages.protocols.StopWatch` with empty texts."""
 
     def __init__(self, table: StopTable) -> None:
         self._table = table
@@ -77,11 +72,9 @@ class ByteStopWatch:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text."""
         return self._matched
 
     def passes(self, ids: Sequence[int]) -> bool:
-        """As `messages.protocols.StopWatch.passes`."""
         state = self._table.pass_all(self._state, ids)
         if state == COMPLETED:
             return False
@@ -89,7 +82,6 @@ class ByteStopWatch:
         return True
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Appends ids; the one that completes a stop string is the last one kept."""
         if self._matched is not None:
             return TextCut(num_ids=0, text="", matched=self._matched)
         for num_ids, token_id in enumerate(ids, start=1):
@@ -100,12 +92,12 @@ class ByteStopWatch:
         return TextCut(num_ids=len(ids), text="")
 
     def flush(self) -> str:
-        """Nothing is held back: torn bytes complete no stop string that can be watched for."""
+        """Return "": incomplete bytes complete no stop string that can be watched."""
         return ""
 
 
 class StopTables:
-    """The tables of a vocabulary, the sets of stop strings that were used last."""
+    """The tables of a vocabulary, for the most recently used sets of stop strings."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
@@ -113,8 +105,7 @@ class StopTables:
         self._lock = threading.Lock()
 
     def watch(self, automaton: StopAutomaton) -> ByteStopWatch | None:
-        """What finds the automaton's strings; None for regular expressions, and for strings that
-        bytes cannot tell."""
+        """Return a watch; None for regular expressions and strings that bytes cannot tell."""
         stop = tuple(sorted({text for text in automaton.completed if text is not None}))
         if automaton.patterns or not all(map(_is_of_bytes, stop)):
             return None
@@ -129,7 +120,6 @@ class StopTables:
 
 
 def _is_of_bytes(text: str) -> bool:
-    """Not so: a lone surrogate, and what stands for torn bytes."""
     return REPLACEMENT not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -1,7 +1,4 @@
-"""Messages of a chat as users send them (OpenAI's shape), checked and made plain for a template.
-
-It knows neither templates nor HTTP.
-"""
+"""Validation of chat messages (OpenAI's shape), and their conversion for a template."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from jspec.errors import RequestError, shown, unknown_field
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of any message, and beside that of the assistant's and of a tool's.
+# Fields of any message, and further ones by role.
 FIELDS = {"role", "content", "name"}
 ROLE_FIELDS: Mapping[str, set[str]] = {
     "assistant": {"tool_calls", "reasoning_content"},
     "tool": {"tool_call_id"},
 }
-# What OpenAI's clients send back with an answer's message, and what it may hold.
+# Fields that OpenAI's clients send back with an answer's message, and their allowed values.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "refusal": (None,),
     "audio": (None,),
@@ -29,8 +26,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call for templates of both kinds: an object for those that write it by
-    `tojson`, its JSON where it is printed or added to text (DeepSeek's)."""
+    """A call's arguments for both kinds of templates.
+
+    An object for those that use `tojson`, its JSON where it is printed or added to text
+    (DeepSeek's).
+    """
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -43,10 +43,10 @@ class Arguments(dict[str, Any]):
 
 
 def check_messages(messages: object) -> tuple[Message, ...]:
-    """The messages with text as content; parts of text are joined by a newline, as vLLM does.
+    """Return the messages with text as content; text parts are joined by a newline, as in vLLM.
 
-    The arguments of tool calls become objects, which templates expect. Raises RequestError naming
-    the message and the field.
+    Arguments of tool calls become objects, which templates expect. Raises RequestError naming the
+    message and the field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
@@ -84,7 +84,6 @@ def _message(value: object, where: str) -> Message:
 
 
 def _text(content: object, where: str) -> str:
-    """Text as it is, or the parts of type text joined."""
     if isinstance(content, str):
         return _check_text(content, where)
     if not isinstance(content, Sequence):
@@ -138,7 +137,7 @@ def _check_text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{where} is {_shown(value)}; expected text")
     try:
-        value.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
+        value.encode("utf-8")  # JSON can contain lone surrogates, UTF-8 cannot
     except UnicodeEncodeError:
         raise RequestError(f"{where} holds a lone surrogate; expected Unicode text") from None
     return value

@@ -1,8 +1,7 @@
-"""A chat template: messages to the text of a prompt.
+"""A chat template: messages to a prompt's text.
 
-The template is Jinja, as transformers renders it (`apply_chat_template`): in a sandbox that can
-change nothing, with the globals, the filter and the block that published templates use. It knows
-nothing about ids. Where it is from: `chat_templates`.
+The template is Jinja, as in transformers (`apply_chat_template`): a sandbox without side effects,
+with the globals, filter and block that published templates use. `chat_templates` locates templates.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import jinja2
 from jspec.errors import CheckpointError, RequestError, shown
 from jspec.text.template.template_sandbox import TemplateSandbox
 
-MAX_SOURCE = 100_000  # characters; the longest that are published have a third of it
-# Where the last message ends in the text that is to be continued: two private characters around it.
+MAX_SOURCE = 100_000  # characters; the longest published ones have a third of it
+# Marks the end of a message to continue; contains private-use characters.
 _END_MARK = "\ue000jspec-end-of-message\ue001"
 
 
@@ -38,7 +37,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes for HTML, which a prompt is not."""
+    """Like Jinja's own filter, but without HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -53,14 +52,11 @@ def _environment() -> TemplateSandbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatTemplate:
-    """A compiled template. special_tokens: bos_token and the like, which it may name.
-
-    where: the file that it is from, for errors at the start; a client is not told.
-    """
+    """A compiled template."""
 
     source: str
-    where: str
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    where: str  # its file, for errors at startup
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like
     template: jinja2.Template = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +71,7 @@ class ChatTemplate:
             raise CheckpointError(f"{name}: {error}") from error
         except RecursionError:
             raise CheckpointError(f"{name}: it is nested too deeply") from None
-        except Exception as error:  # Jinja hands on what Python says of the code it made
+        except Exception as error:  # Jinja passes on Python's errors about generated code
             raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
         object.__setattr__(self, "template", template)
 
@@ -88,12 +84,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Return the prompt's text.
 
-        continue_final_message: it ends where the content of the last message does, which must be
-        text. variables: what else the template may name (`chat_template_kwargs`).
+        continue_final_message: end after the content of the last message, which must be text
+        variables: further names for the template (`chat_template_kwargs`)
 
-        Raises RequestError with the template's own words where it refuses the messages.
+        Raises RequestError with the template's own message if it refuses the messages.
         """
         if tools and "tools" not in self.source:
             raise RequestError(
@@ -121,7 +117,7 @@ class ChatTemplate:
             text = self.template.render(named)
         except RecursionError:
             raise RequestError("the chat template recursed too deeply over the messages") from None
-        except Exception as error:  # what a template does with foreign messages can raise anything
+        except Exception as error:  # a template can raise anything
             raise RequestError(f"the chat template refuses the messages: {error}") from error
         if not continue_final_message:
             return text

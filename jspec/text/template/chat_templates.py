@@ -1,7 +1,7 @@
-"""The chat templates of a checkpoint: where they are, and which of several a chat gets.
+"""The chat templates of a checkpoint: their files, and which one a chat gets.
 
-They come from the checkpoint or from a flag, never from a request. Names are transformers':
-`default`, and `tool_use` for a chat with tools; no request names another one.
+They come from the checkpoint or a flag, never from a request. Names are transformers': `default`,
+and `tool_use` for a chat with tools.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from jspec.files.json_files import read_object, read_text
 from jspec.text.template.chat_template import ChatTemplate
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
-MORE = "additional_chat_templates"  # a folder of NAME.jinja, beside JINJA
+MORE = "additional_chat_templates"  # a folder of NAME.jinja in JINJA's directory
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatTemplates:
-    """default: for any chat, unless it has tools and there is one for those."""
+    """default: for any chat, except with tools if there is tool_use."""
 
     default: ChatTemplate | None = None
     tool_use: ChatTemplate | None = None
 
     @classmethod
     def find(cls, tokenizer: Path, *, named: str | None) -> ChatTemplates | None:
-        """The file that was named, else the checkpoint's own, if it has one."""
         if named is not None:
             return cls.from_file(named, tokenizer=tokenizer)
         return cls.from_directory(tokenizer)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ChatTemplates | None:
-        """The checkpoint's own: chat_template.jinja with the folder of further ones beside it, else
-        chat_template.json, else what tokenizer_config.json has; None if none of them has one.
-        Raises CheckpointError.
+        """Load from chat_template.jinja and its folder, else chat_template.json, else CONFIG.
+
+        Returns None if there is none. Raises CheckpointError.
         """
         directory = Path(path)
         files = {file.stem: file for file in sorted((directory / MORE).glob("*.jinja"))}
@@ -58,10 +57,10 @@ class ChatTemplates:
 
     @classmethod
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:
-        """The file that --chat-template names: Jinja, or JSON that holds `chat_template`.
+        """Load the file of --chat-template: Jinja, or JSON with `chat_template`.
 
-        tokenizer: the directory whose special tokens it may name. Raises ConfigError for a file
-        that is not there, CheckpointError for one that holds no template.
+        tokenizer: the directory whose special tokens it may use. Raises ConfigError for a missing
+            file, CheckpointError for one without a template.
         """
         file = Path(path)
         if not file.is_file():
@@ -74,7 +73,6 @@ class ChatTemplates:
 
     @classmethod
     def _of(cls, sources: Mapping[str, str], *, where: Path, tokenizer: Path) -> ChatTemplates:
-        """Of the texts by name; those that no chat gets are not compiled."""
         names = [name for name in (DEFAULT, TOOL_USE) if name in sources]
         if not names:
             raise CheckpointError(
@@ -94,8 +92,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """The prompt's text, as `ChatTemplate.render`. Raises RequestError for a chat without tools
-        where every template is for tools, too."""
+        """Render one template; raises RequestError if all are for tools and there are none."""
         chosen = self.tool_use if tools and self.tool_use is not None else self.default
         if chosen is None:
             raise RequestError(
@@ -106,8 +103,7 @@ class ChatTemplates:
 
 
 def _stored(path: Path) -> dict[str, str] | None:
-    """`chat_template` of a JSON file by name: text, or a list of {"name", "template"}; None without
-    it."""
+    """Return `chat_template` of a JSON file by name, or None; text or [{"name", "template"}]."""
     value = read_object(path).get("chat_template")
     if value is None:
         return None
@@ -123,7 +119,6 @@ def _stored(path: Path) -> dict[str, str] | None:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """bos_token, eos_token, ... as tokenizer_config.json and special_tokens_map.json spell them."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (directory / name).exists():

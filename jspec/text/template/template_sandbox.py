@@ -1,8 +1,8 @@
-"""The Jinja in which a chat template is compiled and rendered: no one expression costs much.
+"""The Jinja sandbox of chat templates: it bounds the cost of every expression.
 
-The sandbox keeps a template from changing anything and bounds range(). What else can fill the
-memory or compute for hours by one short expression is bounded here: powers, products, and widths
-to pad to. Nothing is computed while compiling. Loops within loops are as long as they are.
+Jinja's sandbox prevents side effects and bounds range(). This one also bounds what else could fill
+the memory or compute for hours in one short expression: powers, products and padding widths.
+Nothing is computed at compile time. Nested loops are not bounded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
-MAX_BITS = 10_000  # of a whole number; Python writes out some 14,000 at most
-MAX_ITEMS = 1_000_000  # characters or items of what is repeated
-MAX_WIDTH = 100_000  # to pad to; as many as range() may have in the sandbox
-# Filters that make as much as a number among their arguments says.
+MAX_BITS = 10_000  # of an integer; Python prints some 14,000 at most
+MAX_ITEMS = 1_000_000  # characters or items of a repetition
+MAX_WIDTH = 100_000  # of padding; the sandbox's limit for range()
+# Filters whose output size is given by a numeric argument.
 _SIZED = ("batch", "center", "indent", "round", "slice", "tojson")
-# A width or a precision of six digits or more, or one that is an argument.
+# A width or precision of six digits or more, or given as an argument.
 _PERCENT = re.compile(r"%(?:\([^)]{0,99}\))?[-#0 +]*(?:\d{6}|\*|\d*\.(?:\d{6}|\*))")
 _BRACES = re.compile(r"\{[^{}]{0,99}:[^{}]{0,99}?(?:\{|\d{6})")
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block {% generation %} that marks what the assistant said for training: here its text."""
+    """The block {% generation %}, which marks assistant text for training: here its text."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own name and type)
 
@@ -42,7 +42,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """transformers' settings, with bounds. to_json: its filter `tojson`."""
+    """transformers' settings, with bounds. to_json: the filter `tojson`."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -51,7 +51,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _Generation],
-            # Both, or Jinja computes what is constant while it compiles.
+            # Both are needed, or Jinja evaluates constants at compile time.
             optimized=False,
             finalize=_as_it_is,
         )
@@ -63,7 +63,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """See Jinja. Raises SecurityError for a result that would be too large."""
+        """Raises SecurityError for a result that would be too large."""
         if operator == "*":
             _check_product(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -80,7 +80,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See Jinja. Raises SecurityError for a method of text that would make too much of it."""
+        """Raises SecurityError for a text method whose result would be too large."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja's own around str.format
         owner = getattr(method, "__self__", None)
         if isinstance(method, types.BuiltinMethodType) and isinstance(owner, str | bytes | int):
@@ -93,12 +93,12 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _as_it_is(_context: jinja2.runtime.Context, value: Any) -> Any:
-    """What takes the context is not called while compiling."""
+    """A function that takes the context is not called at compile time."""
     return value
 
 
 def _sized(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    first = 2 if hasattr(made, "jinja_pass_arg") else 1  # the value comes before, and may be large
+    first = 2 if hasattr(made, "jinja_pass_arg") else 1  # skip the value, which may be large
 
     @functools.wraps(made)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,6 @@ def _sized(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Jinja's `format`, as its own does it."""
     _check_text(str(value), _PERCENT)
     if args and kwargs:
         raise jinja2.TemplateError("format has arguments with and without names; expected one kind")

@@ -1,4 +1,4 @@
-"""What a tokenizer's decoder does with ids, as far as streaming and grammars have to know."""
+"""Properties of a tokenizer's decoder that streaming and grammars need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import tokenizers
 from jspec.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders whose text for a token depends on that token and its neighbours only, in any place of
-# a sequence, and those that still do when Fuse has joined everything into one piece.
+# Decoders whose text for a token depends only on that token and its neighbours, anywhere in a
+# sequence; and those for which this still holds after Fuse has joined everything into one piece.
 _LOCAL_DECODERS = frozenset(
     {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 )
@@ -23,11 +23,12 @@ _LOCAL_AFTER_FUSE = frozenset({"Fuse", "Strip"})
 
 
 class DecoderKind(enum.Enum):
-    """How ids become text, as far as streaming has to know.
+    """How ids become text.
 
-    BYTE_LEVEL: a token is a string of bytes, the text is the UTF-8 of their concatenation.
-    BYTE_FALLBACK: tokens are pieces of text, but `<0xE4>` is one byte, and a whole run of bytes
-    decodes to replacement characters if any part of it is invalid. PIECES: pieces of text only.
+    BYTE_LEVEL: a token is a byte string; the text is the UTF-8 of their concatenation
+    BYTE_FALLBACK: tokens are text pieces, but `<0xE4>` is one byte; a run of bytes decodes to
+        replacement characters if any part of it is invalid
+    PIECES: text pieces only
     """
 
     BYTE_LEVEL = "byte_level"
@@ -54,7 +55,7 @@ def decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
 
 
 def cuts_the_end(backend: tokenizers.Tokenizer) -> str:
-    """The part of the decoder by which a text's last token lacks what it has further in; or ""."""
+    """Return the part of the decoder that changes a text's last token, or an empty string."""
     for part in _parts(backend):
         if part["type"] == "BPEDecoder" or (part["type"] == "Strip" and part["stop"]):
             return str(part["type"])
@@ -62,7 +63,7 @@ def cuts_the_end(backend: tokenizers.Tokenizer) -> str:
 
 
 def byte_of(token: str) -> int | None:
-    """The byte that a token of a BYTE_FALLBACK vocabulary is, as `<0xE4>`; None for a piece."""
+    """Return the byte of a BYTE_FALLBACK token such as `<0xE4>`; None for a text piece."""
     found = _BYTE_TOKEN.fullmatch(token)
     return None if found is None else int(found[1], 16)
 

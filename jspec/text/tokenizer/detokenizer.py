@@ -1,8 +1,7 @@
-"""Ids to text one id at a time, such that the pieces add up to what `decode` makes of them all.
+"""Incremental detokenization.
 
-It knows nothing about stop strings, requests or when a sequence ends. Law: the concatenation of
-every `push` and the final `flush` equals `tokenizer.decode(ids)`, no piece ever changes what was
-already given out, and the cost of a push does not grow with the sequence.
+Law: the concatenation of every `push` and the final `flush` equals `tokenizer.decode(ids)`, no
+    piece changes earlier output, and the cost of a push does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Protocol
 from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-# Longest context that WindowDetokenizer keeps. One or two tokens do, unless a vocabulary has
-# tokens without any text and a sequence repeats them.
+# Longest context of WindowDetokenizer. One or two tokens suffice, unless a sequence repeats tokens
+# without any text.
 MAX_ANCHOR_IDS = 8
 
 
@@ -23,15 +22,15 @@ class Detokenizer(Protocol):
     """One sequence's text as it grows. Not shared between sequences; no push after flush."""
 
     def push(self, token_id: int) -> str:
-        """Appends one id and returns the text that became final by it (often none)."""
+        """Append one id and return the text that became final (often none)."""
         ...
 
     def push_all(self, ids: Sequence[int]) -> str:
-        """As `push` of each, in one piece."""
+        """Push each id and return the joined text."""
         ...
 
     def flush(self) -> str:
-        """The text of what is left when no more ids will come; a torn character is U+FFFD."""
+        """Return the remaining text at the end; an incomplete character is U+FFFD."""
         ...
 
 
@@ -41,9 +40,9 @@ def new_detokenizer(
     skip_special_tokens: bool = True,
     shown_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """The detokenizer that fits the tokenizer's decoder, for one new sequence.
+    """Return a new detokenizer that fits the tokenizer's decoder.
 
-    shown_ids: special tokens that have text also where others are skipped.
+    shown_ids: special tokens that have text even if others are skipped
     """
     hidden = tokenizer.hidden_ids(skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
     if tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
@@ -52,10 +51,10 @@ def new_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies whose tokens are bytes: an incremental UTF-8 decoder, at most 3 bytes kept.
+    """For vocabularies of bytes: an incremental UTF-8 decoder, which keeps at most 3 bytes.
 
     Both this decoder and the tokenizer's replace each maximal invalid part by one U+FFFD (Unicode
-    standard, section 3.9), so invalid bytes inside a text agree as well.
+    standard, section 3.9), so invalid bytes inside a text also agree.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -63,32 +62,29 @@ class ByteLevelDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """See Detokenizer."""
         return self._utf8.decode(self._bytes[token_id])
 
     def push_all(self, ids: Sequence[int]) -> str:
-        """See Detokenizer."""
         return self._utf8.decode(b"".join(map(self._bytes.__getitem__, ids)))
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For vocabularies of text pieces: decodes a short window and gives out what is new in it.
+    """For vocabularies of text pieces: decodes a short window and returns its new text.
 
-    Such decoders treat the first piece apart (they drop its leading space), so an id is never
-    decoded alone but after an anchor: the shortest run of ids before it that has any text. The
-    anchor absorbs what happens to a first piece, and its own text is subtracted.
+    Such decoders treat the first piece differently (they drop its leading space), so an id is
+    decoded after an anchor: the shortest run of ids before it that has any text. The anchor absorbs
+    the first-piece effect, and its own text is subtracted.
 
         pieces    ▁def   ▁f    (         window            text      minus     new text
         push 0    ▁def                   ▁def              def                 def
         push 1           ▁f              ▁def ▁f           def f     def       " f"
         push 2                 (         ▁f (              f(        f         (
 
-    Byte tokens wait until the run of them ends, and are not decoded before that: one invalid byte
-    turns the whole run into U+FFFD, so no text of it is final earlier.
+    Byte tokens are decoded only when their run ends: one invalid byte turns the whole run into
+    U+FFFD, so none of its text is final earlier.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -100,7 +96,6 @@ class WindowDetokenizer:
         self._waiting_ids: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """See Detokenizer."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._hidden:
             return ""
@@ -110,11 +105,9 @@ class WindowDetokenizer:
         return self._release()
 
     def push_all(self, ids: Sequence[int]) -> str:
-        """See Detokenizer."""
         return "".join(map(self.push, ids))
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._release() if self._waiting_ids else ""
 
     def _release(self) -> str:

@@ -1,4 +1,4 @@
-"""Texts into ids for whoever asks for no more than that."""
+"""Tokenization of a text or a list of texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 def encoded(
     tokenizer: Tokenizer, text: str | Sequence[str], *, add_special_tokens: bool
 ) -> list[int] | list[list[int]]:
-    """The ids of a text, or of each text of a list. Raises RequestError for what is neither."""
+    """Return the ids of a text, or of each text of a list. Raises RequestError for other types."""
     if isinstance(text, str):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     if not isinstance(text, Sequence):

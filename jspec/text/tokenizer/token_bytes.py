@@ -11,10 +11,9 @@ from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes by id, looked up when an id first comes; none for an id without a token.
+    """Bytes by id, looked up on first use; empty for hidden ids and ids without a token.
 
-    hidden: ids that have no text. Shared by all sequences and threads: whoever comes second writes
-    the same again.
+    Shared by threads: concurrent writers write equal values.
     """
 
     def __init__(
@@ -34,31 +33,31 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenAlphabet:
-    """How the tokens of one vocabulary spell text; special tokens spell their names.
+    """The text of one vocabulary's tokens; special tokens are spelled by name.
 
-    A decoder of pieces treats the ends of a text apart, as Llama's does, which strips the space in
-    front: `▁def` is "def" at the start of a text and " def" inside it. So the tokenizer's own
-    decoder decodes a piece between two tokens of letters, whose text is then taken off.
+    A decoder of text pieces may treat the ends of a text differently, like Llama's, which strips
+    the leading space: `▁def` is "def" at the start of a text and " def" inside it. So a piece is
+    decoded between two tokens of letters, whose text is then removed.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, kind: DecoderKind) -> None:
         self._backend, self._kind = backend, kind
 
     def inside(self, ids: Sequence[int]) -> list[bytes]:
-        """What each id adds to a text that has begun; none for an id without a token."""
+        """Return what each id adds inside a text; empty for an id without a token."""
         return self._bytes_of(ids, [self._letters])
 
     def at_start(self, ids: Sequence[int]) -> list[bytes]:
-        """What each id shows as the first token of a text."""
+        """Return what each id shows as the first token of a text."""
         return self._bytes_of(ids, [])
 
     def at_start_twice(self, ids: Sequence[int]) -> list[bytes]:
-        """What each id shows if a text begins with it twice."""
+        """Return what each id shows if a text starts with it twice."""
         return self._texts([[i, i] for i in ids], 0)
 
     @functools.cached_property
     def _letters(self) -> int:
-        """The shortest token of letters alone; any id without a token where there is none."""
+        """The shortest token of letters alone; if there is none, an id without a token."""
         vocab = self._backend.get_vocab(with_added_tokens=False)
         words = [(len(token), i) for token, i in vocab.items() if token.isalnum()]
         return min(words)[1] if words else 1 + max(vocab.values(), default=0)
@@ -73,17 +72,17 @@ class TokenAlphabet:
             byte = byte_of(token) if token and self._kind is DecoderKind.BYTE_FALLBACK else None
             if token is None:
                 found[n] = b""
-            elif byte is not None and byte >= 0x80:  # alone it would be no character
+            elif byte is not None and byte >= 0x80:  # not a character by itself
                 found[n] = bytes([byte])
         return found
 
     def _texts(self, rows: Sequence[list[int]], start: int) -> list[bytes]:
-        """The text of each row from a character on, as it is where more text follows."""
+        """Return each row's text from character `start` on, as if more text follows."""
         letters = self._letters
         once, twice = (
             len(self._backend.decode([letters] * n, skip_special_tokens=False)) for n in (1, 2)
         )
-        # As a batch, which lets other threads run.
+        # A batch call lets other threads run.
         texts = self._backend.decode_batch(
             [[*row, letters] for row in rows], skip_special_tokens=False
         )
@@ -91,20 +90,20 @@ class TokenAlphabet:
 
 
 def byte_level_bytes(token: str | None) -> bytes:
-    """What a token, as a byte-level vocabulary spells it (GPT-2's alphabet), stands for."""
+    """Return the bytes of a token in a byte-level vocabulary (GPT-2's alphabet)."""
     if token is None:
         return b""
     try:
         return bytes(map(_CHAR_TO_BYTE.__getitem__, token))
-    except KeyError:  # an added token in plain text, such as one that holds a space
+    except KeyError:  # an added token in plain text, e.g. one with a space
         return token.encode("utf-8")
 
 
 def _char_to_byte() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2's alphabet).
+    """Return the byte of each character in byte-level tokens (GPT-2's alphabet).
 
-    Bytes with a visible Latin-1 character are that character; the other 68 take the code points
-    from 256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
+    Bytes with a visible Latin-1 character are that character; the other 68 are the code points from
+    256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

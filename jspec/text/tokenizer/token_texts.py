@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes: for log-probabilities, which name each token by itself."""
+"""Single tokens as text and bytes, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """What each id of a vocabulary adds to a text; special tokens by their names."""
+    """The text that each id adds; special tokens by name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes, which may be a part of a character; none for an id without a token."""
+        """Return the token's bytes, maybe part of a character; empty without a token."""
         return self._tokenizer.all_bytes[token_id]
 
     def text(self, token_id: int) -> str:
-        """The same as text, with U+FFFD where the bytes are no whole characters."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def bytes_in(self, token_id: int, text: bytes, begin: int) -> bytes:
-        """The bytes that the token has in a text of which the tokens before it had `begin`."""
+        """Return the token's bytes in a text in which earlier tokens had `begin` bytes."""
         if begin == 0:
             (found,) = self._tokenizer.alphabet.at_start([token_id])
         else:
@@ -32,8 +31,7 @@ class TokenTexts:
 
 
 def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts: TokenTexts) -> int:
-    """How many of a text's ids have a byte in one of its passages, which come in order, or come
-    between two that have.
+    """Return how many ids have a byte in an (ordered) passage of a text, or lie between such ids.
 
     In: passages ["Hm."], text "<think>Hm.</think>Yes", ids of "<think>" "H" "m.</" "think>" "Yes"
     Out: 2

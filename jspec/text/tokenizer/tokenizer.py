@@ -1,7 +1,6 @@
 """A checkpoint's tokenizer: text to ids, ids to text, and which ids are special.
 
-Reads the Hugging Face format (`tokenizer.json` and the small JSON files beside it). It knows
-nothing about requests, streaming or chat templates.
+Reads the Hugging Face format (`tokenizer.json` and the small JSON files in its directory).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from jspec.text.stop.stop_watch import StopTables
 from jspec.text.tokenizer.decoders import DecoderKind, decoder_kind
 from jspec.text.tokenizer.token_bytes import TokenAlphabet, TokenBytes
 
-LARGE_CHARS = 2**20  # a text after which memory is given back
+LARGE_CHARS = 2**20  # return memory after longer texts
 MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
 
 
 class BosRule(enum.Enum):
-    """What `add_bos_token` asks beyond what the tokenizer's own template does."""
+    """The correction of the tokenizer's own template that `add_bos_token` requires."""
 
     AS_TEMPLATE = "as_template"
     ADD = "add"
@@ -38,25 +37,20 @@ class BosRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
-    """Immutable, safe to share between threads and sequences.
-
-    vocab_size: one more than the highest id that has a token (a model's embedding may be padded
-    beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
-    name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
-    tokens has at most n times as many characters; None where the tokenizer may drop some.
-    alphabet: how its tokens spell text. all_bytes: what an id adds to a text, special tokens too.
-    """
+    """An immutable tokenizer, safe to share between threads and sequences."""
 
     backend: tokenizers.Tokenizer
     decoder_kind: DecoderKind
+    # One more than the highest id with a token. A model's embedding may be padded beyond it; those
+    # ids decode to nothing.
     vocab_size: int
     special_ids: frozenset[int]
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # all ends in the files, generation_config.json's first
     bos_token_id: int | None
     bos_rule: BosRule
-    max_chars_per_token: int | None
+    max_chars_per_token: int | None  # None: the tokenizer may drop characters
     alphabet: TokenAlphabet = field(init=False, repr=False)
-    all_bytes: TokenBytes = field(init=False, repr=False)
+    all_bytes: TokenBytes = field(init=False, repr=False)  # includes special tokens
     _stop_tables: dict[frozenset[int], StopTables] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,35 +63,35 @@ class Tokenizer:
     def hidden_ids(
         self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> frozenset[int]:
-        """The special tokens without text: none unless skipped, and then all but the shown ones."""
+        """Return the special tokens without text: if skipped, all but the shown ones."""
         return self.special_ids - shown_ids if skip_special_tokens else frozenset()
 
     def bytes_without(self, hidden: frozenset[int]) -> TokenBytes:
-        """`all_bytes`, but none of hidden ids; kept, since few sets are asked for."""
+        """Return `all_bytes` with hidden ids empty; cached, since few sets are used."""
         return self._tables(hidden).token_bytes
 
     def stop_tables(self, hidden: frozenset[int]) -> StopTables | None:
-        """What finds stop strings among ids; None where tokens are not bytes."""
+        """Return tables that find stop strings by ids; None if tokens are not bytes."""
         return self._tables(hidden) if self.decoder_kind is DecoderKind.BYTE_LEVEL else None
 
     def _tables(self, hidden: frozenset[int]) -> StopTables:
         found = self._stop_tables.get(hidden)
-        if found is None:  # two threads at once: the one that comes second takes the first's
+        if found is None:  # of two threads, the second takes the first's
             made = StopTables(TokenBytes(self.alphabet.inside, hidden=hidden))
             found = self._stop_tables.setdefault(hidden, made)
         return found
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Loads `path/tokenizer.json` and what the JSON files beside it say about bos and eos.
+        """Load `path/tokenizer.json`, and bos and eos from the JSON files in its directory.
 
-        Raises CheckpointError naming the file that is missing, corrupt, or asks for a decoder
-        that cannot be streamed.
+        Raises CheckpointError naming a file that is missing or corrupt, or whose decoder cannot be
+        streamed.
         """
         directory = Path(path)
         tokenizer_path = directory / "tokenizer.json"
         backend = _load_backend(tokenizer_path)
-        # A stored truncation or padding belongs to training; it would silently cut prompts.
+        # Stored truncation or padding is for training; it would silently cut prompts.
         backend.no_truncation()
         backend.no_padding()
         config = _read_object(directory / "tokenizer_config.json")
@@ -122,11 +116,11 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, fewer_than: int | None = None
     ) -> tuple[int, ...]:
-        """The ids of a text; with add_special_tokens also what the template adds (such as bos).
+        """Return the ids of a text; add_special_tokens adds the template's (such as bos).
 
-        Special tokens spelled out in the text become their ids either way. Other Python threads
-        run meanwhile. Raises RequestError for text that is not valid Unicode (a lone surrogate can
-        come out of JSON), and for ids that are not fewer_than so many (the context length).
+        Special tokens spelled out in the text become their ids either way. Other Python threads can
+        run meanwhile. Raises RequestError for invalid Unicode (JSON can contain lone surrogates),
+        and for `fewer_than` (the context length) or more ids.
         """
         try:
             text.encode("utf-8")
@@ -144,11 +138,11 @@ class Tokenizer:
     def _encode(
         self, text: str, add_special_tokens: bool, fewer_than: int | None
     ) -> tuple[int, ...]:
-        # Of a batch, because `encode` keeps the interpreter's lock: 5 MB would stop all for 6 s.
+        # A batch call, because `encode` keeps the GIL: 5 MB would stop all threads for 6 s.
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         rule = self.bos_rule if add_special_tokens else BosRule.AS_TEMPLATE
         num_ids = len(encoded) + {BosRule.ADD: 1, BosRule.REMOVE: -1}.get(rule, 0)
-        if fewer_than is not None and num_ids >= fewer_than:  # before they become Python's
+        if fewer_than is not None and num_ids >= fewer_than:  # before they become Python objects
             raise RequestError(
                 f"the prompt has {num_ids} tokens; expected fewer than the context length "
                 f"{fewer_than}"
@@ -162,39 +156,35 @@ class Tokenizer:
         return (self.bos_token_id, *ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids. An id without a token yields nothing, invalid UTF-8 yields U+FFFD."""
+        """Return the text. An id without a token yields nothing, invalid UTF-8 U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_all(
         self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> list[str]:
-        """As `decode` for each row; other Python threads run meanwhile."""
         return self.backend.decode_batch(
             [list(ids) for ids in rows], skip_special_tokens=skip_special_tokens
         )
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `decode` leaves this id out by default."""
         return token_id in self.special_ids
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it (not text), or None for an id without one."""
         if token_id < 0:
             raise ValueError(f"token_id is {token_id}; expected an id of at least 0")
         return self.backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
         return self.backend.token_to_id(token)
 
 
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The longest token in characters, where every character of a text is in some token.
+    """Return the longest token in characters if every character of a text is in some token.
 
-    That holds for byte-level BPE, and for BPE with byte fallback, unless what comes before drops
-    characters: white space (Split that removes, Strip, added tokens that strip their
-    surroundings), or several that become one (Unicode's composed forms). None then.
-    A byte-level token of n bytes is spelled by n characters and stands for at most n.
+    This holds for byte-level BPE, and for BPE with byte fallback, unless a step before drops
+    characters: white space (Split that removes, Strip, added tokens that strip their surroundings),
+    or several that become one (Unicode's composed forms). Else returns None. A byte-level token of
+    n bytes is spelled by n characters and is at most n characters of text.
     """
     parts = json.loads(backend.to_str())
     model = parts["model"]
@@ -215,7 +205,7 @@ def _types(part: Mapping[str, Any]) -> list[str]:
 
 
 def _keeps_all(part: Mapping[str, Any]) -> bool:
-    """Whether a normalizer or pre-tokenizer leaves at least as many characters as it gets."""
+    """Return True if a normalizer or pre-tokenizer never returns fewer characters."""
     match part["type"]:
         case "Sequence":
             inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
@@ -243,7 +233,6 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
-    """An optional JSON file: its object, or an empty one if the file is absent."""
     if not exists(path):
         return {}
     return read_object(path)
@@ -252,7 +241,6 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 def _named_token_id(
     backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any], name: str
 ) -> int | None:
-    """The id of a token that tokenizer_config.json spells as a string or as {"content": ...}."""
     value = config.get(name)
     token = value.get("content") if isinstance(value, dict) else value
     if token is None:
@@ -264,10 +252,7 @@ def _named_token_id(
 
 
 def _listed_ids(path: Path, config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The ids of a field that holds nothing, one id, or a list of ids.
-
-    A model of several parts keeps the field of its language model in `text_config`.
-    """
+    """Return the ids of a field, maybe in `text_config`: null, one id, or a list."""
     value = config.get(name)
     if value is None and isinstance(config.get("text_config"), dict):
         value = config["text_config"].get(name)
@@ -284,7 +269,7 @@ def _eos_token_ids(
     config: Mapping[str, Any],
     model_configs: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> tuple[int, ...]:
-    """The union over all files: chat models often name only some of their ends in each."""
+    """Return the union over all files: chat models often list only some ends in each."""
     ids: list[int] = []
     for name, model_config in model_configs:
         ids.extend(_listed_ids(directory / name, model_config, "eos_token_id"))
@@ -298,7 +283,7 @@ def _bos_token_id(
     config: Mapping[str, Any],
     model_configs: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> int | None:
-    """tokenizer_config.json decides, also by an explicit null; else the model's files do."""
+    """Return tokenizer_config.json's bos, even an explicit null, else the model's."""
     if "bos_token" in config:
         return _named_token_id(backend, directory / "tokenizer_config.json", config, "bos_token")
     for name, model_config in model_configs:
@@ -327,10 +312,9 @@ def _bos_rule(
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Raises CheckpointError, naming both files and the first id that differs, unless
-    `target`/tokenizer.json and `draft`/tokenizer.json have the same token for every id.
+    """Raise CheckpointError, with the first differing id, unless two tokenizer.json have equal ids.
 
-    A directory without the file says nothing: nothing is compared. Equal files are not parsed.
+    A missing file is not compared; equal files are not parsed.
     """
     ours, other = target / "tokenizer.json", draft / "tokenizer.json"
     if not (exists(ours) and exists(other)) or filecmp.cmp(ours, other, shallow=False):
