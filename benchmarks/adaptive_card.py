@@ -38,8 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jspec.messages.features import PLAIN, StepFeatures
 from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.step_options import PLAIN, StepOptions
 
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -142,7 +142,7 @@ class Switched:
     def totals(self) -> ShapeTotals:
         return self._now.totals
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         return self._now.choose(num_rows=num_rows, features=features)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:

@@ -27,8 +27,8 @@ from benchmarks.adaptive_card import CountingEngine, seconds_of, start
 from benchmarks.environment import write_result
 from benchmarks.workloads import WORKLOADS, Workload
 from jspec.config.limits import SpeculativeConfig
-from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepPlan, StepResult
+from jspec.messages.step_options import StepOptions
 from jspec.scheduler.shapes.shape_choice import ShapeTotals
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ class InTurns:
     def __init__(self, shapes: tuple[SpeculativeConfig, ...], *, every: int) -> None:
         self._shapes, self._every, self._num_chosen = shapes, every, 0
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         del num_rows, features
         turn = self._num_chosen // self._every
         self._num_chosen += 1

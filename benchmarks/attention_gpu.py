@@ -31,7 +31,7 @@ from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.block_plan import NUM_SMS
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 
 READ_CEILING = 4.49e12  # bytes per second, measured on one H200
 HEADS, GROUPS, WIDTH = 32, 8, 128
@@ -83,7 +83,7 @@ class Problem:
     context: int
     q: jax.Array
     tables: list[jax.Array]  # sets of [calls, B, pages]
-    fields: dict[str, jax.Array]  # of AttentionRows, but the page table
+    fields: dict[str, jax.Array]  # of AttentionMetadata, but the page table
     expected: dict[int, jax.Array]  # of the first set's first call, by row
 
 
@@ -244,7 +244,7 @@ def start_compiling(
         for table in tables:
             # Each call waits for the one before it, as layers do.
             x = q + outs[-1] * jnp.asarray(1e-3, q.dtype) if outs else q
-            rows = AttentionRows(page_table=table, **fields)
+            rows = AttentionMetadata(page_table=table, **fields)
             outs.append(
                 attend_rows(
                     x,
@@ -284,7 +284,7 @@ def make_problem(
             for name, x in fields.items()
             if name != "cu_q_lens"
         }
-        rows = AttentionRows(
+        rows = AttentionMetadata(
             page_table=tables[0][0, b : b + 1], cu_q_lens=fields["cu_q_lens"][:2], **one
         )
         expected[b] = attend_slowly(q[at], pool, rows)
@@ -300,7 +300,7 @@ def make_problem(
 
 
 @jax.jit
-def attend_slowly(q: jax.Array, pool: jax.Array, rows: AttentionRows) -> jax.Array:
+def attend_slowly(q: jax.Array, pool: jax.Array, rows: AttentionMetadata) -> jax.Array:
     """The reference, for one row."""
     return reference.attend(
         q,

@@ -13,10 +13,10 @@ from jspec.models.registry import table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
 
 
-def experts_touched(mixture: MoESpec, *, tokens: int) -> float:
+def experts_touched(moe: MoESpec, *, tokens: int) -> float:
     """How many experts of one layer `tokens` tokens reach, on average."""
-    share = mixture.top_k / mixture.num_experts
-    return float(mixture.num_experts * (1 - (1 - share) ** tokens))
+    share = moe.top_k / moe.num_experts
+    return float(moe.num_experts * (1 - (1 - share) ** tokens))
 
 
 def read_bytes(spec: ModelSpec, *, batch: int, nodes: int, context: int, itemsize: int) -> float:
@@ -30,9 +30,9 @@ def read_bytes(spec: ModelSpec, *, batch: int, nodes: int, context: int, itemsiz
             continue
         size = float(math.prod(weight.shape))
         if "experts" in weight.path:
-            mixture = spec.layers[int(weight.path[1])].ffn
-            assert isinstance(mixture, MoESpec)
-            size *= experts_touched(mixture, tokens=batch * nodes) / mixture.num_experts
+            moe = spec.layers[int(weight.path[1])].ffn
+            assert isinstance(moe, MoESpec)
+            size *= experts_touched(moe, tokens=batch * nodes) / moe.num_experts
         total += size * (weight.num_bits // 8 or itemsize)
     for layer in spec.layers:
         heads = layer.attention

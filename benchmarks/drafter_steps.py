@@ -38,8 +38,8 @@ from benchmarks.step_timing import part_ms
 from benchmarks.workloads import DRAFTERS, WORKLOADS, Workload
 from jspec.engine.programs.compilation import compiler_options
 from jspec.engine.programs.program_keys import ProgramKey
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = (1, 8)  # of the batches, beside the largest of the workload

@@ -106,13 +106,13 @@ EVERYWHERE, FEW_TOKENS = 3, 512
 
 @dataclass(frozen=True)
 class Case:
-    """One program at one shape: XLA's where tuning is None. by_columns: how XLA's weights lie."""
+    """One program at one shape: XLA's where tuning is None. column_major: how XLA's weights lie."""
 
     m: int
     shape: str
     name: str
     tuning: GatedTuning | FewTuning | None = None
-    by_columns: bool = False
+    column_major: bool = False
 
     @property
     def key(self) -> str:
@@ -121,7 +121,7 @@ class Case:
     @property
     def place(self) -> Format:
         """Of the weights: as the kernel reads them."""
-        turned = self.by_columns or isinstance(self.tuning, FewTuning)
+        turned = self.column_major or isinstance(self.tuning, FewTuning)
         if isinstance(self.tuning, GatedTuning):
             turned = self.tuning.layout is Layout.OUT_IN
         device = SingleDeviceSharding(jax.devices()[0])
@@ -157,7 +157,7 @@ def cases(tokens: list[int]) -> list[Case]:
             else:
                 wide = {n: t for n, t in WIDE_TUNINGS.items() if m <= t.num_lanes < 2 * m}
                 programs = wide | {"one tile each": FEW}
-            found.append(Case(m, GATE_UP, "XLA, by columns", by_columns=True))
+            found.append(Case(m, GATE_UP, "XLA, by columns", column_major=True))
         for rank, (name, tuning) in enumerate(programs.items()):
             if m <= FEW_TOKENS or rank < EVERYWHERE or m == largest:
                 found.append(Case(m, GATE_UP, name, tuning))

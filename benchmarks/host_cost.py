@@ -42,7 +42,7 @@ from jspec.cli.measurement.load import Pattern, Point
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.engine.gc_control import settle_heap
+from jspec.engine.gc_control import freeze_heap
 from jspec.engine.programs.compilation import Progress
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, resolve
 from jspec.engine.runner import DeviceRunner
@@ -245,7 +245,7 @@ def measure_http(rows: int, text: str, *, steps: int, step_seconds: float) -> di
             client = context.Process(target=_client, args=(url, point, pattern, theirs))
             client.start()
             ours.recv()  # warm
-            settle_heap()  # as a server does
+            freeze_heap()  # as a server does
             engine.null_runner.reset()
             began = time.process_time()
             ours.send(None)

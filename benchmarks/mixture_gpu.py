@@ -5,10 +5,10 @@
 
 A program is 24 layers in a chain, each fed by the one before it, over one layer's weights: tokens
 change from layer to layer, and their experts with them. "mixture" is what a step runs at so many
-tokens; "by parts" is the same with XLA's router and sums, as a shard of a mixture is run. Then each
+tokens; "by parts" is the same with XLA's router and sums, as a shard of a moe is run. Then each
 kernel alone that up to 16 tokens have, on other ids in each call ("choose" with one of XLA's before
 it). The floor is the bytes of the experts that were drawn for the calls alone. --quick leaves out
-the tilings beside the planned one; with them each is timed as the mixture. Writes
+the tilings beside the planned one; with them each is timed as the moe. Writes
 benchmarks/results/mixture_gpu.json.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.environment import write_result
 from benchmarks.experts_gpu import MODELS, Model, parameters
 from benchmarks.gpu_timing import READ_TB_S, seconds_per_call
 from jspec.layers.linear import Shard
-from jspec.layers.moe import mixture
+from jspec.layers.moe import moe
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
@@ -86,7 +86,7 @@ def weights_of(name: str) -> dict[str, Any]:
 def layers(
     name: str, *, tuning: ExpertsTuning | None = None, by_parts: bool = False, count: int = LAYERS
 ) -> Callable[..., Any]:
-    """A chain of `count` mixtures: few_gpu's with `tuning`, a step's, or by parts."""
+    """A chain of `count` MoEs: few_gpu's with `tuning`, a step's, or by parts."""
     spec, ops, interpret = spec_of(MODELS[name]), OPS["gpu"], jax.default_backend() != "gpu"
     ops = OPS["gpu_interpret"] if interpret else ops
 
@@ -94,17 +94,17 @@ def layers(
     def one(x: jax.Array, params: Any) -> jax.Array:
         scale = params["scale"]
         if tuning is not None:
-            total, mixed = few_gpu.mixture_of_sum(
+            total, mixed = few_gpu.moe_of_sum(
                 x, x, scale, params, eps=EPS, spec=spec, tuning=tuning, interpret=interpret
             )
             return ops.mixed_norm(total, mixed, scale, eps=EPS)[1]
         if not by_parts:
-            fused = ops.mixture_of_sum(x, x, scale, params, eps=EPS, spec=spec)
+            fused = ops.moe_of_sum(x, x, scale, params, eps=EPS, spec=spec)
             if fused is None:
                 raise ValueError(f"{name}, {x.shape[0]} tokens: no kernel serves the whole mixture")
             return ops.mixed_norm(*fused, scale, eps=EPS)[1]
         total, normed = ops.add_norm(x, x, scale, eps=EPS)
-        out = mixture(params, normed, spec=spec, shard=Shard(), ops=ops)
+        out = moe(params, normed, spec=spec, shard=Shard(), ops=ops)
         return ops.add_norm(total, out, scale, eps=EPS)[1]
 
     def chain(x: jax.Array, params: Any) -> jax.Array:

@@ -17,8 +17,8 @@ from jspec.config.limits import ServeLimits
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.transfer import pack, unpack_result
 from jspec.messages import layout
-from jspec.messages.features import ALL
 from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.step_options import ALL
 from jspec.spec import indexing
 
 NUM_TABLES = 16  # of random ids, made once

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, seconds_per_call, watched
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from jspec.pallas_kernels.prefill.plan import plan_prefill
 
@@ -103,10 +103,10 @@ class Case:
         order = np.random.default_rng(0).permutation(int(np.prod(shape))) + 1
         return jnp.asarray(order.reshape(shape), jnp.int32)
 
-    def rows(self, table: jax.Array) -> AttentionRows:
+    def rows(self, table: jax.Array) -> AttentionMetadata:
         chunk = self.chunk
         positions = chunk.prefix + jnp.arange(chunk.length, dtype=jnp.int32)
-        return AttentionRows(
+        return AttentionMetadata(
             page_table=table,
             prefix_lens=jnp.full(chunk.num_rows, chunk.prefix, jnp.int32),
             cu_q_lens=jnp.arange(chunk.num_rows + 1, dtype=jnp.int32) * chunk.length,
@@ -175,7 +175,7 @@ def attend_one(q: jax.Array, pool: jax.Array, table: jax.Array, case: Case, t: i
 
 @jax.jit
 def _reference(q: jax.Array, pool: jax.Array, table: jax.Array, slot: jax.Array) -> jax.Array:
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=table, prefix_lens=slot, cu_q_lens=jnp.arange(2), q_positions=slot
     )
     return reference.attend(

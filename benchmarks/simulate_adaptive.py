@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.messages.step_options import PLAIN
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser
 from jspec.spec.indexing import powers_of_two
@@ -196,21 +196,21 @@ class Cell:
         used: dict[str, int] = {}
         refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
         luck, draws = random.Random(self.seed), random.Random(self.seed)
-        owed, now, tokens, slow = 0, 0.0, 0, 0
+        pending, now, tokens, slow = 0, 0.0, 0, 0
         unread: deque[tuple[StepPlan, StepResult, float]] = deque()
         before: SpeculativeConfig | None = None
         for step in range(self.num_steps):
             shape = chooser.choose(num_rows=rows, features=PLAIN)
             used[str(shape)] = used.get(str(shape), 0) + 1
-            told = owed if owed > (limits.deferred_tokens - 1 if shape.is_plain else 0) else 0
-            owed = (owed - told + 1) if shape.is_plain else 0
+            told = pending if pending > (limits.max_pending - 1 if shape.is_plain else 0) else 0
+            pending = (pending - told + 1) if shape.is_plain else 0
             plan = StepPlan(
                 step=step,
                 kind=StepKind.DECODE,
                 features=PLAIN,
                 rows=refs,
                 shape=shape,
-                owed=(told,) * rows if told else (),
+                pending=(told,) * rows if told else (),
             )
             emitted = self.emitted(step, shape, draws)
             tokens += int(emitted.sum())

@@ -23,13 +23,13 @@ from jspec.layers.rope import angles_of
 from jspec.models.decoder import LayerSettings, run_layer, trunk
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.reference import new_slots
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.spec import indexing
 from jspec.spec.model_spec import AttentionSpec
-from jspec.speculative.drafter import RowsInStep, emitted_by
+from jspec.speculative.drafter import StepBatch, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits
 from jspec.speculative.verify import choose_at_nodes, settle
@@ -51,7 +51,7 @@ class Step:
 
     program: StepProgram
     params: dict[str, Any]
-    rows: RowsInStep
+    rows: StepBatch
     tree: DraftTree
 
     @property
@@ -73,15 +73,15 @@ class Part:
     """
 
     name: str
-    body: Callable[[Any, RowsInStep, DraftTree, Any], Any]
+    body: Callable[[Any, StepBatch, DraftTree, Any], Any]
     carry: Any
     arrays: Any
 
 
-def rows_of(state: EngineState, slots: jax.Array) -> RowsInStep:
+def rows_of(state: EngineState, slots: jax.Array) -> StepBatch:
     """What propose sees of the rows in `slots`."""
     rows = state.rows
-    return RowsInStep(
+    return StepBatch(
         root_ids=take_rows(rows.root_ids, slots),
         seq_lens=take_rows(rows.seq_lens, slots),
         page_table=take_rows(rows.page_table, slots),
@@ -131,7 +131,7 @@ def products_part(step: Step) -> Part:
             q, k, v = rotate_and_split(heads, turn)
         return q + jnp.repeat(k + v, q.shape[-2] // k.shape[-2], axis=-2)
 
-    def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
+    def body(carry: Any, rows: StepBatch, tree: DraftTree, params: Any) -> Any:
         logits, _ = carry
         positions = indexing.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
 
@@ -166,11 +166,13 @@ def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
     heads = spec.one_layer.attention
     settings = AttentionCall(queries_per_row=step.tree.tokens.shape[1], scale=heads.softmax_scale)
 
-    def call(q: jax.Array, pages: jax.Array, where: AttentionRows) -> tuple[jax.Array, jax.Array]:
+    def call(
+        q: jax.Array, pages: jax.Array, where: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array]:
         new = q[:, : heads.num_kv_heads] if writes else None
         return program.ops.attend(q, new, new, pages, where, settings)
 
-    def body(carry: Any, rows: RowsInStep, tree: DraftTree, read: Any) -> Any:
+    def body(carry: Any, rows: StepBatch, tree: DraftTree, read: Any) -> Any:
         q, kv = carry
         pools, where = list(kv or read), verified_rows(program, rows, tree)
         for i in range(spec.num_layers):
@@ -191,7 +193,7 @@ def writes_part(step: Step, state: EngineState) -> Part:
     shape = (step.num_queries, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads = jnp.ones(shape, state.kv[0].dtype)
 
-    def body(kv: Any, rows: RowsInStep, tree: DraftTree, heads: Any) -> Any:
+    def body(kv: Any, rows: StepBatch, tree: DraftTree, heads: Any) -> Any:
         where = verified_rows(step.program, rows, tree)
         cos, sin = angles_of(where.q_positions, head_dim=spec.head_dim, rope=spec.rope)
         page, offset = new_slots(
@@ -215,13 +217,13 @@ def writes_part(step: Step, state: EngineState) -> Part:
     return Part(name=KV_WRITES, body=body, carry=fresh(state.kv), arrays=heads)
 
 
-def verified_rows(program: StepProgram, rows: RowsInStep, tree: DraftTree) -> AttentionRows:
+def verified_rows(program: StepProgram, rows: StepBatch, tree: DraftTree) -> AttentionMetadata:
     """What verify.score passes to every layer."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = program.spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=program.spec.num_steps))
-    return AttentionRows(
+    return AttentionMetadata(
         page_table=rows.page_table,
         prefix_lens=rows.seq_lens,
         cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * nodes,
@@ -236,7 +238,7 @@ def propose_part(step: Step, state: EngineState) -> Part:
     topk = step.program.spec.topk
     draft = take_rows(state.draft, jnp.arange(1, step.batch + 1))
 
-    def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
+    def body(carry: Any, rows: StepBatch, _: DraftTree, arrays: Any) -> Any:
         (kv, tree), (params, draft) = carry, arrays
         # The last tree's first candidates: other ids each time, as good as any.
         first = tree.tokens[:, 1 : 1 + topk]
@@ -265,7 +267,7 @@ def advance_part(step: Step, state: EngineState) -> Part:
         aux_hidden=jnp.ones((batch, most, width), dtype),
     )
 
-    def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
+    def body(carry: Any, rows: StepBatch, _: DraftTree, arrays: Any) -> Any:
         (kv, before), (params, given) = carry, arrays
         ids = before.history if hasattr(before, "history") else before.level1_ids
         verified = Verified(
@@ -289,7 +291,7 @@ def accept_part(step: Step, state: EngineState) -> Part:
     width = len(target.aux_layer_ids) * target.spec.hidden_size
     aux_hidden = jnp.ones((step.batch, nodes, width), state.kv[0].dtype)
 
-    def body(carry: Any, rows: RowsInStep, tree: DraftTree, features: Any) -> Any:
+    def body(carry: Any, rows: StepBatch, tree: DraftTree, features: Any) -> Any:
         kv, before = carry
         target_ids = jnp.where(before.emitted_ids[:, :1] < -1, 0, tree.tokens)
         ops = step.program.ops
@@ -315,7 +317,7 @@ def sampling_part(step: Step) -> Part:
     vocab = step.params["target"]["lm_head"]["kernel"].shape[1]
     logits = jax.random.normal(jax.random.key(0), (*step.tree.tokens.shape, vocab), jnp.float32)
 
-    def body(ids: jax.Array, rows: RowsInStep, tree: DraftTree, logits: jax.Array) -> jax.Array:
+    def body(ids: jax.Array, rows: StepBatch, tree: DraftTree, logits: jax.Array) -> jax.Array:
         # Not the logits: before a kernel, XLA would write them once more.
         rows = replace(rows, seq_lens=rows.seq_lens + jnp.minimum(ids[0, 0], 0))
         return choose_at_nodes(

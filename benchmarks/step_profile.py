@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
-from jspec.messages.features import PLAIN, SAMPLING, StepFeatures
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import PLAIN, SAMPLING, StepOptions
 
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -198,9 +198,7 @@ class DecodeRuns:
         self._bench = bench
         self._lens = lens
 
-    def of(
-        self, batch: int, features: StepFeatures = PLAIN, **values: int
-    ) -> Callable[[int], None]:
+    def of(self, batch: int, features: StepOptions = PLAIN, **values: int) -> Callable[[int], None]:
         """What runs so many steps of the first `batch` rows. values: by field of the step's
         arguments, of every row; 0 where none is given."""
         key = ProgramKey(StepKind.DECODE, batch, features)

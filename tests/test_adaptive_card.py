@@ -25,7 +25,7 @@ from benchmarks.adaptive_card import (
 )
 from benchmarks.workloads import WORKLOADS
 from jspec.config.limits import Algorithm, SpeculativeConfig
-from jspec.messages.features import PLAIN
+from jspec.messages.step_options import PLAIN
 from tests.support.counting_dial import dialled, seed_of, true_tokens
 
 TINY = WORKLOADS["tiny"]

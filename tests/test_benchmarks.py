@@ -296,10 +296,10 @@ def test_what_a_step_of_a_mixture_reads_at_least() -> None:
     qwen, oss = WORKLOADS["qwen3-30b-a3b"], WORKLOADS["gpt-oss-20b"]
     found = [target_floor_ms(qwen, "plain", batch) for batch in (1, 8, 32, 64)]
     assert found == pytest.approx([1.37, 5.96, 12.6, 14.9], rel=0.03)
-    mixture = oss.target.layers[0].ffn
-    assert isinstance(mixture, MoESpec)
-    assert experts_touched(mixture, tokens=1) == pytest.approx(4)
-    assert 31.9 < experts_touched(mixture, tokens=256) <= 32
+    moe = oss.target.layers[0].ffn
+    assert isinstance(moe, MoESpec)
+    assert experts_touched(moe, tokens=1) == pytest.approx(4)
+    assert 31.9 < experts_touched(moe, tokens=256) <= 32
     of = partial(read_bytes, oss.target, batch=64, nodes=1, itemsize=2)
     assert of(context=1128) - of(context=128) == 64 * 12 * 1000 * 2 * 8 * 64 * 2
     # All experts once: 32 of 24.9 million matrices' numbers in each of 24 layers.

@@ -90,11 +90,11 @@ def _answer(
     os.environ.update(share_for_server(os.environ))
     with interruptible():
         from jspec.cli.batch_files.batch_run import BatchSettings, run_batch, window_of
-        from jspec.engine.gc_control import settle_heap
+        from jspec.engine.gc_control import freeze_heap
         from jspec.serving.engine import Engine
 
         engine = Engine(**settings.engine)
-        settle_heap()
+        freeze_heap()
     with engine:
         progress = BatchProgress(
             sys.stderr,

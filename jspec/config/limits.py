@@ -16,7 +16,7 @@ from jspec.spec import indexing
 from jspec.spec.hidden_rows import HiddenRows
 
 MAX_RECALL = 4096
-# W, the most pending tokens of a row (speculative/drafters/deferred.py), is the page size within
+# W, the most pending tokens of a row (speculative/drafters/pending.py), is the page size within
 # these bounds: a draft prefill costs a launch, and pending tokens are not cached.
 LEAST_DEFERRED, MOST_DEFERRED = 16, 64
 
@@ -134,7 +134,7 @@ class ServeLimits:
         return (*self.other_shapes, self.spec)
 
     @property
-    def deferred_tokens(self) -> int:
+    def max_pending(self) -> int:
         """W: most pending tokens of a row. 0: the drafter gets all tokens at once."""
         if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
@@ -182,7 +182,7 @@ class ServeLimits:
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions are on up to 5 pages
         """
-        before = window - 1 + self.deferred_tokens + self.spec.lag
+        before = window - 1 + self.max_pending + self.spec.lag
         span = before + self.reserved_tokens_at_most(0)
         return indexing.num_pages(span - 1, self.page_size) + 1
 

@@ -23,7 +23,7 @@ class ResolvedConfig(EngineArgs):
         speculative_algorithm: the flag's name
         drafts_as: the Algorithm in force, which may depend on the checkpoint
         kernels: the bundle's name in `pallas_kernels.choose.OPS`
-        by_columns: store weights column-major where the kernels can read them so
+        column_major: store weights column-major where the kernels can read them so
         decode_buckets, prefill_buckets: B and T of the programs, ascending
         prefill_rows: most rows of a prefill step
         other_shapes: shapes of a decode step besides S/K/N
@@ -43,7 +43,7 @@ class ResolvedConfig(EngineArgs):
     drafts_as: str
     prefill_budget_tokens: int
     kernels: str
-    by_columns: bool
+    column_major: bool
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     prefill_rows: int

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.messages.layout import OutputColumns
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import PREFIX, SamplingTable, rows_of
@@ -75,11 +75,11 @@ class PrefillBatch:
     page_table: jax.Array  # i32[R, P]
     window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
     allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows after each chunk
-    sampling: SamplingRows  # for new rows; neutral for all others
+    sampling: SamplingBatch  # for new rows; neutral for all others
 
 
 @pytree
-class CatchUpBatch:
+class DraftPrefillBatch:
     """B rows whose drafter gets the tokens that plain steps left pending."""
 
     slots: jax.Array  # i32[B], 0 = padding
@@ -104,13 +104,13 @@ def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
     if "allowed" in others:
         others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)
-    return PrefillBatch(**others, sampling=SamplingRows(**sampling_rows(fields)))
+    return PrefillBatch(**others, sampling=SamplingBatch(**sampling_rows(fields)))
 
 
 def sampling_rows(
     fields: dict[str, jax.Array], *, table: SamplingTable = SAMPLING_FIELDS
 ) -> dict[str, jax.Array]:
-    """Return the arrays of SamplingRows by name, from the i32 bits of a packed batch."""
+    """Return the arrays of SamplingBatch by name, from the i32 bits of a packed batch."""
     return {
         name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
         for name, row in rows_of(table).items()

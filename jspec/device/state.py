@@ -19,7 +19,7 @@ from jspec.messages.sampling_fields import rows_of
 
 
 @pytree
-class SamplingRows:
+class SamplingBatch:
     """Sampling parameters of each row; as arrays, so that no setting causes a compilation.
 
     Indexed by slot inside RowState, by batch row once gathered. It has one array for each row that
@@ -58,7 +58,7 @@ class RowState:
     seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
     prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
     page_table: jax.Array  # i32[slots, P] of the full space, 0 = the dummy page
-    sampling: SamplingRows
+    sampling: SamplingBatch
     seen: Seen
     # Page tables of the window spaces, by window: i32[slots, P]. Entries of freed pages are not
     # cleared. A kernel may load such a page, which then has another row's KV; it is finite
@@ -72,7 +72,7 @@ class EngineState:
     """Everything that a step reads and replaces.
 
     draft: the drafter's own pytree
-    deferred: pending tokens (speculative/drafters/deferred.py); None unless an engine with a
+    pending: pending tokens (speculative/drafters/pending.py); None unless an engine with a
         drafter also runs plain steps
     """
 
@@ -80,16 +80,16 @@ class EngineState:
     draft_kv: tuple[jax.Array, ...]
     draft: Any
     rows: RowState
-    deferred: Any = None
+    pending: Any = None
 
 
-def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
+def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingBatch:
     """Return greedy rows without stop ids: the neutral values of SAMPLING_FIELDS."""
     neutral = {  # numpy: jnp.full would compile a program per shape and dtype
         name: np.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
         for name, row in rows_of(SAMPLING_FIELDS).items()
     }
-    return SamplingRows(**{name: jnp.asarray(value) for name, value in neutral.items()})
+    return SamplingBatch(**{name: jnp.asarray(value) for name, value in neutral.items()})
 
 
 def empty_rows(

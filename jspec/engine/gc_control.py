@@ -20,7 +20,7 @@ def collect_seldom() -> None:
     gc.set_threshold(YOUNGEST, *COLLECTIONS_BETWEEN)
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Freeze all objects of this process and make collections rare.
 
     Call it once, when the process only serves from here on. Takes as long as one full collection.

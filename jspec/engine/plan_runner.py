@@ -19,9 +19,9 @@ from jspec.engine.programs.program_keys import (
     recall_programs,
     scored_for,
 )
-from jspec.engine.transfer import pack, pack_catch_up, pack_recalls, unpack_result
-from jspec.messages.features import PLAIN, StepFeatures
+from jspec.engine.transfer import pack, pack_draft_prefill, pack_recalls, unpack_result
 from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.step_options import PLAIN, StepOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ReadyPrograms:
     executables: Mapping[ProgramKey, Any]
     seconds: Mapping[ProgramKey, float] = field(default_factory=dict)
     _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
-    _costs: dict[tuple[int, StepFeatures], dict[SpeculativeConfig, float]] = field(
+    _costs: dict[tuple[int, StepOptions], dict[SpeculativeConfig, float]] = field(
         default_factory=dict
     )
 
@@ -44,7 +44,7 @@ class ReadyPrograms:
         return found
 
     def step_costs(
-        self, limits: ServeLimits, num_rows: int, features: StepFeatures
+        self, limits: ServeLimits, num_rows: int, features: StepOptions
     ) -> dict[SpeculativeConfig, float]:
         """Seconds of a decode by the shapes that are ready (ready_shapes) and measured; searched
         for once a number of rows and set of features."""
@@ -107,9 +107,7 @@ class PlanRunner(ABC):
         """A snapshot; another object once a program was added."""
         return self._programs
 
-    def step_costs(
-        self, num_rows: int, features: StepFeatures
-    ) -> Mapping[SpeculativeConfig, float]:
+    def step_costs(self, num_rows: int, features: StepOptions) -> Mapping[SpeculativeConfig, float]:
         """Seconds of a decode of so many rows, by the shapes that it can have now; from any thread.
         Empty where shapes are not chosen: nothing is measured then."""
         return self._programs.step_costs(self._limits, num_rows, features)
@@ -180,8 +178,8 @@ class PlanRunner(ABC):
         programs = self._programs
         if plan.admissions:
             self._recall(plan)
-        if plan.owed:
-            self._catch_up(plan)
+        if plan.pending:
+            self._draft_prefill(plan)
         if plan.constraints and plan.kind is StepKind.DECODE:
             key, output = self._run_cut(plan)
         else:
@@ -216,10 +214,10 @@ class PlanRunner(ABC):
             (key,) = recall_programs(self._limits)
             self._enqueue(key, flat, is_read=False)
 
-    def _catch_up(self, plan: StepPlan) -> None:
+    def _draft_prefill(self, plan: StepPlan) -> None:
         """Advance the drafter over tokens that plain steps left pending."""
-        key = self._programs.nearest(ProgramKey(StepKind.CATCH_UP, len(plan.rows), PLAIN))
-        self._enqueue(key, pack_catch_up(plan, key, self._limits), is_read=False)
+        key = self._programs.nearest(ProgramKey(StepKind.DRAFT_PREFILL, len(plan.rows), PLAIN))
+        self._enqueue(key, pack_draft_prefill(plan, key, self._limits), is_read=False)
 
     def collect(self) -> StepResult:
         """Wait for the oldest dispatched step. Raises IndexError if none is in flight."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.device import sharding
-from jspec.device.state import SamplingRows, Seen
+from jspec.device.state import SamplingBatch, Seen
 from jspec.engine.runner import empty_pools
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import RequestError
@@ -136,7 +136,7 @@ class Rescorer:
         start: int,
         size: int,
         prompt_len: int,
-        rows: SamplingRows,
+        rows: SamplingBatch,
         seen: _Counts,
     ) -> tuple[jax.Array, ChunkScores]:
         def ints(*values: int, size: int) -> Any:
@@ -158,14 +158,14 @@ class Rescorer:
         self._kv, logits, scores = self._run(params, self._kv, seen.before(start), put)
         return logits, scores
 
-    def _sampling(self, request: Request) -> SamplingRows:
+    def _sampling(self, request: Request) -> SamplingBatch:
         fields = {
             name: np.zeros(shape, np.int32) for name, shape in packed_fields(SAMPLING_FIELDS, 1)
         }
         write_neutral(fields, SAMPLING_FIELDS, vocab_size=self.vocab_size)
         write_request(fields, 0, request, SAMPLING_FIELDS, vocab_size=self.vocab_size)
         rows = rows_of(SAMPLING_FIELDS)
-        return SamplingRows(
+        return SamplingBatch(
             **{name: fields[PREFIX + name].view(row.dtype) for name, row in rows.items()}
         )
 
@@ -203,11 +203,11 @@ class Rescorer:
             check_vma=False,
         )
         place = partial(sharding.shardings, self._mesh)
-        by_columns = self._target.ops.by_columns
+        column_major = self._target.ops.column_major
         return jax.jit(
             step,
             in_shardings=(
-                placement.param_places(self._mesh, tables, params, by_columns=by_columns),
+                placement.param_places(self._mesh, tables, params, column_major=column_major),
                 *(place(spec) for spec in in_specs[1:]),
             ),
             out_shardings=(place(pools), place(by_id), place(PartitionSpec())),

@@ -107,7 +107,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     config = ResolvedConfig(
         **(given | resolved),
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),
-        by_columns=spec.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
+        column_major=spec.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
         decode_buckets=_few(num_slots) if is_cpu else indexing.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
@@ -140,7 +140,7 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
 
 
 def ops_of(config: ResolvedConfig) -> Ops:
-    return OPS[config.kernels].with_columns(config.by_columns)
+    return OPS[config.kernels].with_columns(config.column_major)
 
 
 def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:

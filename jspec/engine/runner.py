@@ -33,11 +33,11 @@ from jspec.engine.transfer import layout_of
 from jspec.errors import ConfigError, EngineClosedError
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
-from jspec.messages.features import PLAIN, SAMPLING
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
-from jspec.speculative.drafters.deferred import empty_deferred
+from jspec.speculative.drafters.pending import empty_pending
 from jspec.speculative.step import StepProgram
 
 # Of a program that is measured: how often it is timed, in runs of two as at overlap depth 1. The
@@ -312,9 +312,9 @@ def init_state(
         kv=pools(target.cache_groups),
         draft_kv=pools(drafter.cache_groups),
         draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
-        deferred=empty_deferred(
+        pending=empty_pending(
             num_slots,
-            limits.deferred_tokens,
+            limits.max_pending,
             needs=drafter.needs,
             hidden_size=target.hidden_size,
             dtype=kv_dtype,

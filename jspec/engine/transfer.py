@@ -9,7 +9,6 @@ import numpy as np
 from jspec.config.limits import ServeLimits
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.messages import layout
-from jspec.messages.features import PLAIN, Feature, StepFeatures
 from jspec.messages.grammar import num_words
 from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import (
@@ -22,6 +21,7 @@ from jspec.messages.plan import (
 )
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import SamplingTable, write_neutral, write_request
+from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 # A tree of one node: its token (unused), and no parent.
 ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)
@@ -34,9 +34,9 @@ def layout_of(
     num_windows = len(limits.windows)
     if kind is StepKind.RECALL:
         return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
-    if kind is StepKind.CATCH_UP:
-        return layout.catch_up_layout(batch=bucket)
-    words = num_words(limits.vocab_size) if Feature.GRAMMAR in features else 0
+    if kind is StepKind.DRAFT_PREFILL:
+        return layout.draft_prefill_layout(batch=bucket)
+    words = num_words(limits.vocab_size) if StepOption.GRAMMAR in features else 0
     if kind is StepKind.SETTLE:
         nodes = limits.spec.num_draft_tokens
         return layout.settle_layout(batch=bucket, nodes=nodes, words=words)
@@ -46,7 +46,7 @@ def layout_of(
             batch=bucket,
             num_grants=num_grants,
             num_windows=num_windows,
-            is_sharing=Feature.SHARED in features,
+            is_sharing=StepOption.SHARED in features,
         )
     return layout.prefill_layout(
         tokens=bucket,
@@ -84,12 +84,12 @@ def pack(
     return flat
 
 
-def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
-    """Pack the CATCH_UP step before a plan with `owed`, i32[layout size]."""
+def pack_draft_prefill(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
+    """Pack the DRAFT_PREFILL step before a plan with `pending`, i32[layout size]."""
     packed = layout_of(key, limits)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
-    fields["counts"][: len(plan.rows)] = plan.owed
+    fields["counts"][: len(plan.rows)] = plan.pending
     return packed.pack(fields)
 
 
@@ -105,7 +105,7 @@ def pack_recalls(plan: StepPlan, limits: ServeLimits) -> list[np.ndarray]:
     row = offset = 0
     for admission in plan.admissions:
         start, end = 0, admission.cached_len
-        if not keeps_ids and Feature.PENALTIES not in admission.request.sampling.features:
+        if not keeps_ids and StepOption.PENALTIES not in admission.request.sampling.features:
             continue
         while start < end:
             if not recalls or row == limits.prefill_rows or offset == limits.recall_size:
@@ -205,7 +205,7 @@ def unpack_result(
     output: np.ndarray,
     limits: ServeLimits,
     *,
-    features: StepFeatures = PLAIN,
+    features: StepOptions = PLAIN,
 ) -> StepResult:
     """Unpack a step's output for the scheduler, without padding rows.
 
@@ -225,9 +225,9 @@ def unpack_result(
     num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
-    is_asked, of_prompts = Feature.LOGPROBS in plan.features, None
+    is_asked, of_prompts = StepOption.LOGPROBS in plan.features, None
     hidden, prompt_hidden = [None] * num_rounds, None
-    asks_hidden = limits.hidden if Feature.HIDDEN in plan.features else None
+    asks_hidden = limits.hidden if StepOption.HIDDEN in plan.features else None
     if asks_hidden is not None:
         hidden = list(asks_hidden.floats(fields["hidden"]))
     if not is_decode and (is_asked or asks_hidden is not None):

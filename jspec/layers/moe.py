@@ -24,7 +24,7 @@ def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Return (experts of each token, best first; their weights in float32)."""
-    if spec.has_correction:  # DeepSeek-V3's router; scores in float32
+    if spec.has_router_bias:  # DeepSeek-V3's router; scores in float32
         logits = logits_of(x, params["kernel"])
         logits = logits + params["bias"] if "bias" in params else logits
         return _by_sigmoid(logits, params["correction"], spec=spec)
@@ -50,7 +50,7 @@ def _by_sigmoid(
     return ids, weights * spec.weight_scale
 
 
-def mixture(
+def moe(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
 ) -> Float[Array, "T E"]:
     """Run each token through its top_k experts, weighted, and through the shared expert if any.
@@ -68,7 +68,7 @@ def mixture(
     return out
 
 
-def mixture_of_sum(
+def moe_of_sum(
     params: dict[str, Any],
     post_norm: dict[str, jax.Array],
     stream: Residual,
@@ -80,12 +80,12 @@ def mixture_of_sum(
 ) -> Residual:
     """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
     if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array):
-        fused = ops.mixture_of_sum(
+        fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )
         if fused is not None:
             return Residual(x=fused[0], delta=fused[1])
     x, normed = norm_of_sum(post_norm, stream, eps=eps, ops=ops)
     flat = normed.reshape(-1, normed.shape[-1])
-    out = mixture(params, flat, spec=spec, shard=shard, ops=ops)
+    out = moe(params, flat, spec=spec, shard=shard, ops=ops)
     return Residual(x=x, delta=out.reshape(x.shape))

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.messages.features import PLAIN, Feature, StepFeatures
 from jspec.messages.request import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SAMPLING_FIELDS
 from jspec.messages.sampling_fields import SamplingTable, packed_fields
+from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class OutputColumns:
 
 def output_columns(
     max_emitted: int,
-    features: StepFeatures = PLAIN,
+    features: StepOptions = PLAIN,
     *,
     hidden_words: int = 0,
 ) -> OutputColumns:
@@ -96,8 +96,8 @@ def output_columns(
         (
             ("num_emitted", ()),
             ("emitted_ids", (max_emitted,)),
-            *(logprobs if Feature.LOGPROBS in features else ()),
-            *(hidden if Feature.HIDDEN in features else ()),
+            *(logprobs if StepOption.LOGPROBS in features else ()),
+            *(hidden if StepOption.HIDDEN in features else ()),
         )
     )
 
@@ -122,8 +122,8 @@ def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
     return PackedLayout((("slots", (batch,)), ("allowed", (batch, nodes, words))))
 
 
-def catch_up_layout(*, batch: int) -> PackedLayout:
-    """Return the layout of a CatchUpBatch."""
+def draft_prefill_layout(*, batch: int) -> PackedLayout:
+    """Return the layout of a DraftPrefillBatch."""
     return PackedLayout((("slots", (batch,)), ("counts", (batch,))))
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
-from jspec.messages.features import StepFeatures
 from jspec.messages.grammar import Constraint
 from jspec.messages.request import Request, SamplingParams, TokenLogprob
+from jspec.messages.step_options import StepOptions
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,12 +81,12 @@ class PageGrant:
 class StepKind(enum.Enum):
     """Kind of a step. Plans are PREFILL or DECODE; the runner inserts the others.
 
-    RECALL (draft prefill of cached tokens) runs before a prefill whose rows need it, CATCH_UP
+    RECALL (draft prefill of cached tokens) runs before a prefill whose rows need it, DRAFT_PREFILL
     before a decode with pending tokens. PROPOSE, SCORE and SETTLE replace DECODE when a row follows
     a grammar.
     """
 
-    __hash__ = object.__hash__  # fast, as in Feature
+    __hash__ = object.__hash__  # fast, as in StepOption
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -94,7 +94,7 @@ class StepKind(enum.Enum):
     PROPOSE = "propose"
     SCORE = "score"
     SETTLE = "settle"
-    CATCH_UP = "catch up"
+    DRAFT_PREFILL = "catch up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,21 +107,21 @@ class StepPlan:
     constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
         grammar have no unread results.
     shape: the decode's S/K/N, one of the engine's shapes; None: `ServeLimits.spec`
-    owed: pending tokens of each row, given to its drafter right before this decode; empty:
+    pending: pending tokens of each row, given to its drafter right before this decode; empty:
         none are given now
     shared: the shared prefix of each row of a decode; empty: none, or too short to pay
     """
 
     step: int
     kind: StepKind
-    features: StepFeatures
+    features: StepOptions
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     constraints: tuple[Constraint | None, ...] = ()
     shape: SpeculativeConfig | None = None
-    owed: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
     shared: tuple[SharedPrefix, ...] = ()
 
     def spec(self, limits: ServeLimits) -> SpeculativeConfig:

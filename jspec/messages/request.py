@@ -14,7 +14,6 @@ import numpy as np
 
 from jspec.config.peer_parameters import PEER_PARAMETERS, meant_parameter
 from jspec.errors import RequestError, shown, unknown_field
-from jspec.messages.features import Feature, StepFeatures
 from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.messages.sampling_fields import (
     Biases,
@@ -32,7 +31,8 @@ from jspec.messages.sampling_fields import (
     table_of,
 )
 from jspec.messages.seeds import MAX_SEED
-from jspec.messages.verified_tree import JudgedTree
+from jspec.messages.step_options import StepOption, StepOptions
+from jspec.messages.verified_tree import VerifiedTree
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 DEFAULT_VERSION = "default"  # SGLang's name of the initial weights
@@ -128,35 +128,35 @@ class SamplingParams:
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
     min_new_tokens: int = sampled(
-        0, Integer(0), openai="min_tokens", needs=Feature.PENALTIES, row=Row(np.int32)
+        0, Integer(0), openai="min_tokens", needs=StepOption.PENALTIES, row=Row(np.int32)
     )
     temperature: float = sampled(1.0, Number(0, 100), row=Row(np.float32))
     top_k: int = sampled(
         -1,
         Integer(-1, expected="-1 or 0 (keep all) or at least 1, an integer"),
-        needs=Feature.FILTERS,
+        needs=StepOption.FILTERS,
         row=Row(np.int32, neutral=_vocab_size, encode=_kept_ids),
     )
     top_p: float = sampled(
-        1.0, Number(0, 1, with_low=False), needs=Feature.FILTERS, row=Row(np.float32, neutral=1)
+        1.0, Number(0, 1, with_low=False), needs=StepOption.FILTERS, row=Row(np.float32, neutral=1)
     )
-    min_p: float = sampled(0.0, Number(0, 1), needs=Feature.FILTERS, row=Row(np.float32))
+    min_p: float = sampled(0.0, Number(0, 1), needs=StepOption.FILTERS, row=Row(np.float32))
     frequency_penalty: float = sampled(
-        0.0, Number(-2, 2), needs=Feature.PENALTIES, row=Row(np.float32)
+        0.0, Number(-2, 2), needs=StepOption.PENALTIES, row=Row(np.float32)
     )
     presence_penalty: float = sampled(
-        0.0, Number(-2, 2), needs=Feature.PENALTIES, row=Row(np.float32)
+        0.0, Number(-2, 2), needs=StepOption.PENALTIES, row=Row(np.float32)
     )
     repetition_penalty: float = sampled(
         1.0,
         Number(0, 2, with_low=False),
-        needs=Feature.PENALTIES,
+        needs=StepOption.PENALTIES,
         row=Row(np.float32, neutral=1),
     )
     logit_bias: tuple[tuple[int, float], ...] = sampled(
         (),
         Biases(Integer(0, MAX_INT), Number(-100, 100), MAX_BIASES),
-        needs=Feature.PENALTIES,
+        needs=StepOption.PENALTIES,
         row=Row(  # neutral: no token
             np.int32, (MAX_BIASES, 2), neutral=_vocab_size, encode=_biases
         ),
@@ -184,7 +184,7 @@ class SamplingParams:
     no_stop_trim: bool = sampled(False, Flag())
     skip_special_tokens: bool = sampled(True, Flag())
     n: int = sampled(1, Integer(1, MAX_CHOICES))
-    return_logprob: bool = sampled(False, Flag(), needs=Feature.LOGPROBS)
+    return_logprob: bool = sampled(False, Flag(), needs=StepOption.LOGPROBS)
     logprob_start_len: int = sampled(
         -1,
         Integer(-1, MAX_INT),
@@ -196,12 +196,12 @@ class SamplingParams:
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
-    return_hidden_states: bool = sampled(False, Flag(), needs=Feature.HIDDEN)
-    return_draft_trees: bool = sampled(False, Flag(), needs=Feature.GRAMMAR)
-    json_schema: str | None = sampled(None, SCHEMA, needs=Feature.GRAMMAR)
-    regex: str | None = sampled(None, GRAMMAR, needs=Feature.GRAMMAR)
-    ebnf: str | None = sampled(None, GRAMMAR, needs=Feature.GRAMMAR)
-    structural_tag: str | None = sampled(None, TAG, needs=Feature.GRAMMAR)
+    return_hidden_states: bool = sampled(False, Flag(), needs=StepOption.HIDDEN)
+    return_draft_trees: bool = sampled(False, Flag(), needs=StepOption.GRAMMAR)
+    json_schema: str | None = sampled(None, SCHEMA, needs=StepOption.GRAMMAR)
+    regex: str | None = sampled(None, GRAMMAR, needs=StepOption.GRAMMAR)
+    ebnf: str | None = sampled(None, GRAMMAR, needs=StepOption.GRAMMAR)
+    structural_tag: str | None = sampled(None, TAG, needs=StepOption.GRAMMAR)
     speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
     # stop_token_ids as a set for lookups, built once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
@@ -271,7 +271,7 @@ class SamplingParams:
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
-    def features(self) -> StepFeatures:
+    def features(self) -> StepOptions:
         """Features that a step needs for this row; computed at each call."""
         return features_of(self, table_of(type(self)))
 
@@ -421,4 +421,4 @@ class StreamChunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)
-    draft_tree: JudgedTree | None = None
+    draft_tree: VerifiedTree | None = None

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jspec.errors import RequestError, shown
-from jspec.messages.features import Feature, StepFeatures
 from jspec.messages.plain_values import listed, plain, plain_items
+from jspec.messages.step_options import StepOption, StepOptions
 
 # Fields of a packed layout are named PREFIX and the row's name.
 PREFIX = "sampling."
@@ -218,13 +218,13 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Encoding of a parameter in a row of the device's SamplingRows.
+    """Encoding of a parameter in a row of the device's SamplingBatch.
 
     dtype, shape: of one row; 32 bits wide, since all travels as i32 bits
     neutral: value in a row without the parameter; a function if it depends on V
     encode: (request, V) -> the value, or values; fewer than the row's size leave the rest
         neutral. None sends the parameter as is.
-    name: of SamplingRows' field, if not the parameter's own
+    name: of SamplingBatch' field, if not the parameter's own
     """
 
     dtype: Any
@@ -251,7 +251,7 @@ class SamplingField:
     default: Any
     accepts: Accepts
     openai: str
-    needs: Feature | None
+    needs: StepOption | None
     row: Row | None
 
     def read(self, value: Any) -> Any:
@@ -292,7 +292,7 @@ def sampled(
     accepts: Accepts,
     *,
     openai: str = "",
-    needs: Feature | None = None,
+    needs: StepOption | None = None,
     row: Row | None = None,
 ) -> Any:
     """Return the dataclass field that declares a sampling parameter; see `SamplingField`."""
@@ -323,9 +323,9 @@ def _table_of(params: type) -> SamplingTable:
     )
 
 
-def features_of(params: Any, table: SamplingTable) -> StepFeatures:
+def features_of(params: Any, table: SamplingTable) -> StepOptions:
     """Return the features that a step needs for a row with these parameters."""
-    return StepFeatures(
+    return StepOptions(
         frozenset(
             parameter.needs
             for parameter in table
@@ -335,7 +335,7 @@ def features_of(params: Any, table: SamplingTable) -> StepFeatures:
 
 
 def rows_of(table: SamplingTable) -> dict[str, Row]:
-    """Return the device encodings, by the name of SamplingRows' field."""
+    """Return the device encodings, by the name of SamplingBatch' field."""
     return {f.row.name or f.name: f.row for f in table if f.row is not None}
 
 

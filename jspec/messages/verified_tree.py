@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTree:
+class VerifiedTree:
     """Node 0 is the root, the last token before the step; parents[0] = -1, parents[i] < i.
 
     accepted: the nodes of the accepted drafts, from the root's child down.
@@ -20,7 +20,7 @@ class JudgedTree:
     @classmethod
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], *, accepted_ids: Sequence[int]
-    ) -> JudgedTree | None:
+    ) -> VerifiedTree | None:
         """The tree and the path that was walked; None for a root alone.
 
             tokens 7 5 6 9   parents -1 0 0 2   accepted_ids 6 9   → accepted 2 3

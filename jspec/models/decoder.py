@@ -20,12 +20,12 @@ from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
-from jspec.layers.moe import mixture, mixture_of_sum
+from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.models.params import ParamTable
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
@@ -72,7 +72,7 @@ def run_layer(
     )
     stream = Residual(x=take_kept(x, kept), delta=mixed)
     if isinstance(spec.ffn, MoESpec):
-        return mixture_of_sum(
+        return moe_of_sum(
             params["moe"],
             params["post_norm"],
             stream,
@@ -92,7 +92,7 @@ def feed_forward(
     ops, shard = settings.ops, settings.shard
     if isinstance(spec.ffn, MoESpec):
         flat = x.reshape(-1, x.shape[-1])
-        return mixture(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
+        return moe(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
     return gated_mlp(
         params["mlp"],
         x,
@@ -107,7 +107,11 @@ class PagedAttend:
     """An `attend` for one layer; after its single call (while tracing), `pages` is the new pool."""
 
     def __init__(
-        self, pages: jax.Array, rows: AttentionRows, spec: AttentionSpec, settings: LayerSettings
+        self,
+        pages: jax.Array,
+        rows: AttentionMetadata,
+        spec: AttentionSpec,
+        settings: LayerSettings,
     ) -> None:
         self.pages = pages
         self._rows = rows
@@ -128,7 +132,7 @@ def paged_layer(
     params: Params,
     stream: Residual,
     pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     kept: jax.Array | None = None,
     *,
     spec: LayerSpec,
@@ -174,7 +178,7 @@ class Decoder:
         params: Params,
         token_ids: Int[Array, "T"],
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,

@@ -42,7 +42,7 @@ def product(
     split: Split = Split.NONE,
     bias: bool = False,
     bias_is_optional: bool = False,
-    by_columns: bool = False,
+    column_major: bool = False,
     repeated: tuple[str, ...] = (),
 ) -> ParamTable:
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
@@ -68,7 +68,7 @@ def product(
             shape=(in_size, size),
             layouts=(kernel,),
             split=split,
-            by_columns=by_columns,
+            column_major=column_major,
         )
     ]
     if bias:
@@ -169,7 +169,7 @@ def dense_params(
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)
     table = (
-        *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, by_columns=True),
+        *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, column_major=True),
         *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
     )
     return prefixed(table, path=path, stored=stored)
@@ -215,7 +215,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     )
     table = (
         *product(("router",), size, (("gate", X, 1),)),
-        *((biased,) if spec.has_correction else ()),
+        *((biased,) if spec.has_router_bias else ()),
         ParamSpec(
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),

@@ -116,7 +116,7 @@ class ParamSpec:
     split: Split = Split.NONE
     init: Init = Init.FAN_IN
     tied_to: Path | None = None  # without a stored tensor, the weight is this one, transposed
-    by_columns: bool = False  # column-major where the backend reads weights along their inputs
+    column_major: bool = False  # column-major where the backend reads weights along their inputs
     is_integer: bool = False
     is_float32: bool = False  # whatever the dtype of the other weights
     optional: bool = False  # zeros without a stored tensor

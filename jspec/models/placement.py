@@ -49,25 +49,25 @@ def param_specs(tables: Tables, params: Any) -> Any:
     )
 
 
-def place_of(mesh: Mesh, spec: ParamSpec, *, by_columns: bool) -> NamedSharding | Format:
+def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedSharding | Format:
     """Return where a weight is placed, for jax.device_put and jax.jit.
 
-    by_columns: a weight marked in the table gets a Format that stores it as [out, in]; its shape
-    stays (`Ops.by_columns`). Embedding tables are always row-major: a TPU would transpose
+    column_major: a weight marked in the table gets a Format that stores it as [out, in]; its shape
+    stays (`Ops.column_major`). Embedding tables are always row-major: a TPU would transpose
     [201088, 2880], which then needs less padding, and transpose all of it back in every step.
     """
     split = NamedSharding(mesh, partition_spec(spec))
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)
-    if not (by_columns and spec.by_columns):
+    if not (column_major and spec.column_major):
         return split
     return Format(Layout(major_to_minor=(1, 0)), split)
 
 
-def param_places(mesh: Mesh, tables: Tables, params: Any, *, by_columns: bool) -> Any:
+def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool) -> Any:
     """Return `place_of` for every array of {"target": ..., "draft": ...}."""
     known = {
-        (model, *spec.path): place_of(mesh, spec, by_columns=by_columns)
+        (model, *spec.path): place_of(mesh, spec, column_major=column_major)
         for model in tables
         for spec in tables[model]
     }

@@ -18,7 +18,7 @@ from jspec.device import noise
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.attention import reference, streaming
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
@@ -46,8 +46,8 @@ class Ops:
     sharing_least_rows: ClassVar[int] = 1
 
     @property
-    def by_columns(self) -> bool:
-        """True if weights marked `by_columns` are stored column-major, as [out, in]."""
+    def column_major(self) -> bool:
+        """True if weights marked `column_major` are stored column-major, as [out, in]."""
         return False
 
     def with_columns(self, columns: bool) -> Ops:
@@ -78,7 +78,7 @@ class Ops:
         k_new: Float[Array, "T G Dk"] | None,
         v_new: Float[Array, "T G Dv"] | None,
         kv_pages: Float[Array, "NP S G2 D"],
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
@@ -95,7 +95,7 @@ class Ops:
         heads: Float[Array, "T heads D"],
         rotation: Rotation,
         kv_pages: Float[Array, "NP S G2 Dp"],
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
@@ -142,7 +142,7 @@ class Ops:
         """
         return experts.run_experts(x, ids, weights, params, gate=gate)
 
-    def mixture_of_sum(
+    def moe_of_sum(
         self,
         x: Float[Array, "*b E"],
         delta: Float[Array, "*b E"],
@@ -252,7 +252,7 @@ class ReferenceOps(Ops):
         k_new: jax.Array | None,
         v_new: jax.Array | None,
         kv_pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
@@ -273,7 +273,7 @@ def _written(
     k_new: jax.Array | None,
     v_new: jax.Array | None,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     call: AttentionCall,
 ) -> jax.Array:
     if k_new is None or v_new is None:

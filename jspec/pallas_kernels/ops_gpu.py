@@ -16,7 +16,7 @@ from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_layer as fused_attention_gpu
 from jspec.pallas_kernels.attention import gpu_shared, one_row_gpu, reference
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu, many_gpu, mixed_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
@@ -49,8 +49,8 @@ WITHOUT_TRITON = range(48, 513)
 class GpuOps(Ops):
     """The Hopper implementation of `Ops`.
 
-    columns: store weights marked `by_columns` column-major. This is fastest for the many tokens of
-    a verification but slower for few (docs/kernels.md), so plain decoding does not set it.
+    columns: store weights marked `column_major` so. This is fastest for the many tokens of a
+    verification but slower for few (docs/kernels.md), so plain decoding does not set it.
     """
 
     interpret: bool = False
@@ -65,7 +65,7 @@ class GpuOps(Ops):
     sharing_least_rows: ClassVar[int] = 16
 
     @property
-    def by_columns(self) -> bool:
+    def column_major(self) -> bool:
         return self.columns
 
     def with_columns(self, columns: bool) -> GpuOps:
@@ -86,7 +86,7 @@ class GpuOps(Ops):
         k_new: jax.Array | None,
         v_new: jax.Array | None,
         kv_pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
@@ -117,7 +117,7 @@ class GpuOps(Ops):
         heads: jax.Array,
         rotation: Rotation,
         kv_pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +152,7 @@ class GpuOps(Ops):
         if self.interpret:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         shape = (x.shape[0], *kernel.shape)
-        how: dict[str, Any] = {"dtype": kernel.dtype, "by_columns": self.columns}
+        how: dict[str, Any] = {"dtype": kernel.dtype, "column_major": self.columns}
         few = None if of_prompts else choose_few_gated(*shape, **how)
         if few is not None:
             return few_gated_product(x, kernel, tuning=few)
@@ -180,7 +180,7 @@ class GpuOps(Ops):
             x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
         ).sum()
 
-    def mixture_of_sum(
+    def moe_of_sum(
         self,
         x: jax.Array,
         delta: jax.Array,
@@ -191,7 +191,7 @@ class GpuOps(Ops):
         spec: MoESpec,
     ) -> tuple[jax.Array, Mixed] | None:
         """Use a few launches instead of 20 to 30. Supports the softmax routers only."""
-        if x.ndim != 2 or spec.has_correction or spec.num_experts > MOST_RANKED:
+        if x.ndim != 2 or spec.has_router_bias or spec.num_experts > MOST_RANKED:
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         num_experts, size, inner = sizes_of(params["experts"])
@@ -203,12 +203,12 @@ class GpuOps(Ops):
             is_packed=is_packed(params["experts"]["down"]),
         )
         if few is not None:
-            return few_gpu.mixture_of_sum(x, delta, scale, params, tuning=few, **how)
+            return few_gpu.moe_of_sum(x, delta, scale, params, tuning=few, **how)
         experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
         if many is None:
             return None
         params = {**params, "experts": experts}
-        return many_gpu.mixture_of_sum(x, delta, scale, params, tuning=many, **how)
+        return many_gpu.moe_of_sum(x, delta, scale, params, tuning=many, **how)
 
     def mixed_norm(
         self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float

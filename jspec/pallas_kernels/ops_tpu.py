@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 from jspec.pallas_kernels.compaction import tpu as compaction_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu
@@ -40,7 +40,7 @@ class TpuOps(Ops):
         k_new: jax.Array | None,
         v_new: jax.Array | None,
         kv_pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device import noise
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.filters import threshold
@@ -24,7 +24,7 @@ from jspec.sampling.filters import threshold
 
 def perturb(
     logits: Float[Array, "B N V"],
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     positions: Int[Array, "B N"],
     token_ids: Int[Array, "V"],
@@ -37,7 +37,7 @@ def perturb(
 
 def choose(
     logits: Float[Array, "B N V"],
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     positions: Int[Array, "B N"],
     token_ids: Int[Array, "V"],

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.device import noise
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import without_nan
 
@@ -69,7 +69,11 @@ def _from_ordered(key: jax.Array) -> jax.Array:
 
 
 def threshold(
-    logits: Float[Array, "B N V"], rows: SamplingRows, *, shard: Shard, passes: Passes | None = None
+    logits: Float[Array, "B N V"],
+    rows: SamplingBatch,
+    *,
+    shard: Shard,
+    passes: Passes | None = None,
 ) -> Float[Array, "B N"]:
     """Smallest logit that is kept at each node; -inf for a row that asks for no filter.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.batch import DraftTree
-from jspec.device.state import SamplingRows, Seen
+from jspec.device.state import SamplingBatch, Seen
 
 
 def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:
@@ -35,7 +35,7 @@ def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:
 
 def penalize(
     logits: Float[Array, "B N V"],
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     token_ids: Int[Array, "V"],
     seen: Seen,
@@ -66,7 +66,7 @@ def penalize(
     return jnp.where(too_short[..., None] & is_stop, -jnp.inf, penalized)
 
 
-def bias_of(rows: SamplingRows, *, token_ids: Int[Array, "V"]) -> Float[Array, "B V"]:
+def bias_of(rows: SamplingBatch, *, token_ids: Int[Array, "V"]) -> Float[Array, "B V"]:
     """Return each column's logit_bias; ids outside this vocabulary shard are dropped."""
     num_rows, num_ids = rows.temperature.shape[0], token_ids.shape[0]
     column = rows.logit_bias[..., 0] - token_ids[0]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.errors import InvariantError
-from jspec.messages.features import SAMPLING, StepFeatures
 from jspec.messages.plan import PageGrant, StepKind, StepPlan
+from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blame
 from jspec.scheduler.pages.prefix_sharing import PrefixSharing
-from jspec.scheduler.results import Flight, Lineup
+from jspec.scheduler.results import Flight, StepRows
 from jspec.scheduler.row_table import Ints
 from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, Tenancy
@@ -36,7 +36,7 @@ class DecodePlanner:
         shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
-        self._deferred_tokens = limits.deferred_tokens
+        self._deferred_tokens = limits.max_pending
         self._retract = retract
         self._shapes = shapes
         sharing = limits.sharing
@@ -50,8 +50,8 @@ class DecodePlanner:
         self._table = seats.table
         self._pages = seats.pages
         self._windows = seats.windows
-        self._lineup: Lineup | None = None  # None: to be found out
-        self._num_changes = seats.num_changes  # that the lineup has seen
+        self._lineup: StepRows | None = None  # None: to be found out
+        self._num_changes = seats.num_changes  # that the step_rows has seen
 
     def plan(self, *, step: int) -> Flight | None:
         """The next decode, None if no row can run. Pages are granted and rows retracted by it.
@@ -60,46 +60,46 @@ class DecodePlanner:
         after all of it, and rows that went on without it would share no step with it again.
         """
         running = self._running_rows()
-        lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])
-        if not lineup.rows or self._waits_to_be_read(lineup):
+        step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
+        if not step_rows.rows or self._waits_to_be_read(step_rows):
             return None
-        missing = self._table.pages_missing(lineup.slots, self._limits).tolist()
+        missing = self._table.pages_missing(step_rows.slots, self._limits).tolist()
         if sum(missing) > self._pages.num_free:
             decoding, grants = self._choose_short_of_pages()
-            lineup = Lineup.of(decoding)
+            step_rows = StepRows.of(decoding)
         else:
             grants = []
-            for tenancy, num_pages in zip(lineup.tenancies, missing, strict=True):
+            for tenancy, num_pages in zip(step_rows.tenancies, missing, strict=True):
                 if num_pages or self._limits.windows:
                     grants += self._grant(tenancy, num_pages)
-        if not lineup.rows:
+        if not step_rows.rows:
             return None
-        features, shape = lineup.features, self._limits.spec
-        if not lineup.constraints:  # the programs of grammars are of one shape
-            shape = self._shapes.choose(num_rows=len(lineup.rows), features=features)
+        features, shape = step_rows.features, self._limits.spec
+        if not step_rows.constraints:  # the programs of grammars are of one shape
+            shape = self._shapes.choose(num_rows=len(step_rows.rows), features=features)
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,
             features=features,
-            rows=lineup.rows,
+            rows=step_rows.rows,
             grants=tuple(grants),
-            constraints=lineup.constraints,
+            constraints=step_rows.constraints,
             shape=None if shape == self._limits.spec else shape,
-            owed=self._owed(lineup.slots, shape),
-            shared=self._shared(lineup.slots, features, shape),
+            pending=self._pending(step_rows.slots, shape),
+            shared=self._shared(step_rows.slots, features, shape),
         )
-        return Flight(plan, lineup)
+        return Flight(plan, step_rows)
 
-    def _waits_to_be_read(self, lineup: Lineup) -> bool:
+    def _waits_to_be_read(self, step_rows: StepRows) -> bool:
         """Whether a row that follows a grammar has a step in flight."""
         steps = self._table.steps
         return any(
             constraint is not None and steps[row.slot] > 0
-            for constraint, row in zip(lineup.constraints, lineup.rows, strict=False)
+            for constraint, row in zip(step_rows.constraints, step_rows.rows, strict=False)
         )
 
     def _shared(
-        self, slots: Ints, features: StepFeatures, shape: SpeculativeConfig
+        self, slots: Ints, features: StepOptions, shape: SpeculativeConfig
     ) -> tuple[SharedPrefix, ...]:
         """What rows read together; nothing where that is too little, or no program is told."""
         is_told = shape == self._limits.spec and SAMPLING.covers(features)
@@ -109,20 +109,20 @@ class DecodePlanner:
         self.num_shared_keys += num_keys
         return shared
 
-    def _owed(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
+    def _pending(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
         """What the drafter must be told of before a decode of this shape: all that it was not, if
         it is to draft, or where a plain one would leave more than W tokens waiting."""
         if not self._deferred_tokens:
             return ()
-        owed = self._table.owed[slots]
+        pending = self._table.pending[slots]
         room = self._deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
-        return tuple(owed.tolist()) if owed.max() > room else ()
+        return tuple(pending.tolist()) if pending.max() > room else ()
 
-    def _running_rows(self) -> Lineup:
+    def _running_rows(self) -> StepRows:
         """What runs, oldest first."""
         if self._lineup is None or self._num_changes != self._seats.num_changes:
             self._num_changes = self._seats.num_changes
-            self._lineup = Lineup.of(s.held_tenancy for s in self._seats.running.values())
+            self._lineup = StepRows.of(s.held_tenancy for s in self._seats.running.values())
             if self._sharing is not None:
                 self._sharing.regroup(self._lineup.tenancies)
         return self._lineup

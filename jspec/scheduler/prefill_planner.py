@@ -7,7 +7,7 @@ from jspec.messages.plan import Admission, PageGrant, PrefillChunk, StepKind, St
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.results import Flight, Lineup
+from jspec.scheduler.results import Flight, StepRows
 from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Tenancy
 from jspec.scheduler.waiting import WaitingQueue
@@ -48,17 +48,17 @@ class PrefillPlanner:
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
-        lineup = Lineup.of(self._seats.tenancies[chunk.row] for chunk in chunks)
+        step_rows = StepRows.of(self._seats.tenancies[chunk.row] for chunk in chunks)
         plan = StepPlan(
             step=step,
             kind=StepKind.PREFILL,
-            features=lineup.features,
+            features=step_rows.features,
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
-            constraints=lineup.constraints,
+            constraints=step_rows.constraints,
         )
-        return Flight(plan, lineup)
+        return Flight(plan, step_rows)
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""

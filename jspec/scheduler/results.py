@@ -14,11 +14,11 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import ResultError
-from jspec.messages.features import PLAIN, StepFeatures
 from jspec.messages.grammar import Constraint
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
 from jspec.messages.request import Request
-from jspec.scheduler.outputs.token_history import Origin, Piece, Transcript
+from jspec.messages.step_options import PLAIN, StepOptions
+from jspec.scheduler.outputs.token_history import Origin, Piece, TokenHistory
 from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
@@ -63,7 +63,7 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Lineup:
+class StepRows:
     """Rows of a step, in its order, and what is the same in all of their steps.
 
     features: what they need, all of them together. constraints: each row's, or empty where none
@@ -73,13 +73,13 @@ class Lineup:
     slots: Ints
     tenancies: tuple[Tenancy, ...]
     rows: tuple[RowRef, ...]
-    transcripts: tuple[Transcript, ...]
+    histories: tuple[TokenHistory, ...]
     origins: tuple[Origin, ...]
-    features: StepFeatures
+    features: StepOptions
     constraints: tuple[Constraint | None, ...]
 
     @classmethod
-    def of(cls, tenancies: Iterable[Tenancy]) -> Lineup:
+    def of(cls, tenancies: Iterable[Tenancy]) -> StepRows:
         """Of rows that are admitted."""
         of_all = tuple(tenancies)
         rows = tuple([tenancy.row for tenancy in of_all])
@@ -87,30 +87,30 @@ class Lineup:
             slots=np.array([row.slot for row in rows], np.int64),
             tenancies=of_all,
             rows=rows,
-            transcripts=tuple([tenancy.sequence.transcript for tenancy in of_all]),
+            histories=tuple([tenancy.sequence.history for tenancy in of_all]),
             origins=tuple([tenancy.sequence.origin for tenancy in of_all]),
             features=_features_of(of_all),
             constraints=_constraints_of(of_all),
         )
 
-    def take(self, indices: Ints) -> Lineup:
+    def take(self, indices: Ints) -> StepRows:
         """Some of the rows; itself, if all."""
         if len(indices) == len(self.slots):
             return self
         chosen = indices.tolist()
         tenancies = tuple(map(self.tenancies.__getitem__, chosen))
-        return Lineup(
+        return StepRows(
             slots=self.slots[indices],
             tenancies=tenancies,
             rows=tuple(map(self.rows.__getitem__, chosen)),
-            transcripts=tuple(map(self.transcripts.__getitem__, chosen)),
+            histories=tuple(map(self.histories.__getitem__, chosen)),
             origins=tuple(map(self.origins.__getitem__, chosen)),
             features=_features_of(tenancies) if self.features.members else PLAIN,
             constraints=_constraints_of(tenancies) if self.constraints else (),
         )
 
 
-def _features_of(tenancies: Iterable[Tenancy]) -> StepFeatures:
+def _features_of(tenancies: Iterable[Tenancy]) -> StepOptions:
     """What a step of these rows needs."""
     return PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
 
@@ -126,15 +126,15 @@ class Flight:
     """A step in flight, and whose rows it has."""
 
     plan: StepPlan
-    lineup: Lineup
+    step_rows: StepRows
 
     @property
     def slots(self) -> Ints:
-        return self.lineup.slots
+        return self.step_rows.slots
 
     @property
     def tenancies(self) -> tuple[Tenancy, ...]:
-        return self.lineup.tenancies
+        return self.step_rows.tenancies
 
 
 class RoundReader:
@@ -184,16 +184,16 @@ class RoundReader:
     def _read_whole(self, flight: Flight, of_round: RoundResult, rows: Ints) -> list[Piece]:
         """Rows of a verification that go on with all that it emitted."""
         counts, ids = of_round.num_emitted[rows], of_round.ids[rows]
-        lineup = flight.lineup.take(rows)
-        self._table.extend(lineup.slots, counts, ids)
+        step_rows = flight.step_rows.take(rows)
+        self._table.extend(step_rows.slots, counts, ids)
         self._totals.num_emitted += int(counts.sum())
         num_proposed = _num_proposed(flight.plan)
         self._totals.tally.add_whole(np.bincount(counts).tolist(), num_proposed=num_proposed)
         return Piece.of_whole_rows(
-            lineup.transcripts,
+            step_rows.histories,
             ids.tolist(),
             counts.tolist(),
-            lineup.origins,
+            step_rows.origins,
             num_proposed=num_proposed,
         )
 

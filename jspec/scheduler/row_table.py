@@ -30,8 +30,8 @@ class RowTable:
     """Columns of one engine; `seat` begins a row, and nothing has to be done when it ends.
 
     left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
-    steps, rounds: in flight. ahead: tokens that those rounds can emit. owed: tokens of which plain
-    rounds did not tell its drafter, those in flight included.
+    steps, rounds: in flight. ahead: tokens that those rounds can emit. pending: tokens that plain
+    rounds have not given to its drafter, including those in flight.
     decodes: its final chunk is dispatched and it has not ended.
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
     is_watched: and these must be shown to its StopWatch.
@@ -45,7 +45,7 @@ class RowTable:
     emitted: Ints
     pages: Ints
     unread: Ints  # [slots, 3]
-    owed: Ints
+    pending: Ints
     decodes: Bools
     ended: Bools
     is_plain: Bools
@@ -66,7 +66,7 @@ class RowTable:
         rows = limits.num_slots + 1
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
-        counts = ("left", "last", "fill", "emitted", "pages", "owed")
+        counts = ("left", "last", "fill", "emitted", "pages", "pending")
         flags = ("decodes", "ended", "is_plain", "is_watched", "drafts")
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
@@ -93,7 +93,7 @@ class RowTable:
         its steps count as plain ones (not drafts)."""
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
-        self.emitted[slot] = self.pages[slot] = self.owed[slot] = 0
+        self.emitted[slot] = self.pages[slot] = self.pending[slot] = 0
         self.unread[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
         self.is_plain[slot] = not is_cut and len(stop_ids) <= MAX_STOP_IDS

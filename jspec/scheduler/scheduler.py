@@ -50,7 +50,7 @@ class Scheduler:
         shapes: ShapeChooser | None = None,
     ) -> None:
         self._limits = limits
-        self._deferred_tokens = limits.deferred_tokens
+        self._deferred_tokens = limits.max_pending
         self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
         self._epochs = [0] * (limits.num_slots + 1)
@@ -259,10 +259,10 @@ class Scheduler:
                 table.decodes[chunk.row.slot] = chunk.is_final
         rounds, tokens = plan.decode_rounds(self._limits)
         table.dispatched(slots, rounds=rounds, tokens=tokens)
-        if plan.owed:
-            table.owed[slots] = 0
+        if plan.pending:
+            table.pending[slots] = 0
         if self._deferred_tokens and plan.spec(self._limits).is_plain:
-            table.owed[slots] += rounds
+            table.pending[slots] += rounds
         self._num_steps = plan.step
         self._in_flight.append(flight)
 
@@ -345,7 +345,7 @@ class Scheduler:
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
             if piece.finish is not None:  # it has ended for its reader
-                self._sequences.pop(piece.transcript.request_id, None)
+                self._sequences.pop(piece.history.request_id, None)
         suspects, is_sure = self._suspects(error)
         leads_on = bool(suspects or pieces)
         if self._is_stuck and not leads_on:

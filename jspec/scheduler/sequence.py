@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 
 from jspec.config.limits import SpeculativeConfig
 from jspec.errors import InvariantError
-from jspec.messages.features import StepFeatures
 from jspec.messages.grammar import Constraint
 from jspec.messages.plan import Admission, RowRef
 from jspec.messages.protocols import StopWatch, TextCut, TextStream
 from jspec.messages.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
+from jspec.messages.step_options import StepOptions
 from jspec.scheduler.outputs.cut import Cut, first_stop
 from jspec.scheduler.outputs.draft_trees import constraint_of, tree_after
 from jspec.scheduler.outputs.hidden import SequenceHidden
 from jspec.scheduler.outputs.logprobs import SequenceLogprobs
-from jspec.scheduler.outputs.token_history import Origin, Piece, Transcript
+from jspec.scheduler.outputs.token_history import Origin, Piece, TokenHistory
 from jspec.scheduler.pages import budget
 from jspec.scheduler.pages.cached_page import CachedPage
 from jspec.scheduler.row_table import RowTable
@@ -99,7 +99,7 @@ class Tenancy:
     @property
     def drafted_len(self) -> int:
         """Of known_len, the tokens that the drafter has been told of as well."""
-        told = self.known_len - int(self.table.owed[self.row.slot])
+        told = self.known_len - int(self.table.pending[self.row.slot])
         return max(told, min(self.known_len, len(self.fill_ids)))
 
     @property
@@ -169,7 +169,7 @@ class Sequence:
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
     to what the engine can hold. text_stream: what may end it by its text, None where nothing can.
     watch: the same if that needs no text, else None: its reader makes the text where there is a
-    watch, or no text_stream. transcript: its reader's. former_ids: emitted before the present
+    watch, or no text_stream. history: its reader's. former_ids: emitted before the present
     tenancy. features: what its steps must have, asked for at every plan.
     num_losses: times that it ran when the runner failed, or an invariant.
     cached_tokens: of the prompt, found in the prefix cache when the weights that answer first
@@ -182,7 +182,7 @@ class Sequence:
     arrival: int
     max_new_tokens: int
     text_stream: TextStream | StopWatch | None
-    transcript: Transcript
+    history: TokenHistory
     watch: StopWatch | None = None
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
@@ -191,7 +191,7 @@ class Sequence:
     num_losses: int = 0
     cached_tokens: int | None = None
     weight_version: str = DEFAULT_VERSION
-    features: StepFeatures = field(init=False)
+    features: StepOptions = field(init=False)
     constraint: Constraint | None = field(init=False)
     logprobs: SequenceLogprobs = field(init=False)
     hidden: SequenceHidden = field(init=False)
@@ -222,7 +222,7 @@ class Sequence:
             arrival=arrival,
             max_new_tokens=max_new_tokens,
             text_stream=(watch or stream) if cuts else None,
-            transcript=Transcript(request, spec, stream=stream if watch or not cuts else None),
+            history=TokenHistory(request, spec, stream=stream if watch or not cuts else None),
             watch=watch,
         )
 
@@ -372,7 +372,7 @@ class Sequence:
         """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
         verification, if it was one. ids: the round's, before the cut."""
         return Piece(
-            self.transcript,
+            self.history,
             cut.ids,
             num_emitted,
             self.origin,

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.engine.gc_control import settle_heap
+from jspec.engine.gc_control import freeze_heap
 from jspec.engine.interrupts import interruptible
 from jspec.engine.programs.compilation import Progress
 from jspec.errors import ConfigError, JspecError
@@ -233,7 +233,7 @@ def serve(settings: Settings) -> None:
                     time.monotonic() - started,
                 ),
             )
-            settle_heap()
+            freeze_heap()
         server.run(sockets=[bound])
         LOGGER.info("stopped")
 

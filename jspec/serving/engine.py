@@ -34,9 +34,9 @@ from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, EngineClosedError, RequestError
-from jspec.messages.features import PLAIN, Feature, StepFeatures
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 from jspec.models.files.checkpoint import load_sampling_defaults
 from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
@@ -278,7 +278,7 @@ class Engine(EngineCalls):
             self._runner.ensure(programs_on_demand(self._limits, asked))
         except BuildError:  # which must not stand in the way of the other kind
             with self._asking:
-                self._asked = StepFeatures(self._asked.members - new)
+                self._asked = StepOptions(self._asked.members - new)
             raise
         return made
 
@@ -377,7 +377,7 @@ class Engine(EngineCalls):
 
 def _asks_more(sampling: SamplingParams) -> bool:
     """Whether it needs programs that are made on demand."""
-    return bool(set(sampling.features) & {Feature.HIDDEN, Feature.GRAMMAR})
+    return bool(set(sampling.features) & {StepOption.HIDDEN, StepOption.GRAMMAR})
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:

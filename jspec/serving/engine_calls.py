@@ -25,7 +25,7 @@ from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.gathering import each_of, run_all
 from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop_thread import EngineStream
-from jspec.serving.queue_room import Room, Submit
+from jspec.serving.queue_room import QueueRoom, Submit
 from jspec.text.intake import Ids, Intake, LogprobOptions, Params, PromptSource, in_list
 from jspec.text.scoring import ScoreCall, label_names, watched_of
 from jspec.text.tokenizer.encoding import encoded
@@ -130,7 +130,7 @@ class EngineCalls(LiveWeights, ABC):
         A sequence has one event unread at most, so a slow reader gets fewer, longer ones.
         """
         events: asyncio.Queue[tuple[dict[str, Any], asyncio.Event] | None] = asyncio.Queue()
-        submit = Room(self.submit).submit
+        submit = QueueRoom(self.submit).submit
 
         async def pump(numbered: tuple[int, Request]) -> None:
             index, request = numbered
@@ -193,7 +193,7 @@ class EngineCalls(LiveWeights, ABC):
         if not return_exceptions and num_sequences > 1:  # one is checked as it is queued
             await self._check_all(calls)
         most = min(bound, num_sequences)
-        submit = Room(self.submit).submit if is_list else self.submit
+        submit = QueueRoom(self.submit).submit if is_list else self.submit
         with nullcontext() if screen is None else closing(screen):
             await run_all(self._requests_of(calls, left), run, most=most)
         return [[by_choice[i] for i in sorted(by_choice)] for by_choice in found]

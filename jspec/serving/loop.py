@@ -43,7 +43,7 @@ from jspec.serving.runner_calls import RunnerCalls
 from jspec.serving.trace import BusyClock
 from jspec.serving.trace import TraceEvent as TraceEvent
 from jspec.serving.trace import TraceKind as TraceKind
-from jspec.serving.weight_update_gate import Visit, Visits
+from jspec.serving.weight_update_gate import Visit, WeightUpdateGate
 
 LOGGER = logging.getLogger("jspec.scheduler")
 
@@ -81,7 +81,7 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_paused = False
-        self._visits = Visits()
+        self._visits = WeightUpdateGate()
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
@@ -178,8 +178,10 @@ class EngineLoop:
         self._wake.set()
 
     async def between_steps(self, visit: Visit) -> None:
-        """Awaits `visit` once no step is in flight; none is planned before it ends (Visits.ask).
-        Raises its error, or EngineClosedError if the engine ends first."""
+        """Await `visit` while no step is in flight; no step is planned before it ends.
+
+        Raises its error, or EngineClosedError if the engine ends first.
+        """
         if self._is_closing:
             raise self._closed_error("nothing runs between its steps")
         ended = self._visits.ask(visit)

@@ -13,7 +13,7 @@ Submit = Callable[[Sequence[Request]], Awaitable[tuple[EngineStream, ...]]]
 POLL_SECONDS = 0.02
 
 
-class Room:
+class QueueRoom:
     """Who submits to a queue that is full waits, and the others behind it: one asks at a time.
     Belongs to one event loop. No time limit of the queue counts while it waits, and whoever does
     not wait may come before it."""

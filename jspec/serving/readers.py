@@ -60,7 +60,7 @@ class Readers:
         readers: list[Waiting | None] = []
         slow: list[str] = []
         for piece in pieces:
-            name = piece.transcript.request_id
+            name = piece.history.request_id
             is_last = piece.finish is not None
             mailbox = self._mailboxes.pop(name) if is_last else self._mailboxes[name]
             readers.append(mailbox.put(piece))

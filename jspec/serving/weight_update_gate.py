@@ -13,8 +13,8 @@ OnEngineThread = Callable[[Callable[[], None]], Awaitable[None]]
 Visit = Callable[[OnEngineThread], Awaitable[None]]
 
 
-class Visits:
-    """Visits in the order in which they were asked for. Belongs to one event loop."""
+class WeightUpdateGate:
+    """WeightUpdateGate in the order in which they were asked for. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Visit, asyncio.Future[None]]] = deque()

@@ -132,7 +132,7 @@ class MoESpec:
     is_packed: bool = False
 
     @property
-    def has_correction(self) -> bool:
+    def has_router_bias(self) -> bool:
         """True if a router bias takes part in the choice of experts but not in their weights."""
         return self.routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED)
 
@@ -156,7 +156,7 @@ class LayerSpec:
     eps: float = 1e-5
 
     @property
-    def is_mixture_packed(self) -> bool:
+    def is_moe_packed(self) -> bool:
         return isinstance(self.ffn, MoESpec) and self.ffn.is_packed
 
 

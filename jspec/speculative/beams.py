@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.spec import indexing
-from jspec.speculative.drafter import RowsInStep
+from jspec.speculative.drafter import StepBatch
 from jspec.speculative.target import KVPool
 from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits
 
@@ -60,7 +60,7 @@ class LevelOne:
 class BeamRows:
     """The K queries per row of one draft forward, and the token positions of their children."""
 
-    rows: AttentionRows
+    rows: AttentionMetadata
     positions: jax.Array  # i32[B, K]
     ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far], including each beam's own
 
@@ -97,7 +97,7 @@ def first_level(
 def grow_tree(
     first: LevelOne,
     caches: KVPool,
-    rows: RowsInStep,
+    rows: StepBatch,
     forward: ForwardBeams,
     *,
     spec: SpeculativeConfig,
@@ -140,7 +140,7 @@ def _with_itself(ancestors: jax.Array) -> jax.Array:
 
 
 def _rows_of_beams(
-    rows: RowsInStep, ancestors: jax.Array, *, depth: int, layout: BeamLayout
+    rows: StepBatch, ancestors: jax.Array, *, depth: int, layout: BeamLayout
 ) -> BeamRows:
     """Return the K queries of the beams at `depth` and the positions of their children.
 
@@ -152,7 +152,7 @@ def _rows_of_beams(
     tail_depth = 1 + jnp.arange(width, dtype=jnp.int32) // topk
     is_chain = topk == 1
     row = indexing.beam_row(depth, topk=topk, rows_before=layout.rows_before)
-    attention_rows = AttentionRows(
+    attention_rows = AttentionMetadata(
         page_table=rows.page_table,
         window_tables=rows.window_tables,
         prefix_lens=indexing.scratch_slot(rows.seq_lens, row),

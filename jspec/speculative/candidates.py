@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.sample.rank import finite
@@ -35,7 +35,7 @@ class Ranking:
 def rank_candidates(
     logits: Float[Array, "B R U"],
     token_ids: Int[Array, "U"],
-    sampling: SamplingRows,
+    sampling: SamplingBatch,
     *,
     positions: Int[Array, "B R"],
     ranking: Ranking,

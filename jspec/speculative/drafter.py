@@ -24,9 +24,9 @@ from jspec.config.drafting import Drafting
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, SharedPrefixes, Verified
 from jspec.device.pytree import pytree, static
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionRows, QueryIndex, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, QueryIndex, index_queries
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.target import KVPool, Params
@@ -34,13 +34,13 @@ from jspec.speculative.tree import root_only
 
 
 @pytree
-class RowsInStep:
+class StepBatch:
     """The rows of a decode step, gathered from the state: all that propose may read."""
 
     root_ids: jax.Array  # i32[B]
     seq_lens: jax.Array  # i32[B], L
     page_table: jax.Array  # i32[B, P], of the full space
-    sampling: SamplingRows
+    sampling: SamplingBatch
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # i32[B, P] each
     shared: SharedPrefixes | None = None  # prefixes that several rows share
 
@@ -68,10 +68,10 @@ class Emitted:
     token_ids: jax.Array  # i32[T]
     features: Features  # [T, .], the target's features at these tokens
     next_ids: jax.Array  # i32[R]
-    rows: AttentionRows  # positions and pages of the tokens
+    rows: AttentionMetadata  # positions and pages of the tokens
     last: jax.Array  # i32[R]
     is_first: jax.Array  # bool[R], first call for this row's request: reset its state
-    sampling: SamplingRows  # [R]
+    sampling: SamplingBatch  # [R]
     queries_per_row: int | None = static()  # None: packed chunks; else T = R * queries_per_row
     is_chain: bool = static(default=False)  # a verified chain: draft KV is in its final slots
 
@@ -108,7 +108,7 @@ class TokenRows:
     """Tokens at their own positions, for drafters that are language models; laid out as Emitted."""
 
     token_ids: jax.Array  # i32[T]
-    rows: AttentionRows
+    rows: AttentionMetadata
     last: jax.Array  # i32[R], index in T of each row's last token
     queries_per_row: int | None = static()
 
@@ -143,7 +143,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
     positions = indexing.emitted_position(of_row(emitted.rows.prefix_lens), index.within)
     return TokenRows(
         token_ids=jnp.where(is_next, of_row(emitted.next_ids), own),
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=emitted.rows.page_table,
             window_tables=emitted.rows.window_tables,
             prefix_lens=emitted.rows.prefix_lens,
@@ -172,7 +172,7 @@ def last_two(emitted: Emitted) -> TokenRows:
     every_row = jnp.arange(num_rows + 1, dtype=jnp.int32)
     return TokenRows(
         token_ids=jnp.stack((own, emitted.next_ids), axis=1).reshape(-1),
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=emitted.rows.page_table,
             window_tables=emitted.rows.window_tables,
             prefix_lens=start,
@@ -184,7 +184,7 @@ def last_two(emitted: Emitted) -> TokenRows:
     )
 
 
-def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) -> Emitted:
+def emitted_by(verified: Verified, rows: StepBatch, *, is_chain: bool = False) -> Emitted:
     """Return what a verification emitted: M tokens per row, padding after num_accepted."""
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
@@ -195,7 +195,7 @@ def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) 
         token_ids=tokens.reshape(-1),
         features=jax.tree.map(lambda x: x.reshape(batch * most, -1), verified.features),
         next_ids=verified.bonus_ids,
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=rows.page_table,
             window_tables=rows.window_tables,
             prefix_lens=rows.seq_lens,
@@ -255,7 +255,7 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, params: Params, caches: KVPool, state: Any, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: Any, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         """Draft a tree of N nodes per row. state: the rows' entries, gathered by slot."""
         ...
@@ -296,7 +296,7 @@ class NoDrafter:
         return self
 
     def propose(
-        self, params: Params, caches: KVPool, state: tuple[()], rows: RowsInStep
+        self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         del params, state
         return caches, root_only(rows.root_ids)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.batch import Verified
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.messages.request import MAX_TOP_LOGPROBS
 from jspec.pallas_kernels.attention.rows import QueryIndex
 from jspec.sampling.logprobs import Logprobs, logprobs_of
@@ -27,7 +27,7 @@ def emitted_logprobs(
     target: Target,
     logits: Float[Array, "B N V"],
     verified: Verified,
-    sampling: SamplingRows,
+    sampling: SamplingBatch,
 ) -> dict[str, jax.Array]:
     """Return the fields of `output_columns`, [B, M, .], for the emitted ids.
 
@@ -45,7 +45,7 @@ def emitted_logprobs(
 
 
 def root_logprobs(
-    target: Target, logits: Float[Array, "R 1 V"], roots: Int[Array, "R"], sampling: SamplingRows
+    target: Target, logits: Float[Array, "R 1 V"], roots: Int[Array, "R"], sampling: SamplingBatch
 ) -> dict[str, jax.Array]:
     """Return the same fields, [R, 1, .], for the token sampled at the end of each chunk."""
     found = _reduced(target, logits[:, 0], roots, sampling.logprob_ids)
@@ -57,7 +57,7 @@ def prompt_logprobs(
     params: Params,
     hidden: Float[Array, "T E"],
     following: Int[Array, "T"],
-    sampling: SamplingRows,
+    sampling: SamplingBatch,
     *,
     index: QueryIndex,
     positions: Int[Array, "T"],

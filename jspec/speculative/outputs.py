@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import PrefillBatch, Scored, Verified, pack_output
-from jspec.device.state import SamplingRows
-from jspec.messages.features import Feature, StepFeatures
+from jspec.device.state import SamplingBatch
 from jspec.messages.layout import output_columns
+from jspec.messages.step_options import StepOption, StepOptions
 from jspec.pallas_kernels.attention.rows import index_queries
 from jspec.speculative.drafter import Emitted, following_ids
 from jspec.speculative.hidden import hidden_bits, rows_of
@@ -27,15 +27,15 @@ def decode_output(
     verified: Verified,
     *,
     spec: SpeculativeConfig,
-    features: StepFeatures,
-    sampling: SamplingRows,
+    features: StepOptions,
+    sampling: SamplingBatch,
 ) -> Int[Array, "B M1"]:
     """Pack a verification's results: i32[B, 1 + M], or wider."""
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
-    if Feature.LOGPROBS in features:
+    if StepOption.LOGPROBS in features:
         output |= emitted_logprobs(target, scored.logits, verified, sampling)
     words = 0
-    if Feature.HIDDEN in features:
+    if StepOption.HIDDEN in features:
         path = verified.features.hidden
         output["hidden"], words = hidden_bits(path), rows_of(path).words
     return pack_output(output_columns(spec.max_emitted, features, hidden_words=words), output)
@@ -47,7 +47,7 @@ def prefill_output(
     batch: PrefillBatch,
     emitted: Emitted,
     *,
-    features: StepFeatures,
+    features: StepOptions,
     roots: Int[Array, "R"],
     logits: Float[Array, "R 1 V"],
     hidden: Float[Array, "_ E"],
@@ -59,15 +59,15 @@ def prefill_output(
     the packed tokens. logits: of each chunk's last token. hidden: of all tokens if such options are
     compiled in.
     """
-    says = {Feature.LOGPROBS, Feature.HIDDEN}.intersection(features)
+    says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(features)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
-    words = rows_of(hidden).words if Feature.HIDDEN in says else 0
+    words = rows_of(hidden).words if StepOption.HIDDEN in says else 0
     columns = output_columns(1, features, hidden_words=words)
     if not says:
         return pack_output(columns, of_roots)
     none = jnp.zeros(batch.token_ids.shape, jnp.int32)
     of_prompts = {"num_emitted": none, "emitted_ids": none[:, None]}
-    if Feature.LOGPROBS in says:
+    if StepOption.LOGPROBS in says:
         of_roots |= root_logprobs(target, logits, roots, emitted.sampling)
         of_prompts |= prompt_logprobs(
             target,
@@ -79,7 +79,7 @@ def prefill_output(
             positions=emitted.rows.q_positions,
             prompt_lens=prompt_lens,
         )
-    if Feature.HIDDEN in says:
+    if StepOption.HIDDEN in says:
         final = jnp.take(hidden, emitted.last, axis=0, mode="clip")
         of_roots["hidden"] = hidden_bits(final)[:, None]
         of_prompts["hidden"] = hidden_bits(hidden)[:, None]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from jspec.device.batch import Features, RecallBatch
 from jspec.device.state import EngineState, empty_seen, put_rows, take_rows
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
 from jspec.sampling.penalties import see_filled
 from jspec.speculative.drafter import Emitted
 from jspec.speculative.step import StepProgram
@@ -50,7 +50,7 @@ def recall_step(
             token_ids=batch.token_ids,
             features=Features(hidden=none, aux_hidden=none),
             next_ids=batch.next_ids,
-            rows=AttentionRows(
+            rows=AttentionMetadata(
                 page_table=take_rows(rows.page_table, batch.slots),
                 prefix_lens=batch.starts,
                 cu_q_lens=batch.cu_q_lens,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows, Seen
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.device.state import SamplingBatch, Seen
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.logprobs import logprobs_of
@@ -31,7 +31,7 @@ class TextChunk:
     start: jax.Array  # i32[1]
     num_tokens: jax.Array  # i32[1]
     prompt_len: jax.Array  # i32[1]
-    sampling: SamplingRows  # [1]
+    sampling: SamplingBatch  # [1]
 
 
 @pytree
@@ -61,7 +61,7 @@ def rescore_chunk(
     """
     size = chunk.token_ids.shape[0]
     positions = chunk.start + jnp.arange(size, dtype=jnp.int32)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=1 + jnp.arange(num_pages, dtype=jnp.int32)[None],
         prefix_lens=chunk.start,
         cu_q_lens=jnp.concatenate((jnp.zeros((1,), jnp.int32), chunk.num_tokens)),

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jspec.device.batch import PrefillBatch
-from jspec.device.state import EngineState, SamplingRows, Seen
-from jspec.messages.features import Feature, StepFeatures
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.device.state import EngineState, SamplingBatch, Seen
+from jspec.messages.step_options import StepOption, StepOptions
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
@@ -21,7 +21,7 @@ def see_chunks(
     target: Target,
     state: EngineState,
     batch: PrefillBatch,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     prompt_lens: jax.Array,
 ) -> Seen:
@@ -42,17 +42,17 @@ def see_chunks(
 def sample_roots(
     target: Target,
     logits: jax.Array,
-    sampling: SamplingRows,
+    sampling: SamplingBatch,
     *,
     seen: Seen,
     prompt_lens: jax.Array,
     ends: jax.Array,
-    features: StepFeatures,
+    features: StepOptions,
     allowed: jax.Array | None,
 ) -> jax.Array:
     """Return the token after each chunk, i32[R]: at position `ends`, with that position's noise."""
     token_ids, raw = target.token_ids(), logits
-    if Feature.PENALTIES in features:
+    if StepOption.PENALTIES in features:
         logits = penalize(
             logits,
             sampling,
@@ -69,7 +69,7 @@ def sample_roots(
         sampling,
         positions=ends[:, None],
         token_ids=token_ids,
-        filtered=Feature.FILTERS in features,
+        filtered=StepOption.FILTERS in features,
         shard=target.shard,
         ops=Ops(),
     )

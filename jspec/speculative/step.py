@@ -32,13 +32,13 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
 from jspec.device.state import EngineState, put_rows, take_rows
 from jspec.errors import ConfigError
-from jspec.messages.features import PLAIN, Feature, StepFeatures
+from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.penalties import count_emitted
-from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, RowsInStep, emitted_by
-from jspec.speculative.drafters.deferred import defer
+from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, StepBatch, emitted_by
+from jspec.speculative.drafters.pending import defer
 from jspec.speculative.hidden import without_hidden
 from jspec.speculative.outputs import decode_output, prefill_output
 from jspec.speculative.roots import sample_roots, see_chunks
@@ -46,7 +46,7 @@ from jspec.speculative.state_rows import admit, advance_rows, grant_pages, start
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.verify import choose_at_nodes, features_of, score, settle
 
-READ_ALL = frozenset({Feature.LOGPROBS, Feature.HIDDEN})  # need all hidden states
+READ_ALL = frozenset({StepOption.LOGPROBS, StepOption.HIDDEN})  # need all hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StepProgram:
     target: Target
     drafter: Drafter
     spec: SpeculativeConfig  # plain, or at most the shape that the drafter keeps its state for
-    features: StepFeatures = PLAIN  # options compiled in
+    features: StepOptions = PLAIN  # options compiled in
 
     @property
     def ops(self) -> Ops:
@@ -117,7 +117,7 @@ def score_tree(
 ) -> tuple[EngineState, Scored]:
     """Run the target over all nodes; their KV is written to the slots after L."""
     needs = program.drafter.needs
-    if Feature.HIDDEN in program.features:
+    if StepOption.HIDDEN in program.features:
         needs = dataclasses.replace(needs, hidden=True)
     kv, logits, features = score(
         program.target,
@@ -151,8 +151,10 @@ def settle_tree(
         rows,
         spec=spec,
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
-        filtered=Feature.FILTERS in program.features,
-        seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
+        filtered=StepOption.FILTERS in program.features,
+        seen=take_rows(state.rows.seen, slots)
+        if StepOption.PENALTIES in program.features
+        else None,
         allowed=allowed,
     )
     kv, verified = settle(
@@ -167,7 +169,7 @@ def settle_tree(
     )
     told = verified if program.drafter.needs.hidden else without_hidden(verified)
     if program.is_deferring:
-        state = dataclasses.replace(state, deferred=defer(state.deferred, slots, told, rows))
+        state = dataclasses.replace(state, pending=defer(state.pending, slots, told, rows))
     else:
         emitted = emitted_by(told, rows, is_chain=spec.topk == 1)
         state = _tell_drafter(program, params, state, slots, emitted)
@@ -176,7 +178,7 @@ def settle_tree(
         slots,
         verified,
         seq_lens=rows.seq_lens,
-        counted_from=target.token_ids()[0] if Feature.PENALTIES in program.features else None,
+        counted_from=target.token_ids()[0] if StepOption.PENALTIES in program.features else None,
     )
     output = decode_output(
         target,
@@ -203,8 +205,8 @@ def _tell_drafter(
 
 def _rows_in_step(
     state: EngineState, slots: Int[Array, "B"], shared: SharedPrefixes | None = None
-) -> RowsInStep:
-    return RowsInStep(
+) -> StepBatch:
+    return StepBatch(
         shared=shared,
         root_ids=take_rows(state.rows.root_ids, slots),
         seq_lens=take_rows(state.rows.seq_lens, slots),
@@ -298,7 +300,7 @@ def _score_chunks(
     params: dict[str, Params],
     state: EngineState,
     batch: PrefillBatch,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     last: Int[Array, "R"],
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
     """Return KV, hidden states (only the last per row if no others are read), aux, last hidden."""
@@ -315,11 +317,11 @@ def _score_chunks(
     return kv, hidden, aux, final
 
 
-def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:
+def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionMetadata]:
     """Return the end of each chunk, i32[R], and its attention metadata."""
     ends = batch.starts + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
-    return ends, AttentionRows(
+    return ends, AttentionMetadata(
         page_table=take_rows(state.rows.page_table, batch.slots),
         window_tables=take_rows(state.rows.window_tables, batch.slots),
         prefix_lens=batch.starts,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 
@@ -55,7 +55,7 @@ class Target(Protocol):
         params: Params,
         token_ids: Int[Array, "T"],
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,

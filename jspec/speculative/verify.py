@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.config.limits import SpeculativeConfig
 from jspec.device import noise
 from jspec.device.batch import DraftTree, Features, Verified
-from jspec.device.state import SamplingRows, Seen
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.device.state import SamplingBatch, Seen
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
@@ -28,7 +28,7 @@ from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, windows_of_layers
-from jspec.speculative.drafter import Needs, RowsInStep
+from jspec.speculative.drafter import Needs, StepBatch
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.tree import ancestors, pack_bits
 
@@ -38,7 +38,7 @@ def score(
     params: Params,
     kv: KVPool,
     tree: DraftTree,
-    rows: RowsInStep,
+    rows: StepBatch,
     *,
     needs: Needs,
     spec: SpeculativeConfig,
@@ -48,7 +48,7 @@ def score(
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
-    attention_rows = AttentionRows(
+    attention_rows = AttentionMetadata(
         page_table=rows.page_table,
         window_tables=rows.window_tables,
         prefix_lens=rows.seq_lens,
@@ -82,7 +82,7 @@ def choose_at_nodes(
     target: Target,
     logits: Float[Array, "B N V"],
     tree: DraftTree,
-    rows: RowsInStep,
+    rows: StepBatch,
     *,
     spec: SpeculativeConfig,
     prompt_lens: Int[Array, "B"],
@@ -126,7 +126,7 @@ def settle(
     target_ids: Int[Array, "B N"],
     features: Features,
     kv: KVPool,
-    rows: RowsInStep,
+    rows: StepBatch,
     *,
     spec: SpeculativeConfig,
     ops: Ops,
@@ -164,7 +164,7 @@ def settle(
 
 def _commit(
     kv: KVPool,
-    rows: RowsInStep,
+    rows: StepBatch,
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
     *,
@@ -185,7 +185,7 @@ def _commit(
     return tuple(pools)
 
 
-def simulated_drafts(rows: RowsInStep, *, mean_emitted: float) -> Int[Array, "B"]:
+def simulated_drafts(rows: StepBatch, *, mean_emitted: float) -> Int[Array, "B"]:
     """Return the number of drafts to accept per row, so that rows emit `mean_emitted` on average.
 
     A fraction is rounded up with that probability, by a hash of the row's seed and L.
@@ -224,6 +224,6 @@ def forced_path(
     return jnp.stack(path, axis=1)
 
 
-def no_tree(rows: SamplingRows) -> Int[Array, "B 1 0"]:
+def no_tree(rows: SamplingBatch) -> Int[Array, "B 1 0"]:
     """Return the empty path before a prefill's only node."""
     return jnp.zeros((rows.temperature.shape[0], 1, 0), jnp.int32)

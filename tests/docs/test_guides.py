@@ -19,8 +19,8 @@ from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import ConfigError
-from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import load_model_spec, save_target
 from jspec.models.placement import init_params
 from jspec.models.registry import FAMILIES, family_named, table_of
@@ -82,7 +82,7 @@ def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.kind is StepKind.PREFILL or key.features == StepFeatures()
+            if key.kind is StepKind.PREFILL or key.features == StepOptions()
         ),
     )
     return Compiled(limits=limits, program=program, params=models.params, executables=executables)

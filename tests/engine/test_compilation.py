@@ -16,8 +16,8 @@ from jspec.device import sharding
 from jspec.engine.programs import compilation
 from jspec.engine.programs.compilation import ProgramShape, compiler_options
 from jspec.engine.programs.program_keys import ProgramKey, program_keys
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import NoDrafter

@@ -19,8 +19,8 @@ from jspec.engine.memory.memory_report import (
 )
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.errors import ConfigError
-from jspec.messages.features import ALL, PLAIN
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import ALL, PLAIN
 from tests.engine.test_device_memory import Card
 
 GIB = 1 << 30

@@ -38,9 +38,9 @@ def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: boo
     make = partial(dummy_params, tables, mesh=mesh, vocab_size=CONFIG.vocab_size, dtype=jnp.float32)
     plain = make()
     if made:
-        turned = make(by_columns=True)
+        turned = make(column_major=True)
     else:
-        turned = place(mesh, tables, jax.tree.map(np.asarray, plain), by_columns=True)
+        turned = place(mesh, tables, jax.tree.map(np.asarray, plain), column_major=True)
     jax.tree.map(np.testing.assert_array_equal, turned, plain)
     jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0, turned, plain
@@ -55,7 +55,7 @@ class TurnedOps(Ops):
     """XLA's programs over weights that lie by columns."""
 
     @property
-    def by_columns(self) -> bool:
+    def column_major(self) -> bool:
         return True
 
 
@@ -73,7 +73,7 @@ def test_a_step_reads_them_where_they_lie() -> None:
         state = fresh_state(program)
         turned = dataclasses.replace(program, target=dataclasses.replace(program.target, ops=ops))
         params = place(
-            mesh, program.tables, {"target": weights, "draft": {}}, by_columns=ops.by_columns
+            mesh, program.tables, {"target": weights, "draft": {}}, column_major=ops.column_major
         )
         step = lower(shape, turned, mesh=mesh, params=params, state=state).compile()
         taken = orders(params)

@@ -41,8 +41,8 @@ from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner, init_state
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.messages.features import ALL, PLAIN
 from jspec.messages.plan import RowRef, StepKind, StepPlan
+from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.placement import abstract_params
 from jspec.models.registry import family_named

@@ -28,8 +28,8 @@ from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.layers.linear import Shard
-from jspec.messages.features import ALL, PLAIN
 from jspec.messages.plan import StepKind
+from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import NoDrafter

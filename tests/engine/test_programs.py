@@ -32,13 +32,13 @@ from jspec.engine.programs.program_keys import (
 )
 from jspec.engine.resolving import prefill_buckets
 from jspec.errors import InvariantError
-from jspec.messages.features import ALL, PLAIN, Feature, StepFeatures
 from jspec.messages.plan import RowRef, StepKind, StepPlan
+from jspec.messages.step_options import ALL, PLAIN, StepOption, StepOptions
 
-FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
-PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))
+FILTERS = StepOptions(frozenset({StepOption.FILTERS}))
+PENALTIES = StepOptions(frozenset({StepOption.PENALTIES}))
 SUBSETS = [
-    StepFeatures(frozenset(members))
+    StepOptions(frozenset(members))
     for n in range(len(ALL) + 1)
     for members in itertools.combinations(ALL, n)
 ]
@@ -48,7 +48,7 @@ SHAPES = st.sampled_from([None, None, SpeculativeConfig.plain(), SMALL])
 KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS), SHAPES)
 
 
-def decode(bucket: int, features: StepFeatures) -> ProgramKey:
+def decode(bucket: int, features: StepOptions) -> ProgramKey:
     return ProgramKey(StepKind.DECODE, bucket, features)
 
 
@@ -167,7 +167,7 @@ SHARING = dataclasses.replace(
 
 
 def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() -> None:
-    told = [str(key) for key in program_keys(SHARING) if Feature.SHARED in key.features]
+    told = [str(key) for key in program_keys(SHARING) if StepOption.SHARED in key.features]
     assert told == [
         *(f"decode B={size} shared prefixes" for size in (48, 32, 16)),
         *(f"decode B={size} filters+penalties+shared prefixes" for size in (48, 32, 16)),
@@ -179,7 +179,7 @@ def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() ->
 @pytest.mark.parametrize("rows", [5, 17, 48])
 @pytest.mark.parametrize("features", [PLAIN, FILTERS, ALL])
 def test_a_plan_with_shared_prefixes_runs_where_it_is_told_if_that_pads_no_more(
-    rows: int, features: StepFeatures
+    rows: int, features: StepOptions
 ) -> None:
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
     plan = StepPlan(step=1, kind=StepKind.DECODE, features=features, rows=refs)
@@ -191,10 +191,10 @@ def test_a_plan_with_shared_prefixes_runs_where_it_is_told_if_that_pads_no_more(
     every = program_keys(SHARING)
     without = chosen(plan, every)
     assert without == nearest_program(needed_program(plan), every)
-    assert Feature.SHARED not in without.features
+    assert StepOption.SHARED not in without.features
     told = chosen(shared, every)
     assert told.bucket == without.bucket
-    assert (Feature.SHARED in told.features) == (rows > 8 and features != ALL)
+    assert (StepOption.SHARED in told.features) == (rows > 8 and features != ALL)
     assert told.features.covers(without.features)
     assert chosen(shared, program_keys(H200)) == without  # not made yet
 
@@ -221,7 +221,7 @@ def test_ready_programs_find_the_nearest_after_every_addition(
 
 @pytest.mark.parametrize("one", SUBSETS, ids=str)
 @pytest.mark.parametrize("other", SUBSETS, ids=str)
-def test_features_are_a_set(one: StepFeatures, other: StepFeatures) -> None:
+def test_features_are_a_set(one: StepOptions, other: StepOptions) -> None:
     both = one.union([other])
     assert set(both) == set(one) | set(other)
     assert both.covers(one)
@@ -230,12 +230,14 @@ def test_features_are_a_set(one: StepFeatures, other: StepFeatures) -> None:
     assert ALL.covers(both)
     assert hash(both) == hash(other.union([one]))
     assert pickle.loads(pickle.dumps(both)) == both
-    assert list(both) == [feature for feature in Feature if feature in both]
+    assert list(both) == [feature for feature in StepOption if feature in both]
 
 
 def test_features_read_alike_in_every_process() -> None:
     """The text is part of what names a stored program; hashes of strings differ by process."""
-    code = "from jspec.messages.features import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
+    code = (
+        "from jspec.messages.step_options import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
+    )
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -268,7 +270,7 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
     )
     own = [decode(8, ALL), decode(4, PLAIN)]
 
-    def ready(*more: ProgramKey, features: StepFeatures = PLAIN) -> str:
+    def ready(*more: ProgramKey, features: StepOptions = PLAIN) -> str:
         found = ready_shapes(limits, [*own, *more], num_rows=3, features=features)
         return " ".join(map(str, found))
 
@@ -278,9 +280,9 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
     assert ready(decode(4, PLAIN)._replace(shape=SMALL), features=FILTERS) == "3/1/4"
     plain = decode(4, PLAIN)._replace(shape=off)
     assert ready(plain) == "3/1/4"  # nobody could tell the drafter
-    assert ready(plain, ProgramKey(StepKind.CATCH_UP, 4, PLAIN)) == "0/1/1 3/1/4"
+    assert ready(plain, ProgramKey(StepKind.DRAFT_PREFILL, 4, PLAIN)) == "0/1/1 3/1/4"
     first, every = programs_at_start(limits, "common"), program_keys(limits)
-    assert all(key.shape is None and key.kind is not StepKind.CATCH_UP for key in first)
+    assert all(key.shape is None and key.kind is not StepKind.DRAFT_PREFILL for key in first)
     assert len(set(every)) == len(every) == len(first) + 3 + 2 * 2 * 3
     assert set(later_programs(limits, first)) == set(every) - set(first)
     assert set(every) < set(programs_at_start(limits, "all"))
@@ -295,12 +297,12 @@ def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
     limits = dataclasses.replace(limits, logprobs=logprobs)
     every = programs_at_start(limits, "all")
     assert len(set(every)) == len(every)
-    refused = {Feature.SHARED} if logprobs else {Feature.SHARED, Feature.LOGPROBS}
-    asked = StepFeatures(data.draw(st.frozensets(st.sampled_from([*set(Feature) - refused]))))
+    refused = {StepOption.SHARED} if logprobs else {StepOption.SHARED, StepOption.LOGPROBS}
+    asked = StepOptions(data.draw(st.frozensets(st.sampled_from([*set(StepOption) - refused]))))
     tokens = data.draw(st.integers(1, limits.prefill_buckets[-1]))
     rows = data.draw(st.integers(1, limits.decode_buckets[-1]))
     needed = [ProgramKey(StepKind.PREFILL, tokens, asked)]
-    if Feature.GRAMMAR in asked:
+    if StepOption.GRAMMAR in asked:
         settle = nearest_program(ProgramKey(StepKind.SETTLE, rows, asked), every)
         needed += [ProgramKey(StepKind.PROPOSE, rows, PLAIN), scored_for(settle)]
     else:

@@ -75,7 +75,7 @@ def test_a_tpu() -> None:
     assert (config.page_size, config.chunked_prefill_size) == (64, 2048)
     assert config.decode_buckets == (1, 2, 4, 8, 16, 32, 48)
     assert config.compile_at_start == "first"
-    assert not config.by_columns
+    assert not config.column_major
 
 
 @pytest.mark.usefixtures("mosaic")
@@ -84,9 +84,11 @@ def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
     assert (config.kernels, config.page_size, config.chunked_prefill_size) == ("gpu", 64, 8192)
     ops = ops_of(config)
     assert isinstance(ops, GpuOps)
-    assert ops.by_columns
-    assert not ops_of(resolved(H200)).by_columns
-    assert ops_of(resolved(H200, speculative_algorithm="NGRAM")).by_columns  # no model, but a tree
+    assert ops.column_major
+    assert not ops_of(resolved(H200)).column_major
+    assert ops_of(
+        resolved(H200, speculative_algorithm="NGRAM")
+    ).column_major  # no model, but a tree
     for device, arguments in ((A100, {}), (H200, {"dtype": "float32"}), (H200, {"page_size": 24})):
         other = resolved(device, **arguments)
         assert (other.kernels, other.attention_backend) == ("xla", "xla")

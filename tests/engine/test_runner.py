@@ -16,9 +16,9 @@ import pytest
 from jspec.device.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
 from jspec.layers.linear import Shard, logits_of
-from jspec.messages.features import PLAIN, SAMPLING
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
+from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.models.files.checkpoint import load_target
 from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.pallas_kernels.choose import OPS

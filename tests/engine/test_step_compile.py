@@ -83,12 +83,12 @@ def of_experts(line: str) -> bool:
 
 def experts_are_xla(job: Job) -> bool:
     """Whether a step has so many tokens an expert that XLA multiplies instead of the kernel."""
-    mixture = WORKLOADS[job.model].target.layers[0].ffn
-    if not isinstance(mixture, MoESpec):
+    moe = WORKLOADS[job.model].target.layers[0].ffn
+    if not isinstance(moe, MoESpec):
         return False
     nodes = int(job.shape.rpartition("/")[2])
     tokens = 1920 if job.program.startswith("prefill") else 64 * nodes
-    return choose_tile_m(tokens * mixture.top_k, mixture.num_experts) is None
+    return choose_tile_m(tokens * moe.top_k, moe.num_experts) is None
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import DeviceRunner
-from jspec.messages.features import PLAIN, SAMPLING
 from jspec.messages.plan import StepKind, StepPlan
+from jspec.messages.step_options import PLAIN, SAMPLING
 from tests.speculative.engines import Compiled, ViewRunner, serve_view
 from tests.speculative.law_engines import (
     Setting,

@@ -19,8 +19,7 @@ from jspec.engine.programs.program_keys import (
     needed_program,
     program_keys,
 )
-from jspec.engine.transfer import layout_of, pack, pack_catch_up, pack_recalls, unpack_result
-from jspec.messages.features import PLAIN, SAMPLING, Feature, StepFeatures
+from jspec.engine.transfer import layout_of, pack, pack_draft_prefill, pack_recalls, unpack_result
 from jspec.messages.plan import (
     Admission,
     PageGrant,
@@ -31,6 +30,7 @@ from jspec.messages.plan import (
     StepResult,
 )
 from jspec.messages.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
+from jspec.messages.step_options import PLAIN, SAMPLING, StepOption, StepOptions
 from tests.support.fake_limits import small_limits
 
 V = 100
@@ -57,7 +57,7 @@ DECODE = StepPlan(
 def test_rows_are_told_what_they_share_where_the_program_reads_it() -> None:
     shared = (SharedPrefix(0, 0), SharedPrefix(1, 256), SharedPrefix(1, 256))
     plan = replace(DECODE, shared=shared)
-    features = StepFeatures(SAMPLING.members | {Feature.SHARED})
+    features = StepOptions(SAMPLING.members | {StepOption.SHARED})
     told = ProgramKey(StepKind.DECODE, 4, features)
     fields = layout_of(told, LIMITS).unpack(pack(plan, told, LIMITS, vocab_size=V))
     np.testing.assert_array_equal(fields["leaders"], [0, 1, 1, 0])
@@ -324,10 +324,10 @@ def test_a_drafter_is_told_of_the_rows_of_a_plan() -> None:
         features=PLAIN,
         rows=(RowRef(3, 1), RowRef(1, 4)),
         shape=limits.shapes[1],
-        owed=(0, 16),
+        pending=(0, 16),
     )
-    key = ProgramKey(StepKind.CATCH_UP, 4, PLAIN)
-    fields = layout_of(key, limits).unpack(pack_catch_up(plan, key, limits))
+    key = ProgramKey(StepKind.DRAFT_PREFILL, 4, PLAIN)
+    fields = layout_of(key, limits).unpack(pack_draft_prefill(plan, key, limits))
     assert fields["slots"].tolist() == [3, 1, 0, 0]
     assert fields["counts"].tolist() == [0, 16, 0, 0]
     output = np.array([[2, 7, 8], [1, 9, 0], [0, 0, 0], [0, 0, 0]], np.int32)

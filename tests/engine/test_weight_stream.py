@@ -52,7 +52,7 @@ def test_every_shard_holds_its_columns_of_the_host_form(name: Path, shards: int)
         return
     expected = load_target(GOLDEN / name, spec, dtype=np.float32, shards=shards)
     mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
-    put = put_on(mesh, by_columns=False)
+    put = put_on(mesh, column_major=False)
     found = load_target(
         GOLDEN / name,
         spec,
@@ -63,7 +63,7 @@ def test_every_shard_holds_its_columns_of_the_host_form(name: Path, shards: int)
     assert_same(jax.tree.map(np.asarray, found), expected)
     for weight in table_of(spec):
         array, host = value_at(found, weight.path), value_at(expected, weight.path)
-        at = place_of(mesh, weight, by_columns=False)
+        at = place_of(mesh, weight, column_major=False)
         assert array.sharding == (at.sharding if isinstance(at, Format) else at)
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), host[shard.index])
@@ -187,8 +187,8 @@ def test_the_host_holds_a_few_weights_of_a_model_many_times_as_large(tmp_path: P
 
 
 def tables() -> dict[str, ParamTable]:
-    mixture = expert_params(MoESpec(num_experts=8, top_k=2, inner=256), size=512)
-    return {"dense": dense_params(SPEC.one_layer.ffn, size=2048), "experts": mixture}
+    moe = expert_params(MoESpec(num_experts=8, top_k=2, inner=256), size=512)
+    return {"dense": dense_params(SPEC.one_layer.ffn, size=2048), "experts": moe}
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
@@ -209,7 +209,7 @@ class Recorded:
     def __init__(self, fail: Callable[[ParamSpec], Any] = bool) -> None:
         self.arrays: list[jax.Array] = []
         self._fail = fail
-        self._put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), by_columns=False)
+        self._put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), column_major=False)
 
     def __call__(self, spec: ParamSpec, value: HostArray) -> jax.Array:
         self._fail(spec)
@@ -268,7 +268,7 @@ def test_a_placed_weight_is_not_written_again() -> None:
     mesh = sharding.make_mesh(jax.devices("cpu")[:1])
     value = np.ones((64, 64), np.float32)
     spec = ParamSpec(path=("w",), shape=(64, 64))
-    placed = put_on(mesh, by_columns=False)(spec, value)
+    placed = put_on(mesh, column_major=False)(spec, value)
     with pytest.raises(ValueError, match="read-only"):
         value[0, 0] = 2
     np.testing.assert_array_equal(placed, np.ones((64, 64)))
@@ -277,7 +277,7 @@ def test_a_placed_weight_is_not_written_again() -> None:
 def test_the_bundled_target_is_read_into_both_forms_alike() -> None:
     spec = load_model_spec(BUNDLED / "target")
     expected = load_target(BUNDLED / "target", spec, dtype=ml_dtypes.bfloat16)
-    put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), by_columns=True)
+    put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), column_major=True)
     found = load_target(
         BUNDLED / "target",
         spec,

@@ -1,4 +1,4 @@
-"""Mixtures of experts against numpy in float64, expert by expert and token by token."""
+"""MoE layers of experts against numpy in float64, expert by expert and token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.layers.linear import Shard
-from jspec.layers.moe import mixture, route
+from jspec.layers.moe import moe, route
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
 
@@ -73,7 +73,7 @@ def expected_expert(x: Any, experts: dict[str, Any], index: int, gate_kind: Gate
     return out + experts["down_bias"][index] if "down_bias" in experts else out
 
 
-def expected_mixture(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
+def expected_moe(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
     out = np.zeros_like(x)
     for t, token in enumerate(x):
         logits = token @ params["router"]["kernel"] + params["router"].get("bias", 0)
@@ -103,8 +103,8 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER, routing=routing, gate=gate, bias=bias)
     params, x = drawn(bias=bias), tokens(num_tokens)
     held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
-    out = mixture(held, given, spec=spec, shard=Shard(), ops=Ops())
-    np.testing.assert_allclose(out, expected_mixture(x, params, spec), rtol=2e-4, atol=2e-4)
+    out = moe(held, given, spec=spec, shard=Shard(), ops=Ops())
+    np.testing.assert_allclose(out, expected_moe(x, params, spec), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
@@ -123,11 +123,11 @@ def test_every_token_runs_through_the_shared_expert(limit: float | None) -> None
     shared["down"] = {"kernel": rng.normal(size=(3, E))}
     params, x = {**drawn(bias=False), "shared": shared}, tokens(9)
     held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
-    out = mixture(held, given, spec=spec, shard=Shard(), ops=Ops())
-    expected = expected_mixture(x, params, spec)
+    out = moe(held, given, spec=spec, shard=Shard(), ops=Ops())
+    expected = expected_moe(x, params, spec)
     np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-4)
     unclamped = dataclasses.replace(spec, gate=Gate.SILU, shared=DenseSpec(inner=3))
-    apart = np.abs(expected_mixture(x, params, unclamped) - expected).max(axis=-1)
+    apart = np.abs(expected_moe(x, params, unclamped) - expected).max(axis=-1)
     assert (apart[:2] > 1e-2).all()
 
 
@@ -160,7 +160,7 @@ def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
     }
 
     def on_shard(params: Any, x: jax.Array) -> jax.Array:
-        return mixture(params, x, spec=spec, shard=Shard(2, "tensor"), ops=Ops())[None]
+        return moe(params, x, spec=spec, shard=Shard(2, "tensor"), ops=Ops())[None]
 
     both = jax.jit(
         jax.shard_map(
@@ -172,4 +172,4 @@ def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
         )
     )(held, given)
     np.testing.assert_array_equal(both[0], both[1])
-    np.testing.assert_allclose(both[0], expected_mixture(x, params, spec), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(both[0], expected_moe(x, params, spec), rtol=2e-4, atol=2e-4)

@@ -14,7 +14,6 @@ import pytest
 
 from jspec.config.peer_parameters import PEER_PARAMETERS
 from jspec.errors import RequestError
-from jspec.messages.features import Feature
 from jspec.messages.request import (
     SAMPLING_FIELDS,
     FinishKind,
@@ -24,6 +23,7 @@ from jspec.messages.request import (
     SpecCounters,
 )
 from jspec.messages.seeds import MAX_SEED, choice_seed
+from jspec.messages.step_options import StepOption
 
 NAN, INF = float("nan"), float("inf")
 
@@ -211,18 +211,18 @@ def test_edges_that_are_allowed() -> None:
     [
         ({}, []),
         ({"temperature": 0.7, "sampling_seed": 3, "stop": ["x"]}, []),
-        ({"top_k": 5}, [Feature.FILTERS]),
+        ({"top_k": 5}, [StepOption.FILTERS]),
         ({"top_k": 0, "no_stop_trim": True, "skip_special_tokens": False}, []),
-        ({"top_p": 0.99}, [Feature.FILTERS]),
-        ({"min_p": 0.01}, [Feature.FILTERS]),
-        ({"frequency_penalty": -0.1}, [Feature.PENALTIES]),
-        ({"presence_penalty": 0.1}, [Feature.PENALTIES]),
-        ({"min_new_tokens": 1}, [Feature.PENALTIES]),
-        ({"min_new_tokens": 1, "top_k": 5}, [Feature.FILTERS, Feature.PENALTIES]),
+        ({"top_p": 0.99}, [StepOption.FILTERS]),
+        ({"min_p": 0.01}, [StepOption.FILTERS]),
+        ({"frequency_penalty": -0.1}, [StepOption.PENALTIES]),
+        ({"presence_penalty": 0.1}, [StepOption.PENALTIES]),
+        ({"min_new_tokens": 1}, [StepOption.PENALTIES]),
+        ({"min_new_tokens": 1, "top_k": 5}, [StepOption.FILTERS, StepOption.PENALTIES]),
         ({"top_k": -1, "top_p": 1, "min_p": 0, "presence_penalty": -0.0, "min_new_tokens": 0}, []),
     ],
 )
-def test_which_features_a_request_needs(values: dict[str, Any], needed: list[Feature]) -> None:
+def test_which_features_a_request_needs(values: dict[str, Any], needed: list[StepOption]) -> None:
     assert list(SamplingParams.from_mapping(values).features) == needed
 
 

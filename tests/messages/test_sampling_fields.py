@@ -12,14 +12,14 @@ import pytest
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.device.batch import sampling_rows
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.engine.programs.program_keys import nearest_program, needed_program, program_keys
 from jspec.engine.transfer import layout_of, pack
 from jspec.errors import RequestError
-from jspec.messages.features import Feature
 from jspec.messages.plan import Admission, PrefillChunk, RowRef, StepKind, StepPlan
 from jspec.messages.request import SAMPLING_FIELDS, Request, SamplingParams
 from jspec.messages.sampling_fields import Number, Row, rows_of, sampled, table_of, write_request
+from jspec.messages.step_options import StepOption
 from jspec.server.native.generate_schema import SAMPLING_NAMES
 from jspec.server.openai.completion_schema import COMPLETION_FIELDS
 
@@ -43,7 +43,7 @@ class ToyParams(SamplingParams):
     toy: float = sampled(
         0.5,
         Number(0, 1),
-        needs=Feature.FILTERS,
+        needs=StepOption.FILTERS,
         row=Row(
             np.float32,
             (2,),
@@ -58,7 +58,7 @@ TOY_TABLE = table_of(ToyParams)
 
 
 def test_the_rows_of_the_device_are_those_of_the_table() -> None:
-    assert [field.name for field in dataclasses.fields(SamplingRows)] == list(
+    assert [field.name for field in dataclasses.fields(SamplingBatch)] == list(
         rows_of(SAMPLING_FIELDS)
     )
 
@@ -89,8 +89,8 @@ def test_one_more_line_is_checked_packed_and_unpacked() -> None:
     with pytest.raises(RequestError, match=r"toy is 1\.5; expected a number from 0 to 1"):
         ToyParams.from_mapping({"toy": 1.5})
     params = ToyParams.from_mapping({"toy": 0.25, "top_k": 3, "min_new_tokens": 1})
-    assert list(params.features) == [Feature.FILTERS, Feature.PENALTIES]
-    assert list(ToyParams(toy=0.25).features) == [Feature.FILTERS]
+    assert list(params.features) == [StepOption.FILTERS, StepOption.PENALTIES]
+    assert list(ToyParams(toy=0.25).features) == [StepOption.FILTERS]
     request = Request(
         request_id="r", prompt_ids=(5, 6), sampling=params, seed=2**63 + 9, eos_token_ids=(7,)
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.models.decoder import Decoder, Params
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 
 PAGE, CHUNK = 16, 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
@@ -48,7 +48,7 @@ def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) ->
     found = []
     length = token_ids.shape[0]
     for start, stop in ((0, CHUNK), (CHUNK, length)):
-        rows = AttentionRows(
+        rows = AttentionMetadata(
             page_table=jnp.asarray([[2, 1]], jnp.int32),
             prefix_lens=jnp.asarray([start], jnp.int32),
             cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),

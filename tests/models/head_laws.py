@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Params
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import cache_groups
 from jspec.speculative.drafters.eagle import FeatureHead
@@ -81,7 +81,7 @@ class PagedHead:
         seen: rows of the tail that each query sees; else all before it.
         """
         size = len(tokens)
-        rows = AttentionRows(
+        rows = AttentionMetadata(
             page_table=self._table,
             prefix_lens=jnp.asarray([start], jnp.int32),
             cu_q_lens=jnp.asarray([0, size if count is None else count], jnp.int32),

@@ -68,7 +68,7 @@ class MimoV2Reference:
         out: F64 = (gated / (1 + np.exp(-gated)) * (x @ up)) @ down
         return out
 
-    def mixture(self, prefix: str, x: F64) -> F64:
+    def moe(self, prefix: str, x: F64) -> F64:
         """Each token alone: chosen by score plus bias, weighted by scores that sum to one."""
         bias = self.weight(f"{prefix}mlp.gate.e_score_correction_bias")
         out = np.zeros_like(x)
@@ -84,9 +84,7 @@ class MimoV2Reference:
         normed = self.norm(x, f"{prefix}input_layernorm")
         x = x + self.attention(prefix, normed, is_sliding=is_sliding)
         normed = self.norm(x, f"{prefix}{post}")
-        return x + (
-            self.mixture(prefix, normed) if is_sparse else self.mlp(f"{prefix}mlp.", normed)
-        )
+        return x + (self.moe(prefix, normed) if is_sparse else self.mlp(f"{prefix}mlp.", normed))
 
     def run(self, tokens: list[int]) -> tuple[F64, F64]:
         """(residual after the last layer, logits) of a text."""

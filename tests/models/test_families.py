@@ -21,7 +21,7 @@ from jspec.layers.attention import Attend
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import FAMILIES
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.spec.model_spec import (
@@ -172,7 +172,7 @@ def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
     starts = [0, *range(FIRST_CHUNK, len(token_ids), QUERIES)]
     found = []
     for start, stop in zip(starts, [*starts[1:], len(token_ids)], strict=True):
-        rows = AttentionRows(
+        rows = AttentionMetadata(
             page_table=jnp.asarray([[3, 1, 6, 2, 7, 5]], jnp.int32),
             prefix_lens=jnp.asarray([start], jnp.int32),
             cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),

@@ -172,22 +172,22 @@ def test_keys_that_transformers_ignores_are_ignored(config: dict[str, Any], tmp_
 
 def test_qwen3_moe(tmp_path: Path) -> None:
     spec = read(tmp_path, QWEN3_30B_A3B)
-    mixture = MoESpec(num_experts=128, top_k=8, inner=768)
-    assert mixture.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED
-    assert spec.one_layer.ffn == mixture
+    moe = MoESpec(num_experts=128, top_k=8, inner=768)
+    assert moe.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED
+    assert spec.one_layer.ffn == moe
     assert spec.one_layer.attention.qk_norm
     other = read(tmp_path, QWEN3_30B_A3B | {"norm_topk_prob": False})
-    assert other.one_layer.ffn == dataclasses.replace(mixture, routing=Routing.SOFTMAX_THEN_TOP)
+    assert other.one_layer.ffn == dataclasses.replace(moe, routing=Routing.SOFTMAX_THEN_TOP)
     renamed = {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts"}
     assert read(tmp_path, renamed | {"num_local_experts": 64}).one_layer.ffn == dataclasses.replace(
-        mixture, num_experts=64
+        moe, num_experts=64
     )
     some = read(
         tmp_path,
         QWEN3_30B_A3B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     )
     dense = DenseSpec(inner=6144)
-    assert [layer.ffn for layer in some.layers] == [dense, mixture, dense, dense, dense, mixture]
+    assert [layer.ffn for layer in some.layers] == [dense, moe, dense, dense, dense, moe]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_published_config(tmp_path: Path) -> None:
         qkv_bias=True,
         out_bias=True,
     )
-    mixture = MoESpec(
+    moe = MoESpec(
         num_experts=32,
         top_k=4,
         inner=2880,
@@ -94,7 +94,7 @@ def test_the_published_config(tmp_path: Path) -> None:
         bias=True,
     )
     windowed = dataclasses.replace(full, window=128)
-    layers = tuple(LayerSpec(attention=a, ffn=mixture, eps=1e-5) for a in (windowed, full))
+    layers = tuple(LayerSpec(attention=a, ffn=moe, eps=1e-5) for a in (windowed, full))
     spec = read(tmp_path, GPT_OSS_20B)
     assert spec == ModelSpec(
         vocab_size=201088,
@@ -245,7 +245,7 @@ def test_what_is_packed_stays_so_if_its_files_are(tmp_path: Path) -> None:
     spec = read(tmp_path, config)
     held = packed_spec(tmp_path, spec, has_files=False)
     assert held is not None
-    assert [layer.is_mixture_packed for layer in held.layers] == [True] * spec.num_layers
+    assert [layer.is_moe_packed for layer in held.layers] == [True] * spec.num_layers
     assert read(tmp_path, family_named("gpt_oss").to_json(held)) == spec
     shutil.copy(GOLDEN / "model.safetensors", tmp_path)  # unpacked
     assert packed_spec(tmp_path, spec, has_files=True) is None

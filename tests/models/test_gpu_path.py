@@ -23,7 +23,7 @@ from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import plan
 from jspec.pallas_kernels.gated_mlp.gpu import (
@@ -65,7 +65,7 @@ def biased(**changes: Any) -> ModelSpec:
 
 
 CONFIG = biased()
-ROWS = AttentionRows(
+ROWS = AttentionMetadata(
     page_table=jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32),
     prefix_lens=jnp.asarray([20, 7], jnp.int32),
     cu_q_lens=jnp.asarray([0, QUERIES, 2 * QUERIES - 1], jnp.int32),  # the last query is padding
@@ -126,8 +126,8 @@ def test_a_mixture_gives_what_it_gives_over_xla(
     the others, among them prompts."""
     monkeypatch.setattr(plan, "MOST_TOKENS", few)
     ffn = MoESpec(num_experts=6, top_k=2, inner=16 * few)  # a layer is traced once for its spec
-    dense, mixture = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
-    config = dataclasses.replace(CONFIG, layers=(mixture, dense, mixture), family="qwen3_moe")
+    dense, moe = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
+    config = dataclasses.replace(CONFIG, layers=(moe, dense, moe), family="qwen3_moe")
     params = drawn(table_of(config), 0)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
 

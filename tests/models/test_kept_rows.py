@@ -14,7 +14,7 @@ from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.placement import init_params
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
@@ -26,7 +26,7 @@ LENS = (5, 4, 6)
 STARTS = np.append(0, np.cumsum(LENS))
 SIZE = STARTS[-1] + 49  # padding, so that what is left out weighs
 LAST = jnp.asarray(STARTS[1:] - 1, jnp.int32)
-ROWS = AttentionRows(
+ROWS = AttentionMetadata(
     page_table=jnp.asarray([[1], [2], [3]], jnp.int32),
     prefix_lens=jnp.zeros(3, jnp.int32),
     cu_q_lens=jnp.asarray(STARTS, jnp.int32),

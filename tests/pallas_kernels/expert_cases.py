@@ -1,4 +1,4 @@
-"""What the tests of the experts' kernels share: small mixtures, and routings of every skew."""
+"""What the tests of the experts' kernels share: small MoEs, and routings of every skew."""
 
 from __future__ import annotations
 
@@ -61,52 +61,52 @@ class Drawn:
         return {name: w.astype(self.params[name].dtype) for name, w in hidden.items()}
 
 
-def draw(mixture: Mixture, *, seed: int, skew: float) -> Drawn:
+def draw(moe: Mixture, *, seed: int, skew: float) -> Drawn:
     """skew 0: any experts; 1: every token to the same ones."""
     rng = np.random.default_rng(seed)
-    X, E, inner = mixture.num_experts, mixture.size, mixture.inner
+    X, E, inner = moe.num_experts, moe.size, moe.inner
     height = rng.random(X)
-    order = skew * height + (1 - skew) * rng.random((mixture.tokens, X))
-    ids = np.argsort(order, axis=1)[:, : mixture.top_k]
-    array = partial(jnp.asarray, dtype=mixture.dtype)
+    order = skew * height + (1 - skew) * rng.random((moe.tokens, X))
+    ids = np.argsort(order, axis=1)[:, : moe.top_k]
+    array = partial(jnp.asarray, dtype=moe.dtype)
     params = {
         "gate_up": array(rng.standard_normal((X, E, 2 * inner)) * E**-0.5),
         "down": array(rng.standard_normal((X, inner, E)) * inner**-0.5),
     }
-    if mixture.bias:
+    if moe.bias:
         params["gate_up_bias"] = array(rng.standard_normal((X, 2 * inner)))
     return Drawn(
-        x=array(rng.standard_normal((mixture.tokens, E))),
+        x=array(rng.standard_normal((moe.tokens, E))),
         ids=jnp.asarray(ids, jnp.int32),
         weights=jnp.asarray(rng.random(ids.shape), jnp.float32),
         params=params,
     )
 
 
-drawn_mixtures = st.tuples(
+drawn_moes = st.tuples(
     st.sampled_from(MIXTURES), st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.5, 1.0))
 )
 
 
-def check_against_xla(run: Any, mixture: Mixture, drawn: Drawn) -> None:
+def check_against_xla(run: Any, moe: Mixture, drawn: Drawn) -> None:
     """run(x, ids, weights, params, gate) is run_experts of the same, also where experts that no
     token goes to hold NaN: float32 within the order of the sums, bf16 within a few roundings."""
-    expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=mixture.gate)
+    expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=moe.gate)
     params = drawn.with_nan_in_untouched()
-    out = run(drawn.x, drawn.ids, drawn.weights, params, gate=mixture.gate)
-    assert out.dtype == mixture.dtype
+    out = run(drawn.x, drawn.ids, drawn.weights, params, gate=moe.gate)
+    assert out.dtype == moe.dtype
     found, wanted = (np.asarray(x, np.float32) for x in (out, expected))
-    share = 2e-6 if mixture.dtype == jnp.float32 else 2**-6
+    share = 2e-6 if moe.dtype == jnp.float32 else 2**-6
     np.testing.assert_allclose(found, wanted, rtol=0, atol=share * np.abs(wanted).max() + 1e-6)
 
 
-def check_a_poisoned_token(run: Any, mixture: Mixture, drawn: Drawn, *, token: int) -> None:
+def check_a_poisoned_token(run: Any, moe: Mixture, drawn: Drawn, *, token: int) -> None:
     """NaN in one token's row changes no bit of another's."""
-    gate = mixture.gate
+    gate = moe.gate
     clean = run(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=gate)
     x = drawn.x.at[token].set(jnp.nan)
     out = run(x, drawn.ids, drawn.weights, drawn.params, gate=gate)
-    others = np.arange(mixture.tokens) != token
+    others = np.arange(moe.tokens) != token
     np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(clean)[others])
     assert np.isnan(np.asarray(out, np.float32)[token]).all()
 

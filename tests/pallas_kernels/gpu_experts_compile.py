@@ -31,7 +31,7 @@ TOKENS = (1, 64, 256, 8192)
 MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by tokens
 
 
-def compile_mixture(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
+def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
     """A mixture with its norms, as a layer runs it."""
     num_experts, size, inner, top_k, has_bias = SHAPES[name]
     spec = MoESpec(
@@ -56,7 +56,7 @@ def compile_mixture(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
     }
 
     def layer(x: jax.Array, scale: jax.Array, params: Any) -> Any:
-        fused = OPS["gpu"].mixture_of_sum(x, x, scale, params, eps=1e-6, spec=spec)
+        fused = OPS["gpu"].moe_of_sum(x, x, scale, params, eps=1e-6, spec=spec)
         if fused is None:
             raise SystemExit(f"{name}, {tokens} tokens: the kernels are not chosen")
         return OPS["gpu"].mixed_norm(*fused, scale, eps=1e-6)
@@ -83,7 +83,7 @@ def main() -> None:
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
     for name in ("qwen3-30b-a3b", "gpt-oss-20b"):  # a shard's sum comes before the residual
         for tokens in MIXTURE_KERNELS:
-            compile_mixture(name, tokens, array, mesh)
+            compile_moe(name, tokens, array, mesh)
     for name, (num_experts, size, inner, top_k, has_bias) in SHAPES.items():
         params = {
             "gate_up": array((num_experts, size, 2 * inner), jnp.bfloat16),

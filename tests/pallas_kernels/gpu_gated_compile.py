@@ -69,7 +69,7 @@ def spilled_bytes(folder: Path) -> int:
     return sum(map(int, counts))
 
 
-def compiled(m: int, product: Callable[..., jax.Array], *, by_columns: bool) -> str:
+def compiled(m: int, product: Callable[..., jax.Array], *, column_major: bool) -> str:
     """The program for so many tokens, which must be the kernel alone: nothing copies weights."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
@@ -78,7 +78,7 @@ def compiled(m: int, product: Callable[..., jax.Array], *, by_columns: bool) -> 
     sharding = NamedSharding(mesh, everywhere)
     w = jax.ShapeDtypeStruct((K, 2 * N), jnp.bfloat16, sharding=sharding)
     x = jax.ShapeDtypeStruct((m, K), jnp.bfloat16, sharding=sharding)
-    order = (1, 0) if by_columns else (0, 1)
+    order = (1, 0) if column_major else (0, 1)
     placed = (sharding, Format(Layout(major_to_minor=order), sharding))
     program = jax.shard_map(  # which tells Triton the device
         product, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
@@ -94,8 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
         for m, tuning in PROGRAMS:
-            by_columns = tuning.layout is WeightLayout.OUT_IN
-            text = compiled(m, partial(gated_product, tuning=tuning), by_columns=by_columns)
+            column_major = tuning.layout is WeightLayout.OUT_IN
+            text = compiled(m, partial(gated_product, tuning=tuning), column_major=column_major)
             if "mosaic_gpu" not in text:
                 raise SystemExit("the compiled program has no Mosaic GPU kernel")
             spilled = spilled_bytes(Path(folder))
@@ -103,7 +103,7 @@ def main() -> None:
                 raise SystemExit(f"{tuning} spills {spilled} bytes")
             print("compiled", m, tuning)
     for m, few in FEW_PROGRAMS:
-        text = compiled(m, partial(few_gated_product, tuning=few), by_columns=True)
+        text = compiled(m, partial(few_gated_product, tuning=few), column_major=True)
         if "few_gated_product" not in text:
             raise SystemExit("the compiled program has no Triton kernel")
         print("compiled", m, few)

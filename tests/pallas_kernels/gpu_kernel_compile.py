@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 
 # As the chip reports itself: what XLA asks of a device description.
 H200 = """
@@ -64,7 +64,7 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
-        rows = AttentionRows(**fields)
+        rows = AttentionMetadata(**fields)
         return attend_rows(q, pool, rows, scale=0.09, queries_per_row=queries, tuning=tuning)
 
     fields = {

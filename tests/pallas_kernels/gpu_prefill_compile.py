@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
@@ -23,7 +23,7 @@ ROWS = 16
 def llama_shapes(
     batch: int, queries: int, page_size: int, *, context: int = 8192, sharding: Any = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """q, pool and the fields of AttentionRows, abstract, in the sizes of Llama-3.1-8B."""
+    """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
     pages = -(-context // page_size)
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -56,7 +56,7 @@ def main() -> None:
         q, pool, fields = llama_shapes(ROWS, queries, page_size, sharding=sharding)
 
         def run(q: jax.Array, pool: jax.Array, fields: Any, options: Any = options) -> jax.Array:
-            return attend_packed(q, pool, AttentionRows(**fields), scale=0.09, **options)
+            return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09, **options)
 
         text = jax.jit(run).lower(q, pool, fields).compile().as_text() or ""
         if "mosaic_gpu" not in text:

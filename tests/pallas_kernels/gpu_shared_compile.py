@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.device.batch import SharedPrefixes
 from jspec.pallas_kernels.attention.gpu_shared import attend_shared
 from jspec.pallas_kernels.attention.query_tiles import pack_queries
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 HEADS, GROUPS, WIDTH, PAGE_SIZE = 32, 8, 128, 64
@@ -37,7 +37,7 @@ def compile_one(sharding: Any, batch: int, queries: int) -> str:
         return attend_shared(
             pack_queries(q, batch, GROUPS, queries, width=WIDTH),
             pool,
-            AttentionRows(**fields, shared=shared),
+            AttentionMetadata(**fields, shared=shared),
             num_heads=HEADS,
             queries_per_row=queries,
             scale=0.09,

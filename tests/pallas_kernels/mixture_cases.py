@@ -1,4 +1,4 @@
-"""What the tests of whole mixtures on a GPU share: small ones, and the same layer over XLA."""
+"""What the tests of whole MoEs on a GPU share: small ones, and the same layer over XLA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.layers.linear import Shard
-from jspec.layers.moe import mixture_of_sum, route
+from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.choose import OPS
 from jspec.spec.model_spec import Gate, MoESpec, Routing
@@ -38,7 +38,7 @@ def spec_of(num_experts: int, top_k: int, inner: int, routing: Routing, *, bias:
 
 
 def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, jax.Array]]:
-    """(the stream, params of the mixture, params of the norm before it)."""
+    """(the stream, params of the moe, params of the norm before it)."""
     rng, spec = np.random.default_rng(seed), case.spec
     X, E, inner = spec.num_experts, case.size, spec.inner
 
@@ -61,7 +61,7 @@ def run(
     stream: Residual, params: Any, scale: Any, *, spec: MoESpec, ops: str
 ) -> tuple[jax.Array, jax.Array]:
     """A layer's mixture and the norm after it: (the stream's sum, its norm)."""
-    out = mixture_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
+    out = moe_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
     return norm_of_sum(scale, out, eps=EPS, ops=OPS[ops])
 
 
@@ -86,7 +86,7 @@ def with_nan_in_untouched(params: Any, ids: np.ndarray) -> Any:
 
 
 def served_by(case: Case) -> str:
-    """The program of a layer's mixture, by the GPU's bundle: the names of its kernels are in it."""
+    """The program of a layer's moe, by the GPU's bundle: the names of its kernels are in it."""
     stream, params, scale = drawn(case, 0)
     program = jax.make_jaxpr(partial(run, spec=case.spec, ops="gpu_interpret"))
     return str(program(stream, params, scale))

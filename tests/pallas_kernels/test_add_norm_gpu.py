@@ -24,7 +24,7 @@ from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps, reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
@@ -190,7 +190,7 @@ def forward(ops: Ops) -> tuple[Any, str]:
     config, float32 = tiny_target_config(), jnp.float32
     model = Decoder(config, ops, aux_layer_ids=(0, 2))
     params = init_params(table_of(config), seed=1)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[1, 2], [3, 4]], jnp.int32),
         prefix_lens=jnp.asarray([6, 0], jnp.int32),
         cu_q_lens=jnp.asarray([0, 3, 6], jnp.int32),

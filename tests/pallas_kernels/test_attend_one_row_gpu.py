@@ -12,7 +12,7 @@ import pytest
 
 from jspec.pallas_kernels.attention import one_row_gpu
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation
 from tests.pallas_kernels.chips import needs_gpu
@@ -44,7 +44,9 @@ CASES = {
 }
 
 
-def problem(case: Case) -> tuple[jax.Array, Rotation, jax.Array, AttentionRows, jax.Array | None]:
+def problem(
+    case: Case,
+) -> tuple[jax.Array, Rotation, jax.Array, AttentionMetadata, jax.Array | None]:
     rng = np.random.default_rng(case.prefix + case.heads)
 
     def array(*shape: int) -> jax.Array:
@@ -61,7 +63,7 @@ def problem(case: Case) -> tuple[jax.Array, Rotation, jax.Array, AttentionRows, 
     if case.norms:
         norms = HeadNorms(q=array(case.width) + 1, k=array(case.width) + 1, eps=1e-5)
     rotation = Rotation(cos=jnp.cos(angle), sin=jnp.sin(angle), num_heads=case.heads, norms=norms)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray(table),
         prefix_lens=jnp.asarray([case.prefix], jnp.int32),
         cu_q_lens=jnp.asarray([0, int(case.valid)], jnp.int32),
@@ -118,7 +120,7 @@ def test_it_is_taken_where_it_was_timed(
 ) -> None:
     pool = jnp.zeros((2, 64, 2 * num_kv, width), jnp.bfloat16)
     zero = jnp.zeros((1,), jnp.int32)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((1, pages), jnp.int32),
         prefix_lens=zero,
         cu_q_lens=jnp.asarray([0, 1], jnp.int32),

@@ -28,7 +28,7 @@ from jspec.pallas_kernels.attention.gpu_shared import (
 )
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.query_tiles import pack_queries
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
@@ -137,7 +137,7 @@ CASES = {
 }  # fmt: skip
 
 
-def problem(case: SharedCase) -> tuple[jax.Array, jax.Array, AttentionRows, jax.Array | None]:
+def problem(case: SharedCase) -> tuple[jax.Array, jax.Array, AttentionMetadata, jax.Array | None]:
     """q, pool, rows and sinks; slots that nobody wrote hold NaN, padding queries 7."""
     rng = np.random.default_rng(len(case.groups) + case.queries)
     batch, size = len(case.groups), case.page_size
@@ -179,7 +179,7 @@ def problem(case: SharedCase) -> tuple[jax.Array, jax.Array, AttentionRows, jax.
     q = rng.standard_normal((batch, case.queries, case.heads, case.width))
     q[list(case.idle)] = 7
     shared = shared_of(list(case.groups), list(case.units))
-    rows = AttentionRows(**{k: jnp.asarray(v) for k, v in fields.items()}, shared=shared)
+    rows = AttentionMetadata(**{k: jnp.asarray(v) for k, v in fields.items()}, shared=shared)
     sinks = jnp.asarray(rng.standard_normal(case.heads), jnp.float32) if case.sinks else None
     flat = q.reshape(-1, case.heads, case.width)
     return jnp.asarray(flat, jnp.bfloat16), jnp.asarray(pool, jnp.bfloat16), rows, sinks

@@ -20,7 +20,7 @@ from jspec.pallas_kernels.attention.block_plan import (
     num_edge_blocks,
     plan_blocks,
 )
-from jspec.pallas_kernels.attention.rows import AttentionRows, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, visible_keys
 
 
 def seen_by_plan(plan: BlockPlan, b: int, *, num_rows: int, block: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def seen_by_plan(plan: BlockPlan, b: int, *, num_rows: int, block: int) -> np.nd
 
 def draw_plan_rows(
     rng: np.random.Generator, *, batch: int, queries: int, tail: int | None
-) -> AttentionRows:
+) -> AttentionMetadata:
     width = tail or 1
     prefix = rng.integers(max(width - queries, 0), 300, batch)
     lens = rng.integers(1, queries + 1, batch)
@@ -52,7 +52,7 @@ def draw_plan_rows(
     tail_positions = start[:, None] + np.sort(rng.integers(0, width, (batch, width)), axis=1)
     if tail:
         positions = tail_positions[:, width - queries :]
-    return AttentionRows(
+    return AttentionMetadata(
         page_table=jnp.zeros((batch, 4), jnp.int32),
         prefix_lens=jnp.asarray(prefix, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lens)), jnp.int32),

@@ -25,7 +25,7 @@ from tests.pallas_kernels.expert_cases import (
     check_a_poisoned_token,
     check_against_xla,
     draw,
-    drawn_mixtures,
+    drawn_moes,
     rounded_case,
 )
 
@@ -43,10 +43,10 @@ GPT_OSS = {"num_experts": 32, "size": 2880, "inner": 2880}
 
 
 @settings(max_examples=12, deadline=None)
-@given(drawn_mixtures)
+@given(drawn_moes)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:
-    mixture, seed, skew = case
-    check_against_xla(KERNEL, mixture, draw(mixture, seed=seed, skew=skew))
+    moe, seed, skew = case
+    check_against_xla(KERNEL, moe, draw(moe, seed=seed, skew=skew))
 
 
 @pytest.mark.parametrize("token", [0, 39])
@@ -171,12 +171,12 @@ def test_the_kernels_compile_for_an_h200() -> None:
 @pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
     """An eighth of the experts, so that XLA's dense form stays small."""
-    mixture = Mixture(tokens, 8, 16, 2048, 768, dtype=jnp.bfloat16)
+    moe = Mixture(tokens, 8, 16, 2048, 768, dtype=jnp.bfloat16)
     if model == "gpt-oss":
-        mixture = Mixture(tokens, 4, 4, 2880, 2880, Gate.CLAMPED, bias=True, dtype=jnp.bfloat16)
-    drawn = draw(mixture, seed=3, skew=0.5)
+        moe = Mixture(tokens, 4, 4, 2880, 2880, Gate.CLAMPED, bias=True, dtype=jnp.bfloat16)
+    drawn = draw(moe, seed=3, skew=0.5)
     run = jax.jit(OPS["gpu"].experts, static_argnames="gate")
-    expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=mixture.gate)
-    out = run(drawn.x, drawn.ids, drawn.weights, drawn.with_nan_in_untouched(), gate=mixture.gate)
+    expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=moe.gate)
+    out = run(drawn.x, drawn.ids, drawn.weights, drawn.with_nan_in_untouched(), gate=moe.gate)
     found, wanted = (np.asarray(x, np.float32) for x in (out, expected))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max())

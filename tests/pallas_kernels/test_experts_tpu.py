@@ -25,7 +25,7 @@ from tests.pallas_kernels.expert_cases import (
     check_a_poisoned_token,
     check_against_xla,
     draw,
-    drawn_mixtures,
+    drawn_moes,
     rounded_case,
 )
 
@@ -35,19 +35,19 @@ KERNEL = jax.jit(
 
 
 @settings(max_examples=6, deadline=None)
-@given(drawn_mixtures)
+@given(drawn_moes)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:
-    mixture, seed, skew = case
-    check_against_xla(KERNEL, mixture, draw(mixture, seed=seed, skew=skew))
+    moe, seed, skew = case
+    check_against_xla(KERNEL, moe, draw(moe, seed=seed, skew=skew))
 
 
 def test_several_tiles_of_columns_and_weights_that_lie_turned() -> None:
     """The last tile hangs over; [2, 256, 160] lies as [2, 160, 256]."""
-    mixture = Mixture(5, 2, 2, 160, 64, dtype=jnp.bfloat16)
+    moe = Mixture(5, 2, 2, 160, 64, dtype=jnp.bfloat16)
     assert experts_tpu.lies_turned(256, 160)
     assert not experts_tpu.lies_turned(160, 128)
-    drawn = draw(mixture, seed=4, skew=0.0)
-    check_against_xla(KERNEL, mixture, drawn)
+    drawn = draw(moe, seed=4, skew=0.0)
+    check_against_xla(KERNEL, moe, drawn)
 
 
 @pytest.mark.parametrize("token", [0, 39])

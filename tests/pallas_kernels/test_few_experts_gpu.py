@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.layers.linear import Shard
-from jspec.layers.moe import mixture_of_sum, route
+from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
@@ -23,7 +23,7 @@ from jspec.pallas_kernels.experts.plan import MOST_TOKENS, ExpertsTuning, choose
 from jspec.pallas_kernels.experts.routing_gpu import choose, norm_and_score
 from jspec.spec.model_spec import Routing
 from tests.pallas_kernels.chips import needs_gpu
-from tests.pallas_kernels.mixture_cases import (
+from tests.pallas_kernels.moe_cases import (
     BY_SOFTMAX,
     EPS,
     MINE,
@@ -94,10 +94,10 @@ def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
     ops = OPS["gpu_interpret"]
     assert isinstance(stream.delta, jax.Array)
     given = (stream.x, stream.delta, scale["scale"], params)
-    assert ops.mixture_of_sum(*given, eps=EPS, spec=CASES[2].spec) is not None
+    assert ops.moe_of_sum(*given, eps=EPS, spec=CASES[2].spec) is not None
     for routing in set(Routing) - set(BY_SOFTMAX):
         spec = replace(CASES[2].spec, routing=routing)
-        assert ops.mixture_of_sum(*given, eps=EPS, spec=spec) is None
+        assert ops.moe_of_sum(*given, eps=EPS, spec=spec) is None
 
 
 @pytest.mark.parametrize("routing", BY_SOFTMAX)
@@ -162,7 +162,7 @@ def test_a_shard_of_a_mixture_is_left_to_others() -> None:
     """Its sum over the shards comes before the residual."""
     case = CASES[2]
     stream, params, scale = drawn(case, 0)
-    one = partial(mixture_of_sum, spec=case.spec, eps=EPS, ops=OPS["gpu_interpret"])
+    one = partial(moe_of_sum, spec=case.spec, eps=EPS, ops=OPS["gpu_interpret"])
     text = str(jax.make_jaxpr(partial(one, shard=Shard(2, None)))(params, scale, stream))
     assert "few_experts" not in text
     assert "experts_gate_up" in text
@@ -212,7 +212,7 @@ def test_the_kernels_refuse_what_they_do_not_serve(
         tuning = replace(tuning, gate_up_k=16, down_n=16, down_k=16)
     assert isinstance(stream.delta, jax.Array)
     with pytest.raises(ValueError, match=message):
-        few_gpu.mixture_of_sum(
+        few_gpu.moe_of_sum(
             stream.x, stream.delta, scale["scale"], params, eps=EPS, spec=case.spec, tuning=tuning
         )
 

@@ -63,7 +63,7 @@ def test_a_token_that_overflows_spoils_no_other(poison: float) -> None:
 
 
 def chosen(m: int, k: int = K, n: int = N, **more: Any) -> FewTuning | None:
-    how = {"dtype": jnp.bfloat16, "by_columns": True} | more
+    how = {"dtype": jnp.bfloat16, "column_major": True} | more
     return choose_few_gated(m, k, 2 * n, **how)
 
 
@@ -73,7 +73,7 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
     assert chosen(2) == chosen(16) == several
     assert chosen(17) == chosen(MOST_TOKENS) == more
     assert chosen(MOST_TOKENS + 1) is None
-    assert chosen(1, by_columns=False) is None
+    assert chosen(1, column_major=False) is None
     assert chosen(1, dtype=jnp.float32) is None
     assert chosen(1, k=2048, n=8192) == several  # one round of ONE's is not worth it
     assert chosen(4, n=12288) == several  # 192 tiles for 132 multiprocessors

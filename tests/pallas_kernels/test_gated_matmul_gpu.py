@@ -205,7 +205,7 @@ def chosen(
 ) -> list[Any]:
     """Of weights by rows, and by columns."""
     return [
-        choose_gated(m, k, n2, dtype=dtype, by_columns=turned, of_prompts=of_prompts)
+        choose_gated(m, k, n2, dtype=dtype, column_major=turned, of_prompts=of_prompts)
         for turned in (False, True)
     ]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jspec.pallas_kernels.experts.routing_gpu import score
 from jspec.spec.model_spec import Routing
 from tests.pallas_kernels.chips import needs_gpu
-from tests.pallas_kernels.mixture_cases import (
+from tests.pallas_kernels.moe_cases import (
     Case,
     check_a_row_that_is_not_finite,
     check_against_xla,

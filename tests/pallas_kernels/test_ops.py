@@ -18,7 +18,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.errors import ConfigError
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS, choose_ops
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
@@ -101,9 +101,9 @@ def test_bundles_are_compared_by_what_they_run() -> None:
 
 
 def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
-    turned = {name for name, ops in OPS.items() if ops.with_columns(True).by_columns}
+    turned = {name for name, ops in OPS.items() if ops.with_columns(True).column_major}
     assert turned == {"gpu", "gpu_interpret"}
-    assert not any(ops.with_columns(False).by_columns for ops in OPS.values())
+    assert not any(ops.with_columns(False).column_major for ops in OPS.values())
 
 
 def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +114,7 @@ def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]
         return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
 
     prefix = jnp.asarray([21, 3], jnp.int32)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
         prefix_lens=prefix,
         cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
@@ -149,7 +149,7 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
     positions = (prefix[:, None] + jnp.arange(4)).reshape(-1)
     rope = RopeConfig(factor=32.0, yarn=YarnConfig(attention_factor=1.35, truncate=False))
     cos, sin = angles_of(positions, head_dim=width, rope=rope)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
         prefix_lens=prefix,
         cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),

@@ -111,7 +111,7 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
     )
     scale = jnp.ones(size, x.dtype)
     both = [
-        ops.mixture_of_sum(x, x, scale, {"router": router, "experts": e}, eps=1e-5, spec=spec)
+        ops.moe_of_sum(x, x, scale, {"router": router, "experts": e}, eps=1e-5, spec=spec)
         for e in (params, wide)
     ]
     assert both[0] is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries, visible_keys
 from jspec.pallas_kernels.prefill.key_ranges import (
     NEW_FIRST,
     NEW_LAST,
@@ -44,7 +44,7 @@ def test_a_block_is_whole_rows_of_128(group: int) -> None:
 
 
 def test_the_plan_of_the_worked_example() -> None:
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.ones((2, 4), jnp.int32),
         prefix_lens=jnp.asarray([5, 0], jnp.int32),
         cu_q_lens=jnp.asarray([0, 2, 4], jnp.int32),
@@ -70,7 +70,7 @@ def test_the_plan_says_who_sees_what(
 ) -> None:
     """Ranges are the contract's visibility; spans are their union and their intersection."""
     lengths, prefixes = drawn
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.ones((3, 7), jnp.int32),  # pages of 4: 28 slots, less than a row may want
         prefix_lens=jnp.asarray(prefixes, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 
 ATTEND = {name: jax.jit(OPS[name].attend, static_argnames="call") for name in ("reference", "xla")}
@@ -257,7 +257,7 @@ def call(case: Case, rows: list[Row], *, ops: str, sinks: np.ndarray | None) -> 
         jnp.asarray(q),
         *new,
         jnp.asarray(pool_of(case, rows, with_new=not case.writes)),
-        AttentionRows(
+        AttentionMetadata(
             page_table=jnp.asarray(table),
             prefix_lens=jnp.asarray(prefixes, jnp.int32),
             cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),
@@ -319,7 +319,7 @@ def test_rows_past_the_page_table_go_to_the_dummy_page() -> None:
     """A write outside the reservation must not reach anybody's page."""
     pool = np.zeros((8, 4, 4, 8), np.float32)
     ones = jnp.ones((8, 2, 8))
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[3], [5]], jnp.int32),
         prefix_lens=jnp.asarray([2, 4], jnp.int32),  # row 0 has 2 slots left, row 1 none
         cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
@@ -347,7 +347,7 @@ def test_contradictory_shapes_are_refused(changes: dict[str, Any], message: str)
         jnp.zeros(changes["tail_positions"], jnp.int32) if "tail_positions" in changes else None
     )
     q = jnp.zeros(changes.get("q", (8, 4, 8)))
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((2, 2), jnp.int32),
         prefix_lens=jnp.zeros(2, jnp.int32),
         cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),

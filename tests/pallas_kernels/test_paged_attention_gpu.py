@@ -20,7 +20,7 @@ import pytest
 
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from tests.pallas_kernels.chips import (
     in_turns,
     needs_hopper,
@@ -127,7 +127,7 @@ def rounded(row: Row, dtype: Any) -> Row:
     return dataclasses.replace(row, prefix=narrow(row.prefix), new=narrow(row.new), q=narrow(row.q))
 
 
-def arrays_of(gpu: GPUCase, rows: list[Row]) -> tuple[jax.Array, jax.Array, AttentionRows]:
+def arrays_of(gpu: GPUCase, rows: list[Row]) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
     """q, pool and rows of one call; padding queries hold 7, unwritten slots NaN."""
     case = gpu.case
     q = np.full((case.num_queries, case.heads[0], case.widths[0]), 7, np.float32)
@@ -143,7 +143,7 @@ def arrays_of(gpu: GPUCase, rows: list[Row]) -> tuple[jax.Array, jax.Array, Atte
         if row.tail_mask is not None and mask is not None and tail_positions is not None:
             mask[places], tail_positions[b] = words_of(row.tail_mask), row.tail_positions
     lengths = np.array([len(row.q) for row in rows])
-    attention_rows = AttentionRows(
+    attention_rows = AttentionMetadata(
         page_table=jnp.asarray(table),
         prefix_lens=jnp.asarray([len(row.prefix) for row in rows], jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),
@@ -168,7 +168,7 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     options = {"window": None, "soft_cap": None, **case.options}
 
     @jax.jit
-    def run(q: jax.Array, pool: jax.Array, attention_rows: AttentionRows) -> jax.Array:
+    def run(q: jax.Array, pool: jax.Array, attention_rows: AttentionMetadata) -> jax.Array:
         return attend_rows(
             q,
             pool,
@@ -265,7 +265,7 @@ def test_a_row_without_queries_is_zero_and_changes_no_other() -> None:
 def test_what_the_kernel_does_not_serve_is_refused(changes: dict[str, Any], message: str) -> None:
     queries, width = changes.get("queries", 2), changes.get("width", 128)
     dtype = changes.get("dtype", jnp.bfloat16)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((1, 2), jnp.int32),
         prefix_lens=jnp.zeros(1, jnp.int32),
         cu_q_lens=jnp.asarray([0, queries], jnp.int32),
@@ -297,7 +297,7 @@ def test_tunings_without_a_meaning_are_refused(changes: dict[str, Any], message:
 
 @needs_older_jax
 def test_an_older_jax_is_told_so() -> None:
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((1, 2), jnp.int32),
         prefix_lens=jnp.zeros(1, jnp.int32),
         cu_q_lens=jnp.asarray([0, 1], jnp.int32),

@@ -17,7 +17,7 @@ import pytest
 from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
@@ -27,7 +27,7 @@ PRODUCER = Tuning(loader="producer", consumers=2)
 def llama_shapes(
     batch: int, queries: int, page_size: int, *, tail: int | None, context: int = 8192
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """q, pool and the fields of AttentionRows, abstract, in the sizes of Llama-3.1-8B."""
+    """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
     array = jax.ShapeDtypeStruct
     pages, total = -(-(context + queries) // page_size), batch * queries
     fields = {
@@ -45,7 +45,7 @@ def llama_shapes(
 
 def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any) -> str:
     def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
-        rows = AttentionRows(**fields)
+        rows = AttentionMetadata(**fields)
         return attend_rows(
             q, pool, rows, scale=0.09, queries_per_row=queries, tuning=tuning, **options
         )
@@ -104,7 +104,7 @@ def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
 
 def ragged_rows(
     batch: int, queries: int, page_size: int, *, heads: tuple[int, int], width: int, longest: int
-) -> tuple[jax.Array, jax.Array, AttentionRows]:
+) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
     """q, pool and rows of a call with 0 to R queries a row; NaN wherever nothing is written."""
     pages = -(-(longest + queries) // page_size)
     lens = np.arange(batch) % (queries + 1)
@@ -121,7 +121,7 @@ def ragged_rows(
     written[table] = (
         np.arange(pages * page_size).reshape(pages, -1) < (prefix + lens)[:, None, None]
     )
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray(table, jnp.int32),
         prefix_lens=jnp.asarray(prefix, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lens)), jnp.int32),
@@ -202,7 +202,7 @@ def test_equals_the_reference_at_serving_shapes(
     prefix = np.linspace(700, 1168, batch).astype(np.int32)
     words = (1 << (np.arange(queries) + 1)) - 1  # a chain, said as a tree
     positions = jnp.asarray(prefix[:, None] + np.arange(queries), jnp.int32)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray(order.reshape(batch, pages), jnp.int32),
         prefix_lens=jnp.asarray(prefix),
         cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * queries,

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.attention.tpu import attend_rows, is_copy_free
 from jspec.pallas_kernels.attention.tpu_kernel import split_pair
 
@@ -123,7 +123,7 @@ def compiled(case: Case, kind: str) -> Any:
     return jax.jit(refer)
 
 
-def draw_rows(rng: np.random.Generator, case: Case) -> AttentionRows:
+def draw_rows(rng: np.random.Generator, case: Case) -> AttentionMetadata:
     """Rows with pages of their own, in any order; ids that need not be read lead nowhere."""
     batch, queries, size = len(case.rows), case.queries, case.page_size
     ids = 1 + rng.permutation(batch * case.pages_per_row)
@@ -154,7 +154,7 @@ def draw_rows(rng: np.random.Generator, case: Case) -> AttentionRows:
             if case.tail is not None:  # all the tail may be read
                 first = min(first, prefix[b] + queries - case.tail)
             table[b, : max(first, 0) // size] = NOWHERE
-    return AttentionRows(
+    return AttentionMetadata(
         page_table=jnp.asarray(table, jnp.int32),
         prefix_lens=jnp.asarray(prefix, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lens)), jnp.int32),

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from jspec.pallas_kernels.prefill.plan import PrefillPlan
 from tests.pallas_kernels.chips import (
@@ -121,7 +121,7 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     options: dict[str, Any] = {"scale": 0.1, "window": case.window, "soft_cap": case.soft_cap}
 
     @jax.jit
-    def run(q: Any, pool: Any, rows: AttentionRows, sinks: Any) -> Any:
+    def run(q: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
         return attend_packed(
             q, pool, rows, sinks=sinks, tuning=gpu.tuning, interpret=interpret, **options
         )
@@ -244,7 +244,7 @@ def test_no_key_lies_past_the_page_table() -> None:
 def test_what_the_kernel_does_not_serve_is_refused(changes: dict[str, Any], message: str) -> None:
     width, dtype = changes.get("width", 128), changes.get("dtype", jnp.bfloat16)
     masked = "mask" in changes
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((1, 2), jnp.int32),
         prefix_lens=jnp.zeros(1, jnp.int32),
         cu_q_lens=jnp.asarray([0, 2], jnp.int32),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
@@ -37,7 +37,7 @@ def test_lowers_for_hopper(queries: int, page_size: int, options: dict[str, Any]
     q, pool, fields = llama_shapes(16, queries, page_size)
 
     def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
-        return attend_packed(q, pool, AttentionRows(**fields), scale=0.09, **options)
+        return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09, **options)
 
     lowered = jax.jit(run).trace(q, pool, fields).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu_v2") == 1
@@ -72,7 +72,7 @@ def test_equals_the_reference_at_serving_shapes(page_size: int) -> None:
     starts = np.append(0, np.cumsum(lengths))
     for b, length in enumerate(lengths):
         at = slice(int(starts[b]), int(starts[b]) + length)
-        one = AttentionRows(
+        one = AttentionMetadata(
             page_table=rows.page_table[b : b + 1],
             prefix_lens=rows.prefix_lens[b : b + 1],
             cu_q_lens=jnp.asarray([0, min(length, 64)], jnp.int32),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.key_ranges import BlockSizes
 from jspec.pallas_kernels.prefill.tpu import attend_packed
 from tests.pallas_kernels.packed_rows import row_lengths
@@ -63,7 +63,7 @@ def _programs(case: Case) -> tuple[Any, Any]:
     """(kernel, reference), both (q, k, v, pool, rows, sinks) -> (out, pool)."""
     options: dict[str, Any] = {"scale": 0.1, "window": case.window, "soft_cap": case.soft_cap}
 
-    def kernel(q: Any, k: Any, v: Any, pool: Any, rows: AttentionRows, sinks: Any) -> Any:
+    def kernel(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
         if not case.writes:
             k = v = None
         interpret = pltpu.InterpretParams()
@@ -71,7 +71,7 @@ def _programs(case: Case) -> tuple[Any, Any]:
             q, k, v, pool, rows, sinks=sinks, sizes=case.sizes, interpret=interpret, **options
         )
 
-    def specified(q: Any, k: Any, v: Any, pool: Any, rows: AttentionRows, sinks: Any) -> Any:
+    def specified(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
         if case.writes:
             pool = reference.write_new(k, v, pool, rows, queries_per_row=None)
         out = reference.attend(q, pool, rows, sinks=sinks, queries_per_row=None, **options)
@@ -108,7 +108,7 @@ def draw(
         # A constant shift: positions are the window's, and need not be slots.
         positions[start : start + length] = prefix + np.arange(length) + b % 2
         start += length
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray(table),
         prefix_lens=jnp.asarray(prefixes, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),
@@ -266,7 +266,7 @@ def test_rows_past_the_page_table_write_to_no_page() -> None:
     slots = PACKED.slots_per_row
     drawn = list(draw(PACKED, np.random.default_rng(0), [20, 3, 5, 2, 1], [slots - 20, 0, 3, 1, 9]))
     rows = drawn[4]
-    drawn[4] = AttentionRows(
+    drawn[4] = AttentionMetadata(
         page_table=rows.page_table,
         prefix_lens=rows.prefix_lens.at[0].set(slots - 4),  # 16 of its 20 tokens have no slot
         cu_q_lens=rows.cu_q_lens,
@@ -298,7 +298,7 @@ def test_shapes_that_the_kernel_cannot_take_are_refused(
     batch, pages = changes.get("table", (2, 4))
     pool = jnp.zeros(changes.get("pool", (9, 16, 4, 128)), changes.get("dtype", jnp.float32))
     q = jnp.zeros((8, changes.get("heads", 4), changes.get("q_width", 64)))
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.zeros((batch, pages), jnp.int32),
         prefix_lens=jnp.zeros(batch, jnp.int32),
         cu_q_lens=jnp.zeros(batch + 1, jnp.int32),

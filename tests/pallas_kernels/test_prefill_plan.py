@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.plan import (
     BEGIN,
     END,
@@ -24,14 +24,14 @@ from jspec.pallas_kernels.prefill.plan import (
 from tests.pallas_kernels.packed_rows import row_lengths
 
 
-def rows_of(lengths: Sequence[int], prefixes: Sequence[int], *, queries: int) -> AttentionRows:
+def rows_of(lengths: Sequence[int], prefixes: Sequence[int], *, queries: int) -> AttentionMetadata:
     """Rows of 20 pages of 16, positions as slots."""
     positions = np.zeros(queries, np.int32)
     start = 0
     for length, prefix in zip(lengths, prefixes, strict=True):
         positions[start : start + length] = prefix + np.arange(length)
         start += length
-    return AttentionRows(
+    return AttentionMetadata(
         page_table=jnp.zeros((len(lengths), 20), jnp.int32),
         prefix_lens=jnp.asarray(prefixes, jnp.int32),
         cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.reference import new_slots
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.reference import LARGE, interleave_kv, write_rows
@@ -208,7 +208,7 @@ def paged(
     rng = np.random.default_rng(1)
     prefix, lens = np.asarray([21, 3]), np.asarray([4, 3])
     positions = (prefix[:, None] + np.arange(4)).reshape(-1)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
         prefix_lens=jnp.asarray(prefix, jnp.int32),
         cu_q_lens=jnp.asarray([0, *np.cumsum(lens)], jnp.int32),
@@ -219,7 +219,7 @@ def paged(
     pool = pool.at[0].set(jnp.nan).at[4:].set(jnp.nan)
 
     def attend(
-        heads: jax.Array, rows: AttentionRows, pool: jax.Array
+        heads: jax.Array, rows: AttentionMetadata, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         cos, sin = angles_of(rows.q_positions, head_dim=64, rope=ROPE)
         norms = norms_of(64, dtype=jnp.bfloat16) if normed else None

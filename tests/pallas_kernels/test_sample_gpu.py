@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.device import noise
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.sample import gpu as sample_gpu
@@ -177,7 +177,7 @@ def test_the_nodes_of_a_batch_row_share_its_temperature_and_seed() -> None:
     assert_equal(got, jax.jit(reference)(logits, *each, positions))
 
 
-def rows_of(top_k: list[int]) -> SamplingRows:
+def rows_of(top_k: list[int]) -> SamplingBatch:
     """One row greedy, one at 1.3."""
     return dataclasses.replace(
         empty_sampling(2, vocab_size=512),

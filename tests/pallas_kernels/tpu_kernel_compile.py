@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.attention.tpu import attend_rows, is_copy_free
 from tests.engine.pool_copies import pool_copies
 
@@ -92,7 +92,7 @@ def arguments(shape: Shape) -> tuple[Any, ...]:
     if shape.tail is not None:
         mask = abstract((num_queries, -(-shape.tail // 32)), jnp.uint32)
         positions = abstract((shape.batch, shape.tail), i32)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=abstract((shape.batch, shape.pages_per_row), i32),
         prefix_lens=abstract((shape.batch,), i32),
         cu_q_lens=abstract((shape.batch + 1,), i32),

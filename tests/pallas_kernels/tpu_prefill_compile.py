@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.tpu import attend_packed
 from tests.engine.pool_copies import pool_copies
 
@@ -73,7 +73,7 @@ def compile_shape(shape: Shape, sharding: jax.sharding.Sharding) -> dict[str, An
     def array(dims: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
-    def program(q: Any, k: Any, v: Any, pool: Any, rows: AttentionRows, sinks: Any) -> Any:
+    def program(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
         return attend_packed(
             q,
             k if shape.writes else None,
@@ -86,7 +86,7 @@ def compile_shape(shape: Shape, sharding: jax.sharding.Sharding) -> dict[str, An
             soft_cap=shape.soft_cap,
         )
 
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=array((BATCH, CONTEXT // shape.page_size)),
         prefix_lens=array((BATCH,)),
         cu_q_lens=array((BATCH + 1,)),

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.device.batch import DraftTree
-from jspec.device.state import SamplingRows, Seen, empty_sampling
+from jspec.device.state import SamplingBatch, Seen, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.ops import Ops
@@ -141,7 +141,7 @@ SETTINGS = {
 }
 
 
-def sampling(name: str) -> SamplingRows:
+def sampling(name: str) -> SamplingBatch:
     seeds = np.arange(SEEDS, dtype=np.uint32)
     rows = {
         **vars(empty_sampling(SEEDS, vocab_size=VOCABULARY)),
@@ -150,11 +150,11 @@ def sampling(name: str) -> SamplingRows:
     }
     for key, value in SETTINGS[name].items():
         rows[key] = jnp.full(SEEDS, value, rows[key].dtype)
-    return SamplingRows(**rows)
+    return SamplingBatch(**rows)
 
 
 def choose_after(
-    tree: DraftTree, seq_lens: jax.Array, rows: SamplingRows, counts: jax.Array, *, num_levels: int
+    tree: DraftTree, seq_lens: jax.Array, rows: SamplingBatch, counts: jax.Array, *, num_levels: int
 ) -> jax.Array:
     """The model's token after every node, chosen as verification chooses it."""
     ids = jnp.arange(VOCABULARY, dtype=jnp.int32)
@@ -174,7 +174,7 @@ def choose_after(
 
 @partial(jax.jit, static_argnames=("tokens", "parents"))
 def generate(
-    rows: SamplingRows, *, tokens: tuple[int, ...], parents: tuple[int, ...]
+    rows: SamplingBatch, *, tokens: tuple[int, ...], parents: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(ids[SEEDS, LENGTH], num_accepted and last node of each row's first step).
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
@@ -29,7 +29,7 @@ def rows_of(
     top_k: int = V,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> SamplingRows:
+) -> SamplingBatch:
     n = len(seeds)
     words = np.stack((seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)), axis=1)
     return dataclasses.replace(
@@ -45,7 +45,7 @@ def rows_of(
 @partial(jax.jit, static_argnames=("filtered", "ops"))
 def _choose(
     logits: jax.Array,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     positions: jax.Array,
     *,
     filtered: bool,
@@ -62,7 +62,7 @@ def _choose(
     )
 
 
-def draw(rows: SamplingRows, *, filtered: bool) -> np.ndarray:
+def draw(rows: SamplingBatch, *, filtered: bool) -> np.ndarray:
     """i32[draws]: one token per row, all at position 31."""
     n = rows.temperature.shape[0]
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (n, 1, V))
@@ -161,10 +161,10 @@ def test_two_vocabulary_shards_choose_the_same(filtered: bool) -> None:
     positions = jnp.asarray(rng.integers(0, 1000, (n, 3)), jnp.int32)
     rows = rows_of(rng.integers(0, 2**64, n, np.uint64), top_k=5, top_p=0.91, min_p=0.05)
     greedy = jnp.asarray(np.arange(n) % 2, jnp.float32)
-    rows = SamplingRows(**{**vars(rows), "temperature": greedy})
+    rows = SamplingBatch(**{**vars(rows), "temperature": greedy})
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
 
-    def on_shard(logits: jax.Array, ids: jax.Array, rows: SamplingRows) -> jax.Array:
+    def on_shard(logits: jax.Array, ids: jax.Array, rows: SamplingBatch) -> jax.Array:
         return choose(
             logits,
             rows,

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.sampling.filters import threshold
 
@@ -23,7 +23,7 @@ Filters = tuple[int, float, float]  # top_k, top_p, min_p
 NOTHING: Filters = (V, 1.0, 0.0)
 
 
-def sampling_rows(filters: list[Filters]) -> SamplingRows:
+def sampling_rows(filters: list[Filters]) -> SamplingBatch:
     top_k, top_p, min_p = (np.array(column) for column in zip(*filters, strict=True))
     zeros = jnp.zeros(len(filters), jnp.float32)
     return dataclasses.replace(
@@ -57,7 +57,7 @@ def kept_by_sorting(x: np.ndarray, filters: Filters) -> tuple[np.ndarray, float]
 
 
 @jax.jit
-def _keep(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _keep(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
     found = threshold(logits[:, None], rows, shard=Shard())[:, 0]
     return (logits >= found[:, None]) & (logits > -jnp.inf)
 
@@ -125,10 +125,10 @@ def test_min_p_is_relative_to_the_maximum(min_p: float) -> None:
     np.testing.assert_array_equal(keep(x, (V, 1.0, min_p)), np.exp(x) >= min_p)
 
 
-def _over_two_devices() -> Callable[[jax.Array, SamplingRows], jax.Array]:
+def _over_two_devices() -> Callable[[jax.Array, SamplingBatch], jax.Array]:
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
 
-    def found(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    def found(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
         return threshold(logits, rows, shard=Shard(2, "tensor"))[None]
 
     over_vocabulary = PartitionSpec(None, None, "tensor")

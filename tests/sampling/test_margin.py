@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.messages.request import SamplingParams
 from jspec.pallas_kernels.ops import Ops
@@ -40,7 +40,7 @@ def choice_of(logits: np.ndarray, sampling: SamplingParams, *, seed: int, positi
 
 
 @jax.jit
-def _choose(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def _choose(logits: jax.Array, rows: SamplingBatch, position: jax.Array) -> jax.Array:
     ids = choose(
         logits[None, None],
         rows,

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device.state import SamplingRows, Seen, empty_sampling
+from jspec.device.state import SamplingBatch, Seen, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.messages.request import SamplingParams
 from jspec.pallas_kernels.choose import OPS
@@ -55,7 +55,7 @@ Settings = tuple[SamplingParams, ...]
 class Batch:
     """Rows, logits so flat that every token may win, and what the rows have emitted."""
 
-    rows: SamplingRows
+    rows: SamplingBatch
     logits: jax.Array
     seen: Seen
     seeds: np.ndarray  # u64[B]
@@ -93,7 +93,7 @@ def batch_of(settings: Settings, *, penalized: bool) -> Batch:
     )
 
 
-def penalties(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingRows) -> jax.Array:
+def penalties(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingBatch) -> jax.Array:
     count = logits.shape[0]
     return penalize(
         logits,
@@ -112,7 +112,7 @@ def chosen_by(
     """i32[shards, B]: what each shard takes for the choice."""
     batch = batch_of(settings, penalized=penalized)
 
-    def on_shard(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingRows) -> jax.Array:
+    def on_shard(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingBatch) -> jax.Array:
         if penalized:
             logits = penalties(logits, ids, seen, rows)
         return choose(

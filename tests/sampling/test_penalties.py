@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.device.batch import DraftTree
-from jspec.device.state import SamplingRows, Seen, empty_sampling
+from jspec.device.state import SamplingBatch, Seen, empty_sampling
 from jspec.messages.request import MAX_BIASES
 from jspec.sampling.penalties import count_emitted, path_tokens, penalize
 
@@ -62,7 +62,7 @@ def seen_of(counts: jax.Array) -> Seen:
 
 @jax.jit
 def _penalized(
-    logits: jax.Array, rows: SamplingRows, tree: DraftTree, seen: Seen, num: jax.Array
+    logits: jax.Array, rows: SamplingBatch, tree: DraftTree, seen: Seen, num: jax.Array
 ) -> jax.Array:
     return penalize(
         logits,
@@ -129,7 +129,7 @@ def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: igno
                 expected[b, n, v] += biases[b].get(v, 0.0)
                 if v in stops[b] and len(before) < least[b]:
                     expected[b, n, v] = -np.inf
-    rows = SamplingRows(
+    rows = SamplingBatch(
         **{
             **vars(empty_sampling(B, vocab_size=V)),
             "frequency_penalty": jnp.asarray(frequency, jnp.float32),
@@ -162,7 +162,7 @@ def test_no_penalty_leaves_every_bit_alone() -> None:
     logits = np.random.default_rng(3).normal(size=(B, N, V)).astype(np.float32)
     logits[0, 0, 0], logits[0, 0, 1] = -0.0, -np.inf
     rows = empty_sampling(B, vocab_size=V)
-    rows = SamplingRows(**{**vars(rows), "min_new_tokens": jnp.full(B, 100, jnp.int32)})
+    rows = SamplingBatch(**{**vars(rows), "min_new_tokens": jnp.full(B, 100, jnp.int32)})
     tree = tree_of([[1] * N] * B, [[-1, *range(4), 0, 0]] * B)
     seen = seen_of(jnp.full((B, V), 1000, jnp.int32))
     result = _penalized(jnp.asarray(logits), rows, tree, seen, jnp.zeros((B, N), jnp.int32))
@@ -172,7 +172,7 @@ def test_no_penalty_leaves_every_bit_alone() -> None:
 def test_a_shard_penalizes_its_own_columns() -> None:
     """Columns are named by target ids, not by place."""
     rng = np.random.default_rng(4)
-    rows = SamplingRows(
+    rows = SamplingBatch(
         **{
             **vars(empty_sampling(B, vocab_size=V)),
             "frequency_penalty": jnp.full(B, 0.5),

@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
@@ -30,7 +30,7 @@ EVERY = [ON_CPU, ON_GPU, ON_TPU, Passes(parts=4, columns=6), Passes(parts=16, co
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def by_halving(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def by_halving(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
     """32 halvings between the lowest float and the maximum; ordered keys as in filters.py."""
     divisor = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
 
@@ -65,10 +65,10 @@ def by_halving(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where(keeps_all, -jnp.inf, jnp.maximum(value(found), by_min_p))
 
 
-def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> SamplingRows:
+def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> SamplingBatch:
     rows = len(top_k)
     seed = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2)
-    return SamplingRows(
+    return SamplingBatch(
         **{
             **vars(empty_sampling(rows, vocab_size=V)),
             "seed": jnp.asarray(seed),
@@ -79,7 +79,7 @@ def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> Samplin
     )
 
 
-def rounding_decides(logits: np.ndarray, rows: SamplingRows) -> bool:
+def rounding_decides(logits: np.ndarray, rows: SamplingBatch) -> bool:
     """Whether the mass above some logit lies so near top_p that the order of a sum matters."""
     p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
@@ -88,14 +88,14 @@ def rounding_decides(logits: np.ndarray, rows: SamplingRows) -> bool:
     return bool(((np.abs(above.sum(axis=-1) - top_p) < 1e-5) & (top_p < 1.0)).any())
 
 
-def _of_one_device(passes: Passes) -> Callable[[jax.Array, SamplingRows], jax.Array]:
+def _of_one_device(passes: Passes) -> Callable[[jax.Array, SamplingBatch], jax.Array]:
     return jax.jit(partial(threshold, shard=Shard(), passes=passes))
 
 
-def _over_two_devices(passes: Passes) -> Callable[[jax.Array, SamplingRows], jax.Array]:
+def _over_two_devices(passes: Passes) -> Callable[[jax.Array, SamplingBatch], jax.Array]:
     """The threshold that each of two vocabulary shards finds: [2, B, N]."""
 
-    def found(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    def found(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
         return threshold(logits, rows, shard=Shard(2, "tensor"), passes=passes)[None]
 
     return jax.jit(
@@ -156,7 +156,7 @@ def test_a_long_vocabulary_chooses_the_same_tokens(num_ids: int, temperature: fl
     rng = np.random.default_rng(num_ids)
     logits = jnp.asarray(rng.normal(0, 3, (8, 2, num_ids)), jnp.float32)
     rows = rows_of([1, 50, num_ids, 5] * 2, [1.0, 0.9, 0.95, TINY] * 2, [0.0] * 7 + [0.05])
-    rows = SamplingRows(**{**vars(rows), "temperature": jnp.full(8, temperature)})
+    rows = SamplingBatch(**{**vars(rows), "temperature": jnp.full(8, temperature)})
     positions = jnp.asarray(rng.integers(0, 1000, (8, 2)), jnp.int32)
     token_ids = jnp.arange(num_ids, dtype=jnp.int32)
     call = partial(choose, positions=positions, token_ids=token_ids, shard=Shard(), ops=Ops())

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.device.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
@@ -25,7 +25,7 @@ B, N = 64, 4
 def compiled_choice(sharding: jax.sharding.Sharding, num_ids: int) -> str:
     """The optimised program."""
 
-    def run(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    def run(logits: jax.Array, rows: SamplingBatch, positions: jax.Array) -> jax.Array:
         ids = jnp.arange(num_ids, dtype=jnp.int32)
         return choose(
             logits,

@@ -17,8 +17,8 @@ from benchmarks import simulate_adaptive
 from benchmarks.simulate_adaptive import CHAIN, TREE, Card, Cell
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shape_sets import shapes_for
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.messages.step_options import PLAIN
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 
 LEAST = 0.97  # of the better of plain and the best fixed shape

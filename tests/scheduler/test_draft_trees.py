@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jspec.messages.verified_tree import JudgedTree
+from jspec.messages.verified_tree import VerifiedTree
 from jspec.scheduler.outputs.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
 from tests.support.fake_grammar import FakeConstraint, FakeGrammar
 
@@ -13,19 +13,19 @@ PARENTS = np.array([-1, 0, 0, 2], np.int32)
 
 
 def test_the_path_of_the_accepted_drafts_is_found() -> None:
-    tree = JudgedTree.of(TOKENS.tolist(), PARENTS.tolist(), accepted_ids=(6, 9))
-    assert tree == JudgedTree(ids=(7, 5, 6, 9), parents=(-1, 0, 0, 2), accepted=(2, 3))
+    tree = VerifiedTree.of(TOKENS.tolist(), PARENTS.tolist(), accepted_ids=(6, 9))
+    assert tree == VerifiedTree(ids=(7, 5, 6, 9), parents=(-1, 0, 0, 2), accepted=(2, 3))
 
 
 def test_the_same_token_at_two_places_is_found_under_its_own_parent() -> None:
-    tree = JudgedTree.of((1, 2, 3, 4, 4), (-1, 0, 0, 1, 2), accepted_ids=(3, 4))
+    tree = VerifiedTree.of((1, 2, 3, 4, 4), (-1, 0, 0, 1, 2), accepted_ids=(3, 4))
     assert tree is not None
     assert tree.accepted == (2, 4)
 
 
 def test_a_root_alone_is_no_tree_and_what_was_not_drafted_ends_the_path() -> None:
-    assert JudgedTree.of((7,), (-1,), accepted_ids=()) is None
-    tree = JudgedTree.of((7, 5), (-1, 0), accepted_ids=(8,))  # a simulated acceptance
+    assert VerifiedTree.of((7,), (-1,), accepted_ids=()) is None
+    tree = VerifiedTree.of((7, 5), (-1, 0), accepted_ids=(8,))  # a simulated acceptance
     assert tree is not None
     assert tree.accepted == ()
 

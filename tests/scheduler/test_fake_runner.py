@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.messages.features import ALL, PLAIN
 from jspec.messages.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
 from jspec.messages.protocols import Runner
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import ALL, PLAIN
 from tests.support.fake_rows import PlanError
 from tests.support.fake_runner import (
     FakeRunner,

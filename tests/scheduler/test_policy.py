@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jspec.messages.plan import RowRef
 from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler import policy
-from jspec.scheduler.outputs.token_history import Transcript
+from jspec.scheduler.outputs.token_history import TokenHistory
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from tests.support.fake_runner import small_limits
@@ -32,7 +32,7 @@ def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 
         arrival=arrival,
         max_new_tokens=max_new_tokens,
         text_stream=FakeTextStream(),
-        transcript=Transcript(request, LIMITS.spec, stream=None),
+        history=TokenHistory(request, LIMITS.spec, stream=None),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jspec.config.limits import SpeculativeConfig
 from jspec.messages.protocols import TextCut
 from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
-from jspec.scheduler.outputs.token_history import Tally, Transcript, surviving_drafts
+from jspec.scheduler.outputs.token_history import Tally, TokenHistory, surviving_drafts
 from jspec.scheduler.sequence import Sequence, first_stop
 from tests.support.fake_runner import scripted_tokens, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, ids_of, text_of
@@ -30,7 +30,7 @@ def make_sequence(sampling: SamplingParams, *, max_new_tokens: int | None = None
         arrival=0,
         max_new_tokens=max_new_tokens or sampling.wanted_tokens,
         text_stream=FakeTextStream.for_request(request),
-        transcript=Transcript(request, CHAIN, stream=None),
+        history=TokenHistory(request, CHAIN, stream=None),
     )
 
 

@@ -20,7 +20,7 @@ from jspec.messages.request import (
     TokenLogprob,
 )
 from jspec.messages.response import GROWING, LogprobForm
-from jspec.messages.verified_tree import JudgedTree
+from jspec.messages.verified_tree import VerifiedTree
 from jspec.server.http.streaming import SequenceFold, fold_events
 from jspec.serving.engine import Engine
 
@@ -150,7 +150,7 @@ def everything_of(number: int, *, is_last: bool = False) -> StreamChunk:
     """Two ids in every other chunk, with log-probabilities and the tree that they came from."""
     known = TokenLogprob(logprob=-0.5, top=((-0.5, 7), (-1.5, number)), watched=(-9.0,))
     has_ids = number % 2 == 1
-    tree = JudgedTree(ids=(1, number), parents=(-1, 0), accepted=(1,))
+    tree = VerifiedTree(ids=(1, number), parents=(-1, 0), accepted=(1,))
     return replace(
         chunk_of(number),
         new_ids=(number, 7) if has_ids else (),

@@ -213,7 +213,7 @@ def test_a_draft_and_then_both_are_a_fresh_engines(
 def test_one_layer_changes_alone(
     served: Engine, way: Way, fresh: Callable[[str], list[Any]]
 ) -> None:
-    """By its tensors: the others stay, and what is accepted is a fresh engine's of that mixture."""
+    """By its tensors: the others stay, and what is accepted is a fresh engine's of that moe."""
     before = said_by(served)
     theirs = load_file(way.draft("A1") / "model.safetensors")
     of_layer = {name: x for name, x in theirs.items() if name.startswith(f"{LAYERS}1.")}

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.errors import EngineClosedError
 from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, StreamChunk
-from jspec.scheduler.outputs.token_history import Piece, Transcript
+from jspec.scheduler.outputs.token_history import Piece, TokenHistory
 from jspec.serving.mailbox import Mailbox, wake
 from tests.support.fake_runner import small_limits
 
@@ -18,13 +18,13 @@ NUM_PIECES = 4000
 SPEC = small_limits().spec
 
 
-def transcript() -> Transcript:
+def history() -> TokenHistory:
     request = Request(request_id="r", prompt_ids=(1,), sampling=SamplingParams(), seed=0)
-    return Transcript(request, SPEC, stream=None)
+    return TokenHistory(request, SPEC, stream=None)
 
 
 def test_every_piece_is_read_however_the_threads_are_switched() -> None:
-    before, source = sys.getswitchinterval(), transcript()
+    before, source = sys.getswitchinterval(), history()
     boxes = [Mailbox() for _ in range(3)]
 
     def put_all() -> None:
@@ -70,7 +70,7 @@ def test_one_call_wakes_all_readers_of_a_loop(from_own_thread: bool) -> None:
         boxes = [Mailbox() for _ in range(5)]
         readers = [asyncio.create_task(box.get()) for box in boxes]
         await asyncio.sleep(0)
-        source = transcript()
+        source = history()
         waiting = [box.put(Piece(source, (7,))) for box in boxes]
         if from_own_thread:
             wake(waiting)
@@ -86,7 +86,7 @@ def test_one_call_wakes_all_readers_of_a_loop(from_own_thread: bool) -> None:
 
 
 def test_ready_stops_before_an_error() -> None:
-    box, source = Mailbox(), transcript()
+    box, source = Mailbox(), history()
     box.put(Piece(source, (1,)))
     box.put(Piece(source, (2, 3)))
     box.put(EngineClosedError("closed"))

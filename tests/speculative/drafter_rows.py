@@ -23,10 +23,10 @@ import pytest
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.engine.runner import empty_pools
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative import beams
-from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
+from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.tree import Level, build_tree
 from tests.speculative.engines import TARGET
 from tests.speculative.every_drafter import KINDS, Kind
@@ -52,7 +52,7 @@ class Programs:
         self.propose = jax.jit(self._propose)
 
     def _propose(
-        self, caches: Any, state: Any, rows: RowsInStep
+        self, caches: Any, state: Any, rows: StepBatch
     ) -> tuple[Any, DraftTree, tuple[Level, ...]]:
         """(caches, tree, the levels that it was built from, of a drafter that grows beams)."""
         kept: list[Level] = []
@@ -139,7 +139,7 @@ class Texts:
             token_ids=jnp.asarray(self.ids[row, position], jnp.int32),
             features=self._features(row, position),
             next_ids=jnp.asarray(self.ids[np.arange(NUM_ROWS), after], jnp.int32),
-            rows=AttentionRows(
+            rows=AttentionMetadata(
                 page_table=self.table * jnp.asarray(live)[:, None],  # slot 0 has page 0 alone
                 prefix_lens=jnp.asarray(starts, jnp.int32),
                 cu_q_lens=jnp.asarray(ends, jnp.int32),
@@ -166,8 +166,8 @@ class Texts:
             self.state,
         )
 
-    def rows(self) -> RowsInStep:
-        return RowsInStep(
+    def rows(self) -> StepBatch:
+        return StepBatch(
             root_ids=jnp.asarray(self.ids[np.arange(NUM_ROWS), self.told], jnp.int32),
             seq_lens=jnp.asarray(self.told, jnp.int32),
             page_table=self.table,

@@ -26,7 +26,6 @@ from jspec.engine.programs.program_keys import program_keys, recall_programs
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.weights.loading import place
 from jspec.layers.linear import Shard
-from jspec.messages.features import ALL, SAMPLING, Feature, StepFeatures
 from jspec.messages.plan import StepKind, StepPlan, StepResult
 from jspec.messages.request import (
     FinishKind,
@@ -38,6 +37,7 @@ from jspec.messages.request import (
     TokenLogprob,
 )
 from jspec.messages.response import Completion
+from jspec.messages.step_options import ALL, SAMPLING, StepOption, StepOptions
 from jspec.models.decoder import Decoder, Params
 from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.placement import init_params
@@ -154,7 +154,7 @@ def build(
     dial: bool = True,
     shards: int = 1,
     params: tuple[Params, Params] | None = None,
-    variants: tuple[StepFeatures, ...] = (StepFeatures(), SAMPLING),
+    variants: tuple[StepOptions, ...] = (StepOptions(), SAMPLING),
     num_rounds: int = 1,
     ops: Ops | None = None,
     make: Callable[[Ops, Shard], Drafter] | None = None,
@@ -215,8 +215,8 @@ def build(
         keys=tuple(
             key
             for key in program_keys(limits)
-            if StepFeatures(key.features.members - {Feature.SHARED}) in variants
-            or key.kind in (StepKind.CATCH_UP, StepKind.RECALL)
+            if StepOptions(key.features.members - {StepOption.SHARED}) in variants
+            or key.kind in (StepKind.DRAFT_PREFILL, StepKind.RECALL)
             or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),
     )
@@ -403,7 +403,7 @@ def corpus_params(texts: list[tuple[int, ...]]) -> Params:
 
 
 @functools.lru_cache(maxsize=4)
-def engine(spec: tuple[int, int, int], page_size: int, *, features: StepFeatures) -> Compiled:
+def engine(spec: tuple[int, int, int], page_size: int, *, features: StepOptions) -> Compiled:
     """A shared engine with the dial drafter and one decode variant."""
     return build(spec_of(*spec), page_size=page_size, variants=(features,))
 

@@ -98,16 +98,16 @@ def step3p5() -> Layers:
     own: dict[str, Any] = {"qk_norm": True, "gate": HeadGate.OF_HEADS}
     full = attention(rope=SCALED, rotary_dim=4, **own)
     sliding = attention(WINDOW, num_heads=6, rope=RopeConfig(theta=100.0), **own)
-    mixture = dataclasses.replace(
+    moe = dataclasses.replace(
         SIGMOIDS, gate=Gate.SILU_WITHIN_7, weight_scale=3.0, shared=DenseSpec(inner=12, limit=0.5)
     )
-    return ((full, DenseSpec(inner=48, limit=0.5)), (sliding, mixture))
+    return ((full, DenseSpec(inner=48, limit=0.5)), (sliding, moe))
 
 
 def glm4_moe() -> Layers:
     own = attention(qk_norm=True, qkv_bias=True, rotary_dim=4)
-    mixture = dataclasses.replace(SIGMOIDS, weight_scale=2.5, shared=DenseSpec(inner=16))
-    return ((own, DENSE), (own, mixture))
+    moe = dataclasses.replace(SIGMOIDS, weight_scale=2.5, shared=DenseSpec(inner=16))
+    return ((own, DENSE), (own, moe))
 
 
 LAYERS: dict[str, Callable[[], Layers]] = {

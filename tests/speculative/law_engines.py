@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.engine.weights.loading import place
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Params
 from jspec.models.registry import table_of
 from tests.speculative.engines import (

@@ -21,7 +21,7 @@ from jspec.config.limits import Algorithm
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
-from jspec.messages.features import StepFeatures
+from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.stored import stored_tensors, value_at
@@ -285,7 +285,7 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
     own = models.drafter
     settings: dict[str, Any] = {
         "page_size": 4,
-        "variants": (StepFeatures(),),
+        "variants": (StepOptions(),),
         "target_spec": models.target.spec,
     }
     shards = models.target.shard.size

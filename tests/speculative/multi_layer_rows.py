@@ -25,10 +25,10 @@ from jspec.models.heads.mtp import MtpHead
 from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import MtpConfig, uniform_decoder
-from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
+from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.models.mtp_reference import MtpReference
 from tests.speculative.engines import TARGET, spec_of
@@ -203,7 +203,7 @@ class Texts:
             token_ids=jnp.asarray(ids, jnp.int32),
             features=self._features(features),
             next_ids=jnp.asarray([self.ids[r, n] for r, n in enumerate(after)], jnp.int32),
-            rows=AttentionRows(
+            rows=AttentionMetadata(
                 page_table=self.table,
                 prefix_lens=jnp.asarray(starts, jnp.int32),
                 cu_q_lens=jnp.asarray(ends, jnp.int32),
@@ -226,8 +226,8 @@ class Texts:
 
         self.state = jax.tree.map(of_live, state, self.state)
 
-    def rows(self) -> RowsInStep:
-        return RowsInStep(
+    def rows(self) -> StepBatch:
+        return StepBatch(
             root_ids=jnp.asarray([self.ids[r, n] for r, n in enumerate(self.told)], jnp.int32),
             seq_lens=jnp.asarray(self.told, jnp.int32),
             page_table=self.table,
@@ -317,7 +317,7 @@ def programs_of(name: str, topk: int) -> tuple[Any, Any]:
     """(advance, propose), compiled once a config."""
     drafter, params = drafter_of(name, topk), params_of(name)
 
-    def propose(caches: Any, state: Any, rows: RowsInStep) -> Any:
+    def propose(caches: Any, state: Any, rows: StepBatch) -> Any:
         drafter.record.clear()
         caches, _ = drafter.propose(params, caches, state, rows)
         return caches, list(drafter.record)

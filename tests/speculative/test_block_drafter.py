@@ -24,13 +24,13 @@ from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.speculative import beams
 from jspec.speculative.candidates import Ranking, rank_candidates
-from jspec.speculative.drafter import Emitted, Needs, RowsInStep
+from jspec.speculative.drafter import Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import Level, beam_scores, pack_bits
 from tests.speculative.drafter_rows import Programs, Texts, random_history, refilled
@@ -75,7 +75,7 @@ class BlockDrafter:
         return (pool,), state
 
     def propose(
-        self, params: Params, caches: KVPool, state: tuple[()], rows: RowsInStep
+        self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         """One forward over [B, 1 + S] rows, then the lattice."""
         del state
@@ -91,7 +91,7 @@ class BlockDrafter:
             split(x @ params["k"], G),
             split(x @ params["v"], G),
             caches[0],
-            AttentionRows(
+            AttentionMetadata(
                 page_table=rows.page_table,
                 window_tables=rows.window_tables,
                 prefix_lens=rows.seq_lens,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jspec.layers.attention import causal_attention
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import SAMPLING
 from jspec.training.dense import forward, lm_logits
 from tests.speculative.engines import TARGET, Compiled, build, serve, spec_of, tiny_params
 from tests.support.goodness_of_fit import assert_fits

@@ -17,7 +17,7 @@ from jspec.engine.runner import empty_pools
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
 from jspec.models.heads.mtp import MtpHead
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.spec.model_spec import Eagle1Config, MtpConfig
@@ -26,7 +26,7 @@ from jspec.speculative.drafter import (
     Emitted,
     Needs,
     NoDrafter,
-    RowsInStep,
+    StepBatch,
     emitted_by,
     following_ids,
     last_two,
@@ -54,7 +54,7 @@ def both(array: Any) -> Any:
 
 def worked_example() -> Emitted:
     """Row 0 accepts a1 a2 with bonus y, row 1 accepts b1 with bonus z; node n's features are n."""
-    rows = RowsInStep(
+    rows = StepBatch(
         root_ids=jnp.asarray([T7, T7], jnp.int32),
         seq_lens=both(SEQ_LENS),
         page_table=both(TABLE),
@@ -96,7 +96,7 @@ def chunks(token_ids: list[int], cu_q_lens: list[int], next_ids: list[int]) -> E
         token_ids=jnp.asarray(token_ids, jnp.int32),
         features=Features(hidden=jnp.zeros((0, 0)), aux_hidden=jnp.zeros((0, 0))),
         next_ids=jnp.asarray(next_ids, jnp.int32),
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=jnp.zeros((num_rows, 1), jnp.int32),
             prefix_lens=jnp.arange(num_rows, dtype=jnp.int32) * 10,
             cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
@@ -135,7 +135,7 @@ def test_rows_of_tokens_end_with_the_next_root() -> None:
 
 def test_of_a_chain_the_last_two_tokens_are_left_to_do() -> None:
     """The worked example of `last_two`: one row accepts a1 a2 with bonus y, one none with z."""
-    rows = RowsInStep(
+    rows = StepBatch(
         root_ids=jnp.asarray([T7, T7], jnp.int32),
         seq_lens=both(SEQ_LENS),
         page_table=both(TABLE),

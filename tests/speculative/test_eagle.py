@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
-from jspec.messages.features import StepFeatures
+from jspec.messages.step_options import StepOptions
 from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.placement import init_params
 from jspec.speculative.candidates import largest_in_rounds, top_candidates
@@ -147,7 +147,7 @@ def test_a_head_of_two_layers_that_reads_the_last_hidden_changes_no_token() -> N
             tiny_params()[0],
             {"head": init_params(eagle3_params(config), seed=4), "dial": empty},
         ),
-        variants=(StepFeatures(),),
+        variants=(StepOptions(),),
         make=lambda ops, shard: DialDrafter(
             DialHead(Eagle3Head(config, ops, shard)), spec, acceptance=DIAL_ACCEPTANCE
         ),

@@ -17,7 +17,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
-from jspec.messages.features import StepFeatures
+from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import save_target
 from jspec.models.files.stored import stored_tensors, value_at
 from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params
@@ -138,7 +138,7 @@ def test_two_shards_with_frequent_ids_change_no_token(pair: Path) -> None:
         page_size=16,
         shards=2,
         params=(models.params["target"], models.params["draft"]),
-        variants=(StepFeatures(),),
+        variants=(StepOptions(),),
         make=lambda ops, shard: EagleDrafter(Eagle1Head(hot, ops, shard), config),
     )
     requests = [

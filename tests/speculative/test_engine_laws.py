@@ -29,9 +29,9 @@ from jspec.device.batch import DecodeBatch, prefill_batch
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
-from jspec.messages.features import SAMPLING
 from jspec.messages.plan import StepKind, StepPlan
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of

@@ -1,7 +1,7 @@
 """Speculative decoding equals plain decoding for every family's kind of layer.
 
 Tiny float32 targets beside the shared head: windows shorter than the prompts, sinks, norms of q and
-k, YaRN, gated heads, narrow values, mixtures. Prompts come in several chunks, and the head's
+k, YaRN, gated heads, narrow values, MoEs. Prompts come in several chunks, and the head's
 drafts are accepted in every count.
 """
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm, SpeculativeConfig
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
 from jspec.models.registry import FAMILIES
 from jspec.spec.model_spec import ModelSpec
@@ -60,7 +60,7 @@ def engine_of(spec: SpeculativeConfig, target: ModelSpec, params: Params) -> Com
     return build(
         spec,
         page_size=4,
-        variants=(StepFeatures(),),
+        variants=(StepOptions(),),
         params=(params, tiny_params()[1]),
         target_spec=target,
     )

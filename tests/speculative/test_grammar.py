@@ -18,9 +18,9 @@ from jspec.engine.programs.compilation import Recipe, compile_all
 from jspec.engine.programs.program_keys import grammar_programs, needed_program
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import init_state
-from jspec.messages.features import SAMPLING, Feature
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING, StepOption
 from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.registry import table_of
 from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
@@ -251,7 +251,7 @@ def test_a_batch_without_a_grammar_needs_no_program_of_them() -> None:
     assert served.ids == (expected()[1], expected()[3])
     for plan, _ in view.steps:
         assert plan.constraints == ()
-        assert Feature.GRAMMAR not in needed_program(plan).features
+        assert StepOption.GRAMMAR not in needed_program(plan).features
 
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:

@@ -16,9 +16,9 @@ from jspec.config.limits import Algorithm
 from jspec.engine.programs.compilation import ProgramShape, compile_all, lower
 from jspec.engine.programs.program_keys import ProgramKey, programs_on_demand
 from jspec.engine.runner import init_state
-from jspec.messages.features import ALL, PLAIN
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
+from jspec.messages.step_options import ALL, PLAIN
 from jspec.spec.hidden_rows import HiddenRows
 from jspec.speculative.hidden import hidden_bits, rows_of
 from tests.models.dense_forward import dense_forward

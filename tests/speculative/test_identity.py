@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.messages.features import SAMPLING, StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING, StepOptions
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
@@ -133,7 +133,7 @@ def check(case: Case, num_tokens: int = TOKENS_PER_CASE) -> None:
     expected = [plain_ids(request) for request in requests]
     needed = requests[0].sampling.features
     served = serve(
-        engine(case.spec, case.page_size, features=SAMPLING if needed else StepFeatures()),
+        engine(case.spec, case.page_size, features=SAMPLING if needed else StepOptions()),
         requests,
         chunk_size=case.chunk,
         overlap_depth=case.depth,

@@ -23,9 +23,9 @@ from jspec.engine.programs.compilation import ProgramShape, lower
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import init_state
 from jspec.layers.linear import Shard
-from jspec.messages.features import ALL, PLAIN, StepFeatures
 from jspec.messages.plan import StepKind
 from jspec.messages.request import PromptToken, Request, TokenLogprob
+from jspec.messages.step_options import ALL, PLAIN, StepOptions
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_target, save_target
 from jspec.models.heads.hf_eagle3 import load_eagle3, save_eagle3
@@ -218,7 +218,7 @@ def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
     assert np.isneginf(short.top_logprobs[:, 6:]).all()
 
 
-def text_of(features: StepFeatures) -> str:
+def text_of(features: StepOptions) -> str:
     """The lowered decode program of the tree."""
     engine = compiled("tree", 2)
     shape = ProgramShape.of(ProgramKey(StepKind.DECODE, 8, features), engine.limits)

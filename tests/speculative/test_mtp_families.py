@@ -34,7 +34,7 @@ from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
 from tests.models.dense_forward import dense_forward
@@ -171,7 +171,7 @@ def test_layers_compute_what_is_published(checkpoint: Path, published: Published
     given = jnp.asarray(hidden, jnp.float32)
     for layer, expected in enumerate(outs):
         count = len(expected)
-        rows = AttentionRows(
+        rows = AttentionMetadata(
             page_table=jnp.asarray([[3, 1, 4, 2]], jnp.int32),
             prefix_lens=jnp.zeros(1, jnp.int32),
             cu_q_lens=jnp.asarray([0, count], jnp.int32),
@@ -494,7 +494,7 @@ def test_mimo_v2_computes_what_is_published(mimo_v2: Path) -> None:
     pools = empty_pools(
         decoder.cache_groups, num_pages=7, page_size=4, shards=1, dtype=jnp.float32, ops=Ops()
     )
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[3, 1, 6, 2, 4, 5]], jnp.int32),
         prefix_lens=jnp.zeros(1, jnp.int32),
         cu_q_lens=jnp.asarray([0, len(tokens)], jnp.int32),

@@ -21,8 +21,8 @@ from jspec.config.limits import Algorithm
 from jspec.device.state import EngineState
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
 from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.pallas_kernels.ops import Ops
@@ -217,7 +217,7 @@ def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compil
         spec,
         page_size=16 if shape[1] == 1 else 4,
         params=(tiny_params()[0], draft_params(name)),
-        variants=(StepFeatures(),),
+        variants=(StepOptions(),),
         make=make,
         aux_layer_ids=config.aux_layer_ids,
         shards=shards,

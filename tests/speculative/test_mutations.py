@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.spec import indexing
@@ -38,14 +38,14 @@ def unmutated() -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as clean:
         for undo in _ORIGINALS:
             clean.setattr(undo.owner, undo.name, undo.value)
-        plain = build(PLAIN, page_size=16, variants=(StepFeatures(),))
+        plain = build(PLAIN, page_size=16, variants=(StepOptions(),))
         return [serve(plain, [request]).ids[0] for request in three_requests()]
 
 
 def check_identity() -> None:
     """A tree of unequal rows against plain decoding, in greedy and at temperature 1."""
     requests, expected = three_requests(), unmutated()
-    engine = build(spec_of(*TREE), page_size=4, variants=(StepFeatures(),))
+    engine = build(spec_of(*TREE), page_size=4, variants=(StepOptions(),))
     assert list(serve(engine, requests, dial=dial_for(requests, expected)).ids) == expected
 
 

@@ -18,10 +18,10 @@ import jspec
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
-from jspec.speculative.drafter import RowsInStep, emitted_by
+from jspec.speculative.drafter import StepBatch, emitted_by
 from jspec.speculative.drafters.ngram import (
     BEFORE_START,
     UNKNOWN,
@@ -234,7 +234,7 @@ def test_the_history_is_what_the_row_said() -> None:
     state = advance(state, first)
     assert state.history[0].tolist() == [3, 4, 5, 6] + [UNKNOWN] * (WIDTH - 4)
     assert state.history[1].tolist() == [99, 99, 8, 9, 7] + [99] * (WIDTH - 5)
-    rows = RowsInStep(
+    rows = StepBatch(
         root_ids=jnp.asarray([6, 7], jnp.int32),
         seq_lens=jnp.asarray([3, WIDTH - 1], jnp.int32),  # row 1 ends at the table's edge
         page_table=jnp.zeros((2, 1), jnp.int32),
@@ -255,7 +255,7 @@ def test_the_history_is_what_the_row_said() -> None:
 
 def test_a_row_without_anything_to_look_up_gets_a_valid_tree() -> None:
     drafter = NgramDrafter(ngram(*TREE))
-    rows = RowsInStep(
+    rows = StepBatch(
         root_ids=jnp.asarray([5], jnp.int32),
         seq_lens=jnp.asarray([0], jnp.int32),
         page_table=jnp.zeros((1, 1), jnp.int32),
@@ -272,7 +272,7 @@ def test_a_row_without_anything_to_look_up_gets_a_valid_tree() -> None:
 
 @functools.cache
 def ngram_engine(spec: tuple[int, int, int]) -> Compiled:
-    return build(ngram(*spec), page_size=16 if spec is CHAIN else 4, variants=(StepFeatures(),))
+    return build(ngram(*spec), page_size=16 if spec is CHAIN else 4, variants=(StepOptions(),))
 
 
 def some_requests(batch: int, **sampling: Any) -> list[Request]:

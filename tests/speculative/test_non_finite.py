@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from jspec.engine.runner import empty_pools
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder, Params
 from jspec.models.placement import init_params
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import (
     CONTEXT,
@@ -146,7 +146,7 @@ def test_a_float16_prompt_that_overflows_with_finite_weights() -> None:
     model, params = half_model()
     lens = np.asarray([5, 4, 6])
     starts = np.append(0, np.cumsum(lens))
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         page_table=jnp.asarray([[1], [2], [3]], jnp.int32),
         prefix_lens=jnp.zeros(3, jnp.int32),
         cu_q_lens=jnp.asarray(starts, jnp.int32),

@@ -17,9 +17,9 @@ import pytest
 
 from jspec.config.limits import SpeculativeConfig, WindowSpace
 from jspec.layers.linear import Shard
-from jspec.messages.features import SAMPLING
 from jspec.messages.plan import StepPlan
 from jspec.messages.request import Request, StreamChunk
+from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Params
 from jspec.models.heads.mtp import RecurrentHead
 from jspec.pallas_kernels.ops import Ops

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.messages.features import SAMPLING, StepFeatures
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.loop import EngineLoop
 from tests.engine.pool_copies import pool_copies
@@ -38,7 +38,7 @@ FULL: dict[str, Any] = {"top_p": 0.95, "frequency_penalty": 0.3, "presence_penal
 
 @functools.cache
 def chain_engine(num_rounds: int = ROUNDS) -> Compiled:
-    return build(spec_of(*CHAIN), page_size=PAGE, variants=(StepFeatures(),), num_rounds=num_rounds)
+    return build(spec_of(*CHAIN), page_size=PAGE, variants=(StepOptions(),), num_rounds=num_rounds)
 
 
 @functools.cache

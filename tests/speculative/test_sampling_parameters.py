@@ -17,8 +17,8 @@ import pytest
 
 from jspec.config.limits import Algorithm
 from jspec.device import noise
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING
 from tests.speculative.engines import (
     TARGET,
     Compiled,

@@ -132,15 +132,15 @@ def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Set
     own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])
     target, own = laid_out(setting, kind.right_target(), own)
     compiled = with_script(engine(setting), no_script(), own=own, target=target)
-    owed: set[int] = set()
+    pending: set[int] = set()
     for seed, depth in ((3, 1), (4, 2)):
         shapes = RandomShapes(compiled.limits, seed=seed)
         served = serve(compiled, requests, overlap_depth=depth, shapes=shapes)
         assert list(served.ids) == texts
-        owed |= {max(plan.owed) for plan, _ in served.steps if plan.owed}
+        pending |= {max(plan.pending) for plan, _ in served.steps if plan.pending}
         check_all_accepted(compiled, served)
-    assert max(owed) <= compiled.limits.deferred_tokens
-    assert len(owed) > 1, owed  # as many as may wait, and fewer
+    assert max(pending) <= compiled.limits.max_pending
+    assert len(pending) > 1, pending  # as many as may wait, and fewer
 
 
 def check_all_accepted(compiled: Compiled, served: Served) -> None:

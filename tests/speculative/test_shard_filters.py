@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm, SpeculativeConfig
-from jspec.messages.features import SAMPLING, StepFeatures
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.models.decoder import Params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
@@ -61,7 +61,7 @@ def engine(vocab_size: int, shards: int, spec: SpeculativeConfig) -> Compiled:
         page_size=16,
         shards=shards,
         params=(params, {} if spec == PLAIN else corpus_params([(0,)])),
-        variants=(StepFeatures(), SAMPLING) if shards == 1 else (SAMPLING,),
+        variants=(StepOptions(), SAMPLING) if shards == 1 else (SAMPLING,),
         make=None if spec == PLAIN else functools.partial(lookup, spec),
         target_spec=target,
     )
@@ -116,6 +116,6 @@ def test_a_row_without_filters_writes_the_same_alone() -> None:
     mixed = [each.sampling.features for each in requests(72)]
     plain = [request for request, needed in zip(requests(72), mixed, strict=True) if not needed]
     served = serve(engine(72, 1, PLAIN), plain)
-    assert all(step.features == StepFeatures() for step, _ in served.steps)
+    assert all(step.features == StepOptions() for step, _ in served.steps)
     expected = zip(texts(72, 1, PLAIN), mixed, strict=True)
     assert list(served.ids) == [ids for ids, needed in expected if not needed]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jspec.config.shared_prefixes import UNIT, SharingLimits
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import Request
+from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of
@@ -34,7 +34,7 @@ class LeadersPages(Ops):
         k_new: jax.Array | None,
         v_new: jax.Array | None,
         kv_pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DecodeBatch, DraftTree, Features, PrefillBatch, Verified
-from jspec.device.state import RowState, SamplingRows, empty_sampling
+from jspec.device.state import RowState, SamplingBatch, empty_sampling
 from jspec.errors import ConfigError, RequestError
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request, SamplingParams
+from jspec.messages.step_options import StepOptions
 from jspec.pallas_kernels.bonus_token.reference import gather_emitted
 from jspec.pallas_kernels.compaction.reference import compact_path
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
-from jspec.speculative.drafter import RowsInStep
+from jspec.speculative.drafter import StepBatch
 from jspec.speculative.tree import Level, build_tree
 from jspec.speculative.verify import forced_path, settle, simulated_drafts
 from tests.speculative.engines import build, make_request, serve, spec_of
@@ -33,11 +33,11 @@ from tests.speculative.engines import build, make_request, serve, spec_of
 PAGE_SIZE, BATCH = 4, 6
 
 
-def rows_of(batch: int, *, seed: int = 0) -> RowsInStep:
+def rows_of(batch: int, *, seed: int = 0) -> StepBatch:
     rng = np.random.default_rng(seed)
     sampling = empty_sampling(batch, vocab_size=100)
     seeds = jnp.asarray(rng.integers(0, 2**32, (batch, 2), dtype=np.uint32))
-    return RowsInStep(
+    return StepBatch(
         root_ids=jnp.asarray(rng.integers(0, 100, batch), jnp.int32),
         seq_lens=jnp.asarray(rng.integers(1, 12, batch), jnp.int32),
         page_table=1 + jnp.arange(batch * 8, dtype=jnp.int32).reshape(batch, 8),
@@ -45,7 +45,7 @@ def rows_of(batch: int, *, seed: int = 0) -> RowsInStep:
     )
 
 
-def random_tree(spec: SpeculativeConfig, rows: RowsInStep, *, seed: int = 0) -> DraftTree:
+def random_tree(spec: SpeculativeConfig, rows: StepBatch, *, seed: int = 0) -> DraftTree:
     """A tree as propose makes it, with random scores; ids of siblings differ."""
     rng = np.random.default_rng(seed)
     batch, topk = rows.root_ids.shape[0], spec.topk
@@ -72,7 +72,7 @@ def random_tree(spec: SpeculativeConfig, rows: RowsInStep, *, seed: int = 0) -> 
 
 def settled(
     spec: SpeculativeConfig, *, target_ids: jax.Array | None = None, seed: int = 0
-) -> tuple[jax.Array, Verified, DraftTree, RowsInStep]:
+) -> tuple[jax.Array, Verified, DraftTree, StepBatch]:
     rows = rows_of(BATCH, seed=seed)
     tree = random_tree(spec, rows, seed=seed)
     nodes = spec.num_draft_tokens
@@ -229,7 +229,7 @@ def test_off_means_the_same_program_and_on_another(shape: tuple[int, int, int]) 
 @pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (3, 4, 16)])
 def test_every_verification_of_an_engine_emits_the_same_number(shape: tuple[int, int, int]) -> None:
     spec = replace(spec_of(*shape), simulate_acceptance=3.0)
-    compiled = build(spec, page_size=16, dial=False, variants=(StepFeatures(),))
+    compiled = build(spec, page_size=16, dial=False, variants=(StepOptions(),))
     requests = [
         make_request(
             i, prompt_len=5 + 3 * i, seed=i, temperature=0.0, max_new_tokens=40, ignore_eos=True
@@ -247,7 +247,7 @@ def test_every_verification_of_an_engine_emits_the_same_number(shape: tuple[int,
 def test_no_request_can_reach_it() -> None:
     with pytest.raises(RequestError, match="unknown field 'simulate_acceptance'"):
         SamplingParams.from_mapping({"simulate_acceptance": 3.0})
-    for kind in (Request, SamplingParams, SamplingRows, RowState, DecodeBatch, PrefillBatch):
+    for kind in (Request, SamplingParams, SamplingBatch, RowState, DecodeBatch, PrefillBatch):
         names = {field.name for field in dataclasses.fields(kind)}
         assert not [name for name in names if "simulat" in name]
 

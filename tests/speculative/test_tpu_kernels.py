@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from jspec.messages.features import StepFeatures
+from jspec.messages.step_options import StepOptions
 from jspec.pallas_kernels.choose import OPS
 from tests.speculative.engines import build, dial_for, make_request, plain_ids, serve, spec_of
 
@@ -32,7 +32,7 @@ def test_interpreted_tpu_kernels_equal_plain_decoding(shape: tuple[int, int, int
     ]
     expected = [plain_ids(request) for request in requests]
     ops = OPS["tpu_interpret"]
-    compiled = build(spec_of(*shape), page_size=16, variants=(StepFeatures(),), ops=ops)
+    compiled = build(spec_of(*shape), page_size=16, variants=(StepOptions(),), ops=ops)
     dial = dial_for(requests, expected) if shape[0] else None
     served = serve(compiled, requests, num_slots=4, dial=dial)
     assert list(served.ids) == expected

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
-from jspec.messages.features import SAMPLING
 from jspec.messages.request import StreamChunk
+from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder
 from jspec.spec.cache_groups import windows_of_layers
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter

@@ -16,8 +16,8 @@ import pytest
 from jspec.config.limits import Algorithm, WindowSpace
 from jspec.device.state import EngineState
 from jspec.layers.linear import Shard
-from jspec.messages.features import StepFeatures
 from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.speculative.drafter import Drafter
@@ -63,7 +63,7 @@ def engine(name: str, shape: tuple[int, int, int]) -> Compiled:
         spec,
         page_size=PAGE,
         params=(tiny_params()[0], draft_params(name)),
-        variants=(StepFeatures(),),
+        variants=(StepOptions(),),
         make=make,
         aux_layer_ids=config_of(name).aux_layer_ids,
         windows=(WindowSpace(window, pages),),

@@ -22,9 +22,9 @@ from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
 from jspec.engine.weights.loading import place
 from jspec.layers.linear import Shard
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
+from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.pallas_kernels.ops import Ops

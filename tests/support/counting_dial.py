@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jspec.config.limits import Algorithm
 from jspec.device.noise import mix32
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.models.decoder import KVPool, Params
 from jspec.speculative.beams import BeamRows
 from jspec.speculative.drafters.eagle import EagleDrafter
@@ -117,7 +117,7 @@ class CountingDial(EagleDrafter):
         hidden: jax.Array,
         *,
         positions: jax.Array,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[jax.Array, jax.Array]:
         """Like EagleDrafter.candidates, at its full cost, given a correct prefix."""
         found, scores = EagleDrafter.candidates(
@@ -136,7 +136,7 @@ class CountingDial(EagleDrafter):
         beams: BeamRows,
         *,
         params: Params,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
         """Like EagleDrafter.expand; a beam is correct if its token is."""
         caches, hidden, found, terms = EagleDrafter.expand(
@@ -154,7 +154,7 @@ class CountingDial(EagleDrafter):
         )
 
     def _dialled(
-        self, positions: jax.Array, sampling: SamplingRows, *, after: jax.Array | None = None
+        self, positions: jax.Array, sampling: SamplingBatch, *, after: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         return dialled(
             sampling.seed,

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.device.noise import mix32
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
 from jspec.models.params import ParamTable, prefixed
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafters.eagle import EagleDrafter, FeatureHead, HeadConfig
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
@@ -63,7 +63,7 @@ class DialHead:
         token_ids: jax.Array,
         hidden: jax.Array,
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: jax.Array | None = None,
@@ -88,7 +88,7 @@ class DialDrafter(EagleDrafter):
         hidden: jax.Array,
         *,
         positions: jax.Array,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[jax.Array, jax.Array]:
         del hidden
         return dialled(
@@ -114,7 +114,7 @@ class DialMultiLayerDrafter(MultiLayerDrafter):
         out: jax.Array,
         *,
         positions: jax.Array,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[jax.Array, jax.Array]:
         del layer, out
         return dialled(
@@ -129,7 +129,7 @@ class DialMultiLayerDrafter(MultiLayerDrafter):
 
 def dialled(
     dial: Params,
-    sampling: SamplingRows,
+    sampling: SamplingBatch,
     *,
     positions: jax.Array,
     topk: int,

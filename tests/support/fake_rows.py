@@ -36,7 +36,7 @@ class FakeRow:
     num_read: int = 0
     unread_rounds: int = 0
     unread_tokens: int = 0  # upper bound for those rounds
-    owed: int = 0  # pending tokens
+    pending: int = 0  # pending tokens
     steps_in_flight: int = 0
     window_pages: list[dict[int, int]] = field(default_factory=list)
     text: list[int] = field(default_factory=list)

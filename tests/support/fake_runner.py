@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import EngineClosedError
-from jspec.messages.features import PLAIN
 from jspec.messages.plan import (
     Admission,
     PageGrant,
@@ -32,6 +31,7 @@ from jspec.messages.plan import (
 )
 from jspec.messages.request import Request
 from jspec.messages.seeds import MAX_SEED
+from jspec.messages.step_options import PLAIN
 from jspec.scheduler.pages import budget
 from tests.support.fake_limits import small_limits as small_limits
 from tests.support.fake_pages import FakePages
@@ -326,18 +326,18 @@ class FakeRunner:
         """Track pending tokens by row; none are pending unless some shape is plain."""
         limits, rows = self._limits, [self._row(ref) for ref in plan.rows]
         require(plan.spec(limits) in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
-        if plan.owed:
-            found = tuple(row.owed for row in rows)
-            require(plan.owed == found, f"owed are {plan.owed}; expected {found}")
+        if plan.pending:
+            found = tuple(row.pending for row in rows)
+            require(plan.pending == found, f"pending are {plan.pending}; expected {found}")
         for row in rows:
-            if plan.owed and row.owed:  # the drafter reads and writes from there on
-                self._windows.check(row, first=row.seq_len - row.owed, end=row.seq_len)
-                row.owed = 0
-            if limits.deferred_tokens and plan.spec(limits).is_plain:
-                row.owed += plan.num_rounds(limits)
-                require(row.owed <= limits.deferred_tokens, f"{row.owed} tokens wait")
+            if plan.pending and row.pending:  # the drafter reads and writes from there on
+                self._windows.check(row, first=row.seq_len - row.pending, end=row.seq_len)
+                row.pending = 0
+            if limits.max_pending and plan.spec(limits).is_plain:
+                row.pending += plan.num_rounds(limits)
+                require(row.pending <= limits.max_pending, f"{row.pending} tokens wait")
             else:
-                require(row.owed == 0, f"a row drafts while {row.owed} tokens wait")
+                require(row.pending == 0, f"a row drafts while {row.pending} tokens wait")
 
     def _decode(self, ref: RowRef, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         row = self._row(ref)

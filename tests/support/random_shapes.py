@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepPlan, StepResult
+from jspec.messages.step_options import StepOptions
 from jspec.scheduler.shapes.shape_choice import ShapeTotals
 
 LONGEST_RUN = 24  # more than may be pending (config.limits.LEAST_DEFERRED)
@@ -26,7 +26,7 @@ class RandomShapes:
     def totals(self) -> ShapeTotals:
         return ShapeTotals()
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         del num_rows, features
         if not self._num_left:
             if not self._deck:  # every shape comes up soon

@@ -23,12 +23,12 @@ from jspec.config.drafting import Drafting
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.noise import mix32
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.models.params import ParamTable, prefixed
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.beams import BeamLayout, BeamRows, first_level, grow_tree
-from jspec.speculative.drafter import Drafter, Emitted, Needs, RowsInStep
+from jspec.speculative.drafter import Drafter, Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
 from tests.support.dial_drafter import dial_rank
 
@@ -64,7 +64,7 @@ class ScriptedDrafter:
         return replace(self, inner=self.inner.of_shape(spec), spec=spec)
 
     def propose(
-        self, params: Params, caches: KVPool, state: Any, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: Any, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         """Propose with the inner drafter; replace the tree of rows in the script."""
         caches, own = self.inner.propose(params["own"], caches, state, rows)
@@ -78,7 +78,7 @@ class ScriptedDrafter:
     ) -> tuple[KVPool, Any]:
         return self.inner.advance(params["own"], caches, state, emitted)
 
-    def _scripted(self, script: Params, rows: RowsInStep) -> DraftTree:
+    def _scripted(self, script: Params, rows: StepBatch) -> DraftTree:
         """Return the tree that EAGLE-2 builds from the script's guesses."""
         guess = partial(
             guesses, script, rows.sampling, topk=self.spec.topk, vocab_size=self.vocab_size
@@ -96,7 +96,7 @@ class ScriptedDrafter:
 
 
 def guesses(
-    script: Params, sampling: SamplingRows, positions: jax.Array, *, topk: int, vocab_size: int
+    script: Params, sampling: SamplingBatch, positions: jax.Array, *, topk: int, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (ids i32[B, R, K], scores f32[B, R, K]) at the token positions i32[B, R]."""
     row = jnp.argmax(_is_row(script, sampling), axis=1)
@@ -134,7 +134,7 @@ def _garbage(
     return ids, scores
 
 
-def _is_row(script: Params, sampling: SamplingRows) -> jax.Array:
+def _is_row(script: Params, sampling: SamplingBatch) -> jax.Array:
     return jnp.all(script["seeds"][None] == sampling.seed[:, None], axis=2)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.config.limits import SpeculativeConfig
-from jspec.messages.features import PLAIN
 from jspec.messages.protocols import StopWatch
 from jspec.messages.request import Request, SamplingParams, StreamChunk
+from jspec.messages.step_options import PLAIN
 from jspec.scheduler.sequence import Sequence
 from jspec.text.stop import stop_watch
 from jspec.text.stop.stop_matcher import StopAutomaton

@@ -79,7 +79,7 @@ def check_reads(folder: Path, target: ModelSpec, params: Params, head: TrainedMt
 
 def test_a_chain_has_what_the_peers_classes_look_for(tmp_path: Path) -> None:
     """Numbers from 45, lists with entries up to the last, the gate by name, one number at least
-    among mixtures, and the embedding; vLLM wants layers with a window, here the whole context."""
+    among MoEs, and the embedding; vLLM wants layers with a window, here the whole context."""
     target, params = target_of(3)
     exported(tmp_path, target, params)
     written = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The forward that teaches, of every family: its windows, sinks and mixtures, against transformers.
+"""The forward that teaches, of every family: its windows, sinks and MoEs, against transformers.
 
 tests/golden/make_families_golden.py wrote the checkpoints; 24 tokens, windows of 8.
 """
@@ -17,7 +17,7 @@ from jspec.training.dense import causal_attend, forward, lm_logits
 from tests.models.family_checkpoints import checkpoint_of
 from tests.support.golden_arrays import arrays_of
 
-# gpt_oss has windows, sinks and a mixture
+# gpt_oss has windows, sinks and a moe
 SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed", "step3p5", "glm4_moe", "mimo", "mimo_v2")
 
 

@@ -17,7 +17,7 @@ from jspec.engine.runner import empty_pools
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.request import Request
 from jspec.serving.engine import Engine
-from jspec.speculative.drafter import RowsInStep
+from jspec.speculative.drafter import StepBatch
 
 REPEATS, ROUNDS = 3, 10
 PAGE_SIZE, NUM_PAGES = 64, 4
@@ -51,7 +51,7 @@ def propose_seconds(served: ServedWeights) -> float | None:
         ops=models.target.ops,
     )
     state = drafter.init_state(1, context_length=NUM_PAGES * PAGE_SIZE, dtype=dtype)
-    rows = RowsInStep(
+    rows = StepBatch(
         root_ids=jnp.zeros((1,), jnp.int32),
         seq_lens=jnp.full((1,), PAGE_SIZE, jnp.int32),
         page_table=1 + jnp.arange(NUM_PAGES, dtype=jnp.int32)[None],
@@ -65,7 +65,7 @@ def propose_seconds(served: ServedWeights) -> float | None:
     return _median_seconds(run, params, caches, state, rows)
 
 
-def _median_seconds(run: Any, params: Any, caches: Any, state: Any, rows: RowsInStep) -> float:
+def _median_seconds(run: Any, params: Any, caches: Any, state: Any, rows: StepBatch) -> float:
     found = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jspec.engine.building import build_runner
-from jspec.engine.gc_control import collect_seldom, settle_heap
+from jspec.engine.gc_control import collect_seldom, freeze_heap
 from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.process.process_messages import (
     Call,
@@ -198,7 +198,7 @@ def main() -> int:
         control.send(Failed.of(error))
         return 1
     built.set()
-    settle_heap()
+    freeze_heap()
     control.send(started)
     calls = Calls(runner, weights)
     threading.Thread(target=calls.serve, args=(control,), daemon=True).start()

@@ -118,7 +118,7 @@ def _jitted(
     return jax.jit(
         step,
         in_shardings=(
-            placement.param_places(mesh, tables, params, by_columns=program.ops.by_columns),
+            placement.param_places(mesh, tables, params, column_major=program.ops.column_major),
             *(to_shardings(specs) for specs in in_specs[1:]),
         ),
         out_shardings=(to_shardings(in_specs[1]), to_shardings(between.given)),

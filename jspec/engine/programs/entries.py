@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jspec.device import sharding
 from jspec.device.batch import (
-    CatchUpBatch,
+    DraftPrefillBatch,
     Features,
     RecallBatch,
     Scored,
@@ -26,7 +26,7 @@ from jspec.device.batch import (
 from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import StepKind
 from jspec.speculative.cut_step import propose_step, score_step, settle_step
-from jspec.speculative.drafters.deferred import catch_up_step
+from jspec.speculative.drafters.pending import draft_prefill_step
 from jspec.speculative.recall import recall_step
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 
@@ -85,10 +85,12 @@ def _settle(
     return settle_step(program, params, state, settle_batch(packed.unpack(flat)), tree, scored)
 
 
-def _catch_up(
+def _draft_prefill(
     program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
 ) -> Any:
-    return catch_up_step(program.drafter, params, state, CatchUpBatch(**packed.unpack(flat)))
+    return draft_prefill_step(
+        program.drafter, params, state, DraftPrefillBatch(**packed.unpack(flat))
+    )
 
 
 ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
@@ -98,7 +100,7 @@ ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
     StepKind.PROPOSE: _propose,
     StepKind.SCORE: _score,
     StepKind.SETTLE: _settle,
-    StepKind.CATCH_UP: _catch_up,
+    StepKind.DRAFT_PREFILL: _draft_prefill,
 }
 
 REPLICATED = PartitionSpec()

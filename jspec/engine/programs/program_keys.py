@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.errors import InvariantError
-from jspec.messages.features import ALL, PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.messages.plan import StepKind, StepPlan
+from jspec.messages.step_options import ALL, PLAIN, SAMPLING, StepOption, StepOptions
 
 # An engine with at most this many step programs compiles all at the start: always on a CPU, where a
 # later compilation would compete with serving for the same cores.
@@ -26,7 +26,7 @@ class ProgramKey(NamedTuple):
 
     kind: StepKind
     bucket: int
-    features: StepFeatures
+    features: StepOptions
     shape: SpeculativeConfig | None = None
 
     def __str__(self) -> str:
@@ -70,17 +70,17 @@ def sharing_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     )
 
 
-def with_sharing(features: StepFeatures) -> StepFeatures:
-    return StepFeatures(features.members | {Feature.SHARED})
+def with_sharing(features: StepOptions) -> StepOptions:
+    return StepOptions(features.members | {StepOption.SHARED})
 
 
 def shape_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """Return decodes of the other draft shapes; the engine's own serves until they are ready.
-    CATCH_UP comes first: without it no step may be plain."""
+    DRAFT_PREFILL comes first: without it no step may be plain."""
     sizes = limits.decode_buckets
-    catch_up = sizes if limits.deferred_tokens else ()
+    draft_prefill = sizes if limits.max_pending else ()
     return (
-        *(ProgramKey(StepKind.CATCH_UP, batch, PLAIN) for batch in catch_up),
+        *(ProgramKey(StepKind.DRAFT_PREFILL, batch, PLAIN) for batch in draft_prefill),
         *(
             ProgramKey(StepKind.DECODE, batch, features, shape)
             for features in (PLAIN, SAMPLING)
@@ -122,7 +122,7 @@ def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     Built when the first such request comes, unless built at the start. Prefill in three sizes;
     decode only as large as it gets.
     """
-    features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.GRAMMAR}))
+    features = StepOptions(frozenset({*(ALL if limits.logprobs else SAMPLING), StepOption.GRAMMAR}))
     sizes = limits.prefill_buckets
     middle = next(size for size in sizes if 8 * size >= sizes[-1])
     of_prompts = sorted({sizes[0], middle, sizes[-1]}, reverse=True)
@@ -143,7 +143,7 @@ def hidden_programs(
     Built when the first such request comes, unless built at the start. beside_grammars: rows with a
     grammar may share their batch.
     """
-    features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.HIDDEN}))
+    features = StepOptions(frozenset({*(ALL if limits.logprobs else SAMPLING), StepOption.HIDDEN}))
     chunk, batch = limits.prefill_buckets[-1], limits.decode_buckets[-1]
     own = (
         ProgramKey(StepKind.PREFILL, chunk, features),
@@ -151,23 +151,23 @@ def hidden_programs(
     )
     if not beside_grammars:
         return own
-    both = StepFeatures(features.members | {Feature.GRAMMAR})
+    both = StepOptions(features.members | {StepOption.GRAMMAR})
     settle = ProgramKey(StepKind.SETTLE, batch, both)
     return (*own, ProgramKey(StepKind.PREFILL, chunk, both), scored_for(settle), settle)
 
 
 def scored_for(settle: ProgramKey) -> ProgramKey:
     """Return the SCORE program for SETTLE: it outputs hidden states if SETTLE reads them."""
-    read = frozenset({Feature.HIDDEN}) & settle.features.members
-    return ProgramKey(StepKind.SCORE, settle.bucket, StepFeatures(read))
+    read = frozenset({StepOption.HIDDEN}) & settle.features.members
+    return ProgramKey(StepKind.SCORE, settle.bucket, StepOptions(read))
 
 
-def programs_on_demand(limits: ServeLimits, asked: StepFeatures) -> tuple[ProgramKey, ...]:
+def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[ProgramKey, ...]:
     """Return the additional programs that requests for these features need."""
-    grammars = Feature.GRAMMAR in asked
+    grammars = StepOption.GRAMMAR in asked
     return (
         *(grammar_programs(limits) if grammars else ()),
-        *(hidden_programs(limits, beside_grammars=grammars) if Feature.HIDDEN in asked else ()),
+        *(hidden_programs(limits, beside_grammars=grammars) if StepOption.HIDDEN in asked else ()),
     )
 
 
@@ -197,7 +197,7 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
     ones. "all": every program that any request can need, alone or batched with other rows.
     """
     if when == "all":
-        asked = StepFeatures(frozenset({Feature.GRAMMAR, Feature.HIDDEN}))
+        asked = StepOptions(frozenset({StepOption.GRAMMAR, StepOption.HIDDEN}))
         return tuple(dict.fromkeys((*program_keys(limits), *programs_on_demand(limits, asked))))
     if when == "common":
         return (*step_programs(limits), *recall_programs(limits), *sharing_programs(limits))
@@ -213,9 +213,9 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
     missing = set(program_keys(limits)).difference(ready)
 
     def turn(key: ProgramKey) -> int:
-        if Feature.SHARED in key.features:
+        if StepOption.SHARED in key.features:
             return 5
-        if key.shape is not None or key.kind is StepKind.CATCH_UP:
+        if key.shape is not None or key.kind is StepKind.DRAFT_PREFILL:
             return 4
         if key.kind is StepKind.PREFILL:
             return 1 if key.bucket.bit_count() == 1 else 2
@@ -270,22 +270,22 @@ def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
 
 
 def ready_shapes(
-    limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, features: StepFeatures
+    limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, features: StepOptions
 ) -> tuple[SpeculativeConfig, ...]:
     """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`.
 
     Always the engine's own; another one if its program pads no more rows than the own one. A plain
-    shape also needs a CATCH_UP program that pads no more rows.
+    shape also needs a DRAFT_PREFILL program that pads no more rows.
     """
     ready = tuple(ready)
 
-    def bucket(kind: StepKind, shape: SpeculativeConfig | None, needs: StepFeatures) -> int | None:
+    def bucket(kind: StepKind, shape: SpeculativeConfig | None, needs: StepOptions) -> int | None:
         needed = ProgramKey(kind, num_rows, needs, shape)
         found = [key.bucket for key in ready if _serves(key, needed)]
         return min(found, default=None)
 
     own = bucket(StepKind.DECODE, None, features)
-    told = bucket(StepKind.CATCH_UP, None, PLAIN)
+    told = bucket(StepKind.DRAFT_PREFILL, None, PLAIN)
 
     def is_ready(shape: SpeculativeConfig) -> bool:
         if shape == limits.spec:

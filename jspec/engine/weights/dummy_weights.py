@@ -27,19 +27,19 @@ STD = 0.02
 
 
 def dummy_params(
-    tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, by_columns: bool = False
+    tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, column_major: bool = False
 ) -> dict[str, Any]:
     """Return arrays for {"target": table, "draft": table}, placed by the tables.
 
     Matrices and embeddings are normal with a standard deviation of 0.02, norms are 1, biases 0;
     draft_ids ascend evenly over the target's vocabulary. The weights depend on the table only, not
-    on the number of devices. by_columns: see placement.param_places.
+    on the number of devices. column_major: see placement.param_places.
     """
     shards = mesh.shape[TENSOR_AXIS]
     abstract = {
         model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
     }
-    places = param_places(mesh, tables, abstract, by_columns=by_columns)
+    places = param_places(mesh, tables, abstract, column_major=column_major)
     maker = _Maker(vocab_size)
     made = {
         model: nested(

@@ -181,9 +181,9 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
             mesh=mesh,
             vocab_size=target.spec.vocab_size,
             dtype=dtype,
-            by_columns=target.ops.by_columns,
+            column_major=target.ops.column_major,
         )["target"]
-    put = put_on(mesh, by_columns=target.ops.by_columns)
+    put = put_on(mesh, column_major=target.ops.column_major)
     return load_target(
         path,
         target.spec,
@@ -215,10 +215,10 @@ def _draft_params(
             mesh=mesh,
             vocab_size=target.vocab_size,
             dtype=dtype,
-            by_columns=target.ops.by_columns,
+            column_major=target.ops.column_major,
         )["draft"]
         return {**made, **{name: target_params[name] for name in source.shares}}
-    put = put_on(mesh, by_columns=target.ops.by_columns)
+    put = put_on(mesh, column_major=target.ops.column_major)
     found = source.read(target_params, dtype, lambda reads: stream(reads, put))
     if path is not None and path != config.model_path:
         warn_of_other_targets(Path(path), source, target_params)
@@ -235,9 +235,9 @@ def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: 
 
 
 def place(
-    mesh: Mesh, tables: Tables, params: dict[str, Any], *, by_columns: bool = False
+    mesh: Mesh, tables: Tables, params: dict[str, Any], *, column_major: bool = False
 ) -> dict[str, Any]:
-    places = param_places(mesh, tables, params, by_columns=by_columns)
+    places = param_places(mesh, tables, params, column_major=column_major)
     # Wait, so that temporaries of a layout change are freed before the pool is sized.
     placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
     return placed

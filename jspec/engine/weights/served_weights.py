@@ -105,7 +105,7 @@ class ServedWeights:
         self._has_room = has_room or self._is_half_of_free
         self._source = models.source
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
-        self._put = put_on(mesh, by_columns=models.target.ops.by_columns)
+        self._put = put_on(mesh, column_major=models.target.ops.column_major)
         self._tables: dict[Model, ParamTable] = {
             TARGET: models.target.table,
             DRAFT: models.drafter.table,

@@ -28,13 +28,13 @@ _ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 Put = Callable[[ParamSpec, HostArray], Any]
 
 
-def put_on(mesh: Mesh, *, by_columns: bool) -> Put:
+def put_on(mesh: Mesh, *, column_major: bool) -> Put:
     """Make a Put that places a weight by its declaration; each device gets its own shard only. On a
     CPU the result may alias the host array, so that is made read-only."""
 
     def put(spec: ParamSpec, value: HostArray) -> jax.Array:
         value.setflags(write=False)
-        place = place_of(mesh, spec, by_columns=by_columns)
+        place = place_of(mesh, spec, column_major=column_major)
         placed: jax.Array = jax.block_until_ready(jax.device_put(value, place))
         return placed
 

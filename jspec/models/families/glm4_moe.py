@@ -129,7 +129,7 @@ def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> MtpConfig
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.layers[0].attention
-    mixture = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
+    moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     written = decoder_json(spec, architecture="Glm4MoeForCausalLM", model_type="glm4_moe") | {
         "attention_bias": attention.qkv_bias,
@@ -143,14 +143,14 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     }
     if dense is not None:
         written["intermediate_size"] = dense.inner
-    if mixture is not None:
+    if moe is not None:
         written |= {
-            "n_routed_experts": mixture.num_experts,
-            "n_shared_experts": mixture.shared.inner // mixture.inner if mixture.shared else None,
-            "num_experts_per_tok": mixture.top_k,
-            "moe_intermediate_size": mixture.inner,
-            "norm_topk_prob": mixture.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED,
-            "routed_scaling_factor": mixture.weight_scale,
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": moe.shared.inner // moe.inner if moe.shared else None,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.inner,
+            "norm_topk_prob": moe.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED,
+            "routed_scaling_factor": moe.weight_scale,
             "n_group": 1,
             "topk_group": 1,
         }

@@ -59,7 +59,7 @@ def read(fields: Fields) -> ModelSpec:
         fields.refuse(name, allowed=(value,), why="the experts' gate has this one here")
     bias = fields.flag("attention_bias", True)
     window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
-    mixture = MoESpec(
+    moe = MoESpec(
         num_experts=fields.integer("num_local_experts"),
         top_k=fields.integer("num_experts_per_tok"),
         inner=fields.integer("intermediate_size"),
@@ -71,7 +71,7 @@ def read(fields: Fields) -> ModelSpec:
         fields,
         family=FAMILY.name,
         attention=read_attention(fields, qkv_bias=bias, out_bias=bias, sinks=True),
-        ffn=lambda _: mixture,
+        ffn=lambda _: moe,
         windows=read_windows(fields, window=window, default=lambda i: FULL if i % 2 else SLIDING),
         default_eps=1e-5,
         default_max_position=131072,
@@ -223,7 +223,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     layer = spec.layers[0]
     assert isinstance(layer.ffn, MoESpec)
     windows = [layer.attention.window for layer in spec.layers]
-    packed = {"quantization_config": {"quant_method": "mxfp4"}} if layer.is_mixture_packed else {}
+    packed = {"quantization_config": {"quant_method": "mxfp4"}} if layer.is_moe_packed else {}
     return decoder_json(spec, architecture="GptOssForCausalLM", model_type="gpt_oss") | {
         "attention_bias": layer.attention.qkv_bias,
         "intermediate_size": layer.ffn.inner,

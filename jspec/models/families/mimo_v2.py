@@ -114,7 +114,7 @@ def _feed_forward(fields: Fields) -> tuple[FeedForward, ...]:
             f"{DENSE!r} or {SPARSE!r}"
         )
     normalized = fields.flag("norm_topk_prob", True)
-    mixture = MoESpec(
+    moe = MoESpec(
         num_experts=fields.integer("n_routed_experts", 256),
         top_k=fields.integer("num_experts_per_tok", 8),
         inner=fields.integer("moe_intermediate_size", 2048),
@@ -122,7 +122,7 @@ def _feed_forward(fields: Fields) -> tuple[FeedForward, ...]:
         weight_scale=fields.number("routed_scaling_factor", 1.0),
     )
     dense = read_dense(fields)
-    return tuple(mixture if kind == SPARSE else dense for kind in kinds)
+    return tuple(moe if kind == SPARSE else dense for kind in kinds)
 
 
 def _switches(fields: Fields, name: str) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     full = of_kind.get(FULL, spec.layers[0].attention)
     sliding = of_kind.get(SLIDING, full)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
-    mixture = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
+    moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     written = decoder_json(
         spec, architecture="MiMoV2FlashForCausalLM", model_type="mimo_v2_flash"
     ) | {
@@ -238,13 +238,13 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     }
     if sliding.window is not None:
         written["sliding_window_size"] = sliding.window - 1
-    if mixture is not None:
+    if moe is not None:
         written |= {
-            "n_routed_experts": mixture.num_experts,
-            "num_experts_per_tok": mixture.top_k,
-            "moe_intermediate_size": mixture.inner,
-            "norm_topk_prob": mixture.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED,
-            "routed_scaling_factor": mixture.weight_scale,
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.inner,
+            "norm_topk_prob": moe.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED,
+            "routed_scaling_factor": moe.weight_scale,
         }
     return written
 

@@ -45,7 +45,7 @@ def _feed_forward(fields: Fields) -> Any:
     normalized = fields.flag("norm_topk_prob", False)
     # Both names are in the wild: transformers 5 maps one to the other.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    mixture = MoESpec(
+    moe = MoESpec(
         num_experts=fields.integer(name, 128),
         top_k=fields.integer("num_experts_per_tok", 8),
         inner=fields.integer("moe_intermediate_size", 768),
@@ -60,17 +60,17 @@ def _feed_forward(fields: Fields) -> Any:
 
     def of(layer: int) -> FeedForward:
         is_sparse = layer not in dense_ids and (layer + 1) % step == 0
-        return mixture if is_sparse else read_dense(fields)
+        return moe if is_sparse else read_dense(fields)
 
     return of
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    MoEs = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
     dense = [i for i, layer in enumerate(spec.layers) if not isinstance(layer.ffn, MoESpec)]
     inner = next((x.ffn.inner for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     widths = {} if inner is None else {"intermediate_size": inner}
-    ffn = mixtures[0]
+    ffn = MoEs[0]
     return (
         qwen_json(spec, architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe")
         | widths

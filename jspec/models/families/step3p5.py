@@ -163,7 +163,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
         _number(fields, name, layer) if _entry(fields, name, layer) else None
         for name in ("swiglu_limits", "swiglu_limits_shared")
     ]
-    if layer not in _mixtures(fields):
+    if layer not in _moe_layers(fields):
         return DenseSpec(inner=fields.integer("intermediate_size"), limit=limits[1])
     if limits[0] not in (None, EXPERT_LIMIT):
         raise ConfigError(
@@ -181,7 +181,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     )
 
 
-def _mixtures(fields: Fields) -> frozenset[int]:
+def _moe_layers(fields: Fields) -> frozenset[int]:
     """Return the numbers of the MoE layers: "3,4,5", or a list of them."""
     value = fields.get("moe_layers_enum")
     items = value.split(",") if isinstance(value, str) else value
@@ -197,10 +197,10 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
     first = fields.integer("num_hidden_layers", target.num_layers)
     count = fields.integer("num_nextn_predict_layers")
     model = _layers(fields, range(first, first + count))
-    mixtures = [i for i, layer in enumerate(model.layers) if isinstance(layer.ffn, MoESpec)]
-    if mixtures:
+    MoEs = [i for i, layer in enumerate(model.layers) if isinstance(layer.ffn, MoESpec)]
+    if MoEs:
         raise ConfigError(
-            f"{fields.path}: moe_layers_enum has {first + mixtures[0]}, a layer for multi-token "
+            f"{fields.path}: moe_layers_enum has {first + MoEs[0]}, a layer for multi-token "
             f"prediction; expected those to have dense MLPs"
         )
     return MtpConfig(
@@ -260,7 +260,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     full = next((a for a in attentions if a.window is None), attentions[0])
     sliding = next((a for a in attentions if a.window is not None), full)
     scaled = [a for a in attentions if rope_json(a.rope)["rope_scaling"] is not None]
-    mixture = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
+    moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     written = decoder_json(spec, architecture="Step3p5ForCausalLM", model_type="step3p5")
     del written["num_key_value_heads"]
@@ -292,13 +292,13 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "use_head_wise_attn_gate": True,
         "max_seq_len": spec.max_position,
     }
-    if mixture is not None and mixture.shared is not None:
+    if moe is not None and moe.shared is not None:
         written |= {
-            "moe_num_experts": mixture.num_experts,
-            "moe_top_k": mixture.top_k,
-            "moe_intermediate_size": mixture.inner,
-            "moe_router_scaling_factor": mixture.weight_scale,
-            "share_expert_dim": mixture.shared.inner,
+            "moe_num_experts": moe.num_experts,
+            "moe_top_k": moe.top_k,
+            "moe_intermediate_size": moe.inner,
+            "moe_router_scaling_factor": moe.weight_scale,
+            "share_expert_dim": moe.shared.inner,
         }
     return written
 

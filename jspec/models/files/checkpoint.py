@@ -152,7 +152,7 @@ def load_target(
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=_stray_of(spec))
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
-        if packed and any(layer.is_mixture_packed for layer in spec.layers):
+        if packed and any(layer.is_moe_packed for layer in spec.layers):
             log.info("%s: packed weights of %.2f GiB stay packed", path, packed / GIB)
         elif packed:
             log.info(

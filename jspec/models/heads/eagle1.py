@@ -68,7 +68,7 @@ from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 from jspec.models.placement import nested
 from jspec.models.registry import family_named
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle1Config, LayerSpec, ModelSpec
 
@@ -203,7 +203,7 @@ def _paged_first_layer(
     params: Params,
     x: jax.Array,
     pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     kept: jax.Array | None,
     *,
     spec: LayerSpec,
@@ -249,7 +249,7 @@ class Eagle1Head:
         token_ids: Int[Array, "T"],
         hidden: Float[Array, "T E"],
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,

@@ -36,7 +36,7 @@ from jspec.models.heads.head_files import LAYER, further_layers, head_layers
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, product
 from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle3Config, FeatureNorm
 
@@ -131,7 +131,7 @@ def _paged_head_layer(
     embedded: jax.Array,
     hidden: jax.Array,
     pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     kept: jax.Array | None,
     *,
     config: Eagle3Config,
@@ -184,7 +184,7 @@ class Eagle3Head:
         token_ids: Int[Array, "T"],
         hidden: Float[Array, "T E"],
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,

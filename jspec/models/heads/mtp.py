@@ -34,7 +34,7 @@ from jspec.models.decoder import (
 )
 from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LayerSpec, MtpConfig
 
@@ -69,7 +69,7 @@ def _paged_mtp_layer(
     embedded: jax.Array,
     hidden: jax.Array,
     pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     kept: jax.Array | None,
     *,
     spec: LayerSpec,
@@ -111,7 +111,7 @@ class MtpHead:
         token_ids: Int[Array, "T"],
         hidden: Float[Array, "T E"],
         pages: jax.Array,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
@@ -196,7 +196,7 @@ class RecurrentHead:
         token_ids: Int[Array, "T"],
         hidden: Float[Array, "T E"],
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries, visible_keys
 
 TILE_ROWS = 64  # M of one wgmma product: queries x heads of a group
 MAX_SPLITS = 16  # the default limit: more would make the merge too expensive
@@ -49,7 +49,7 @@ def num_edge_blocks(*, tail: int | None, queries_per_row: int, block_tokens: int
 
 
 def plan_blocks(
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     queries_per_row: int,
     group: int,

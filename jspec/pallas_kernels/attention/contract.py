@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,9 @@ class AttentionCall:
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
 
-def check_call(q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, call: AttentionCall) -> None:
+def check_call(
+    q: jax.Array, kv_pages: jax.Array, rows: AttentionMetadata, call: AttentionCall
+) -> None:
     """Raise ValueError at trace time for shapes that contradict each other."""
     batch = rows.page_table.shape[0]
     if q.shape[1] % (kv_pages.shape[2] // 2):

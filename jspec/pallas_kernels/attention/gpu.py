@@ -36,7 +36,7 @@ from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
 from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning, choose_tuning
 from jspec.pallas_kernels.attention.query_tiles import can_place, pack_queries, tiles_of
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
@@ -96,7 +96,7 @@ class Shape:
 def attend_rows(
     q: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     queries_per_row: int,
@@ -161,7 +161,7 @@ def attend_rows(
 def shape_of(
     q: tuple[int, int, int],  # T, H, Dq
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     queries_per_row: int,
     tuning: Tuning,

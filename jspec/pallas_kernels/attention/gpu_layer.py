@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_shared
 from jspec.pallas_kernels.attention.reference import new_slots
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
@@ -29,7 +29,7 @@ def rotate_write_and_attend(
     heads: Float[Array, "T heads D"],
     rotation: Rotation,
     kv_pages: Float[Array, "NP S G2 D"],
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     queries_per_row: int | None,
     scale: float,

@@ -21,7 +21,7 @@ from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
 from jspec.pallas_kernels.attention.gpu_merge import OtherShares, merge_shares
 from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 
 
 @pytree
@@ -76,7 +76,7 @@ def pack_rows(shared: SharedPrefixes, *, capacity: int) -> Packs:
 def attend_shared(
     q: Float[Array, "BG rows D"],
     kv_pages: Float[Array, "NP S G2 D"],
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     num_heads: int,
     queries_per_row: int,

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from jspec.pallas_kernels.attention.block_plan import NUM_SMS, TILE_ROWS
 from jspec.pallas_kernels.attention.gpu_merge import merge_shares
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.hopper import NOTHING, capped
 from jspec.pallas_kernels.kv_write.reference import finite
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation
@@ -52,7 +52,9 @@ class _Static:
     eps: float | None  # eps of the heads' norms; None: no norms
 
 
-def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
+def serves(
+    heads: jax.Array, kv_pages: jax.Array, rows: AttentionMetadata, *, num_heads: int
+) -> bool:
     """Return whether the kernel supports heads[1, H + 2G, D] and this pool: one row, no tree."""
     num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
     return (
@@ -66,7 +68,7 @@ def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_he
     )
 
 
-def pays(kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
+def pays(kv_pages: jax.Array, rows: AttentionMetadata, *, num_heads: int) -> bool:
     """Return whether the kernel was measured to be faster than the two that it replaces."""
     _, page_size, two_g, width = kv_pages.shape
     fits = rows.page_table.shape[1] * page_size <= MOST_KEYS
@@ -77,7 +79,7 @@ def rotate_write_and_attend(
     heads: Float[Array, "one heads D"],
     rotation: Rotation,
     kv_pages: Float[Array, "NP S G2 D"],
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -106,7 +108,7 @@ def _launch(
     heads: jax.Array,
     rotation: Rotation,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     static: _Static,
     *,
     interpret: bool,

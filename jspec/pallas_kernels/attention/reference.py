@@ -8,12 +8,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries, visible_keys
 from jspec.pallas_kernels.kv_write.reference import page_slots, pool_rows, write_rows
 
 
 def new_slots(
-    rows: AttentionRows, num_queries: int, *, page_size: int, queries_per_row: int | None
+    rows: AttentionMetadata, num_queries: int, *, page_size: int, queries_per_row: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return i32[T] (page, offset) of each new token's K and V, shared by all layers."""
     index = index_queries(rows.cu_q_lens, num_queries, queries_per_row=queries_per_row)
@@ -25,7 +25,7 @@ def write_new(
     k_new: jax.Array,
     v_new: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     queries_per_row: int | None,
 ) -> jax.Array:
@@ -40,7 +40,7 @@ def write_new(
 def attend(
     q: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     queries_per_row: int | None,

@@ -15,7 +15,7 @@ from jspec.device.pytree import pytree
 
 
 @pytree
-class AttentionRows:
+class AttentionMetadata:
     """Attention metadata of one call, the same for all layers of a page space."""
 
     page_table: jax.Array  # i32[B, P], of the full space; kernels read only this (`of_window`)
@@ -28,7 +28,7 @@ class AttentionRows:
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     shared: SharedPrefixes | None = None  # in the full space; a kernel may read them once
 
-    def of_window(self, window: int | None) -> AttentionRows:
+    def of_window(self, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with this window, with their space's page table.
 
         A window without its own space uses the full one.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries, visible_keys
 
 BLOCK_TOKENS = 128
 
@@ -29,7 +29,7 @@ class _Partial:
 def attend(
     q: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     queries_per_row: int | None,
@@ -104,7 +104,7 @@ def _unpack(out: jax.Array, num_queries: int, num_heads: int) -> jax.Array:
 
 def _visible(
     slot: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     num_queries: int,
     queries_per_row: int | None,
     window: int | None,

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.attention.tpu_kernel import (
     LANES,
     NUM_BUFFERS,
@@ -50,7 +50,7 @@ def attend_rows(
     k_new: jax.Array | None,
     v_new: jax.Array | None,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     queries_per_row: int,
@@ -95,7 +95,7 @@ def attend_rows(
 
 
 def _make_plan(
-    q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, queries: int, **settings: Any
+    q: jax.Array, kv_pages: jax.Array, rows: AttentionMetadata, *, queries: int, **settings: Any
 ) -> RowsPlan:
     batch, pages_per_row = rows.page_table.shape
     _, page_size, two_g, width = kv_pages.shape
@@ -149,7 +149,7 @@ def _unpack(plan: RowsPlan, out: jax.Array) -> jax.Array:
     return out.reshape(plan.batch * plan.queries, -1, plan.width)
 
 
-def _describe_rows(plan: RowsPlan, rows: AttentionRows) -> dict[str, jax.Array]:
+def _describe_rows(plan: RowsPlan, rows: AttentionMetadata) -> dict[str, jax.Array]:
     """Return the rows' scalars and, if a mask needs them, mask words and position of each query.
 
     In:  prefix_lens = [9, 0], lengths = [3, 0], q_positions = 9 10 11 | 0 0 0, window 4

@@ -39,7 +39,7 @@ from jspec.pallas_kernels.experts.routing_gpu import (
 from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 
-def mixture_of_sum(
+def moe_of_sum(
     x: Float[Array, "T E"],
     delta: Float[Array, "T E"],
     scale: Float[Array, "E"],

@@ -22,7 +22,7 @@ from jspec.pallas_kernels.experts.routing_gpu import choose, score
 from jspec.spec.model_spec import MoESpec
 
 
-def mixture_of_sum(
+def moe_of_sum(
     x: Float[Array, "T E"],
     delta: Float[Array, "T E"],
     scale: Float[Array, "E"],

@@ -36,13 +36,13 @@ MOST_TOKENS = MORE.num_lanes
 
 
 def choose_few_gated(
-    m: int, k: int, columns: int, *, dtype: DTypeLike, by_columns: bool
+    m: int, k: int, columns: int, *, dtype: DTypeLike, column_major: bool
 ) -> FewTuning | None:
     """Return the tuning for [m, k] @ [k, columns] of a decode step, or None if not supported.
 
-    by_columns: the weights are stored as [columns, k].
+    column_major: the weights are stored as [columns, k].
     """
-    if not by_columns or m > MOST_TOKENS or jnp.dtype(dtype) != jnp.bfloat16:
+    if not column_major or m > MOST_TOKENS or jnp.dtype(dtype) != jnp.bfloat16:
         return None
     if not has_mosaic_gpu():  # a jax version has all kernels of this product or none
         return None

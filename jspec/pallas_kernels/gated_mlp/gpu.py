@@ -72,22 +72,22 @@ def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16
 
 
 def choose_gated(
-    m: int, k: int, n2: int, *, dtype: DTypeLike, by_columns: bool, of_prompts: bool
+    m: int, k: int, n2: int, *, dtype: DTypeLike, column_major: bool, of_prompts: bool
 ) -> GatedTuning | None:
     """Return the tuning for [m, k] @ [k, n2], or None for XLA.
 
-    by_columns: the weights are stored as [n2, k] (models.placement.param_places)
+    column_major: the weights are stored as [n2, k] (models.placement.param_places)
     """
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
-    if by_columns and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
+    if column_major and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
         fits = m % 8 == 0 and FEW.problem(m, k, n2) is None and FEW.fills_one_turn(n2)
         return FEW if fits else None
-    least = LEAST_TOKENS_BY_COLUMNS if by_columns else LEAST_TOKENS
+    least = LEAST_TOKENS_BY_COLUMNS if column_major else LEAST_TOKENS
     if m < (LEAST_TOKENS_OF_PROMPTS if of_prompts else least):
         return None
-    tuning = replace(DEFAULT, layout=Layout.OUT_IN if by_columns else Layout.IN_OUT)
-    if by_columns and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:
+    tuning = replace(DEFAULT, layout=Layout.OUT_IN if column_major else Layout.IN_OUT)
+    if column_major and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:
         tuning = NARROW
     if m % (tuning.tile_m * tuning.cluster) != 0:
         tuning = replace(tuning, cluster=1)

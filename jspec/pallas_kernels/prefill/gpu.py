@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.pallas_kernels.attention.block_plan import NUM_SMS, TILE_ROWS
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
@@ -120,7 +120,7 @@ class _Shape:
 def attend_packed(
     q: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -183,7 +183,7 @@ def attend_packed(
 def _check(
     q: jax.Array,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     tuning: Tuning,
     scale: float,

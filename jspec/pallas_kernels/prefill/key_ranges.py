@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
 
 LANES = 128
 FAR = (1 << 31) - 1
@@ -66,7 +66,7 @@ class PackedPlan:
 
 
 def plan_packed(
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     num_queries: int,
     *,
     block_queries: int,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.prefill.key_ranges import POOL_FIRST, POOL_LAST, ROW, plan_packed
 
 MAX_HEADS = 8  # per tile, so that eight queries, the rows of a swizzled tile, are contiguous
@@ -43,7 +43,7 @@ def packed_heads(group: int) -> int:
 
 
 def plan_prefill(
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     num_queries: int,
     *,
     group: int,

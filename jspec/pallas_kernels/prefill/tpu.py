@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import pool_rows
 from jspec.pallas_kernels.prefill.key_ranges import LANES, LINES, ROW, BlockSizes, plan_packed
 
@@ -110,7 +110,7 @@ def attend_packed(
     k_new: jax.Array | None,
     v_new: jax.Array | None,
     kv_pages: jax.Array,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -178,7 +178,7 @@ def attend_packed(
 
 
 def _check(
-    q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, scale: float, sizes: BlockSizes
+    q: jax.Array, kv_pages: jax.Array, rows: AttentionMetadata, *, scale: float, sizes: BlockSizes
 ) -> None:
     _, page_size, two_g, width = kv_pages.shape
     if rows.tail_mask is not None:
@@ -202,7 +202,7 @@ def _check(
         raise ValueError(f"pages of {page_size}; expected a divisor or a multiple of {LANES}")
 
 
-def _check_scalars(rows: AttentionRows, num_blocks: int) -> None:
+def _check_scalars(rows: AttentionMetadata, num_blocks: int) -> None:
     batch, table = rows.prefix_lens.shape[0], rows.page_table.shape
     held = 4 * (rows.page_table.size + 4 * num_blocks * (batch + 1) + 2 * batch + 1)
     if held > SMEM_BYTES:

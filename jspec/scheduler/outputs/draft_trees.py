@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.messages.grammar import Constraint
 from jspec.messages.request import Request
-from jspec.messages.verified_tree import JudgedTree
+from jspec.messages.verified_tree import VerifiedTree
 
 ALL_ALLOWED = 0xFFFFFFFF
 
@@ -42,13 +42,13 @@ class TreeWatcher:
         if self._inner is not None:
             self._inner.accept(token_ids)
 
-    def take(self, accepted_ids: Sequence[int]) -> JudgedTree | None:
+    def take(self, accepted_ids: Sequence[int]) -> VerifiedTree | None:
         """The tree that was shown last, once: None for a root alone (a prompt's, a plain step's).
 
         accepted_ids: the drafts that its verification accepted, in order.
         """
         shown, self._shown = self._shown, None
-        return None if shown is None else JudgedTree.of(*shown, accepted_ids=accepted_ids)
+        return None if shown is None else VerifiedTree.of(*shown, accepted_ids=accepted_ids)
 
 
 def constraint_of(request: Request) -> Constraint | None:
@@ -57,6 +57,6 @@ def constraint_of(request: Request) -> Constraint | None:
     return TreeWatcher(grammar) if request.sampling.return_draft_trees else grammar
 
 
-def tree_after(constraint: Constraint | None, ids: tuple[int, ...]) -> JudgedTree | None:
+def tree_after(constraint: Constraint | None, ids: tuple[int, ...]) -> VerifiedTree | None:
     """The tree of the round that emitted `ids`, if its row has a watcher; once for each round."""
     return constraint.take(ids[:-1]) if isinstance(constraint, TreeWatcher) and ids else None

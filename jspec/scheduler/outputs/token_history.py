@@ -26,7 +26,7 @@ from jspec.messages.request import (
     StreamChunk,
     TokenLogprob,
 )
-from jspec.messages.verified_tree import JudgedTree
+from jspec.messages.verified_tree import VerifiedTree
 
 
 class Origin(NamedTuple):
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     (None: all) and, if there is a finish, of what was held back.
     """
 
-    transcript: Transcript
+    history: TokenHistory
     ids: Ordered[int]
     num_emitted: int = 0
     origin: Origin = Origin()
@@ -57,15 +57,15 @@ class Piece(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = ()
-    draft_tree: JudgedTree | None = None
+    draft_tree: VerifiedTree | None = None
 
     def chunk(self) -> StreamChunk:
-        return self.transcript.chunk(self)
+        return self.history.chunk(self)
 
     @classmethod
     def of_whole_rows(
         cls,
-        transcripts: Iterable[Transcript],
+        histories: Iterable[TokenHistory],
         ids: Iterable[list[int]],
         counts: Iterable[int],
         origins: Iterable[Origin],
@@ -77,11 +77,11 @@ class Piece(NamedTuple):
         A step makes one for each row before the next step is planned: no Python runs for one.
         """
         rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
-        rows = zip(transcripts, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
+        rows = zip(histories, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
         return list(map(tuple.__new__, repeat(cls), rows))
 
 
-class Transcript:
+class TokenHistory:
     """One sequence as its reader knows it; the reader's own, and it alone calls it.
 
     stream: None where every piece comes with its text.

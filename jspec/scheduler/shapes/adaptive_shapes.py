@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.step_options import StepOptions
 from jspec.scheduler.shapes.shape_choice import ShapeTotals, StepCosts
 from jspec.spec import indexing as core_shapes
 
@@ -41,13 +41,13 @@ COST_GAIN, COST_CLIP = 0.05, 0.05  # of a deviation of a step's time, which coun
 # The same of a probe that took less time: its steps are few, and a slow host only adds to them.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
 PROBE_SHARE = 0.008  # of all time may be lost by probes
-MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or owed
+MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or pending
 FIRST_SAVED = 6.0
 # Of a probe, at least: only steps after the first say what a shape costs.
 PROBE_STEPS, PROBE_VERIFICATIONS = 4, 8
 MOST_CHARGED = 1.5  # steps that a change of shape is held to lose: a slow moment may add to it
 
-Place = tuple[int, StepFeatures]  # what costs belong to: the batch's bucket, what its rows need
+Place = tuple[int, StepOptions]  # what costs belong to: the batch's bucket, what its rows need
 
 
 class Acceptance:
@@ -114,7 +114,7 @@ class AdaptiveShapes:
         rates = (weight * passed + hope) / (weight * reached + hope)
         return 1.0 + float(np.cumprod(rates[: shape.num_steps]).sum())
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         """See ShapeChooser."""
         place = self._place(num_rows, features)
         given = self._step_costs(num_rows, features)
@@ -156,7 +156,7 @@ class AdaptiveShapes:
             self._saved -= cost
             self._probe, self._num_probes_left = shape, num_steps
 
-    def _place(self, num_rows: int, features: StepFeatures) -> Place:
+    def _place(self, num_rows: int, features: StepOptions) -> Place:
         return core_shapes.bucket(num_rows, self._limits.decode_buckets), features
 
     def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
@@ -201,7 +201,7 @@ class AdaptiveShapes:
         if before is not None and before[0] == place and before[1] != shape:
             charge = min(max(seconds / cost - 1, 0.0), MOST_CHARGED)
             self._saved = max(self._saved - charge, -MOST_SAVED)
-        if before != self._ran or plan.owed or plan.constraints:
+        if before != self._ran or plan.pending or plan.constraints:
             return
         self._count(expected_seconds=cost, measured_seconds=seconds)
         is_probe = shape != self._current

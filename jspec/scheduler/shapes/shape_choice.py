@@ -14,12 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from jspec.config.limits import SpeculativeConfig
-from jspec.messages.features import StepFeatures
 from jspec.messages.plan import RoundResult, StepPlan, StepResult
+from jspec.messages.step_options import StepOptions
 
 # Seconds of a decode of so many rows with these features, by the shapes whose programs are there
 # and measured.
-StepCosts = Callable[[int, StepFeatures], Mapping[SpeculativeConfig, float]]
+StepCosts = Callable[[int, StepOptions], Mapping[SpeculativeConfig, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ShapeChooser(Protocol):
         """What it expected and what came; from any thread."""
         ...
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         """One of the engine's shapes for the next decode, of programs that are there."""
         ...
 
@@ -80,7 +80,7 @@ class FixedShape:
     def totals(self) -> ShapeTotals:
         return NO_SHAPES
 
-    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         del num_rows, features
         return self._shape
 

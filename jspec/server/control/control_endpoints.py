@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from jspec.engine.gc_control import settle_heap
+from jspec.engine.gc_control import freeze_heap
 from jspec.errors import RequestError
 from jspec.server.http.exchange import error_response, read_call, unless_gone
 from jspec.server.http.fields import (
@@ -197,7 +197,7 @@ class ControlEndpoints:
 
     async def freeze_gc(self, _: Request) -> Response:
         """GET or POST /freeze_gc: excludes all current objects from garbage collection."""
-        settle_heap()
+        freeze_heap()
         return PlainTextResponse("Garbage collection frozen.\n")
 
 

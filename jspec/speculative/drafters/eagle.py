@@ -22,7 +22,7 @@ from jspec.config.drafting import Drafting
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
@@ -32,7 +32,7 @@ from jspec.models.heads.head_files import canonical_name, published_specs
 from jspec.models.heads.hf_eagle3 import check_eagle3, load_eagle3
 from jspec.models.heads.target_copies import EMBED, TargetCopy
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
@@ -42,7 +42,7 @@ from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import (
     Emitted,
     Needs,
-    RowsInStep,
+    StepBatch,
     following_ids,
     next_positions,
 )
@@ -94,7 +94,7 @@ class FeatureHead(Protocol):
         token_ids: jax.Array,
         hidden: jax.Array,
         kv: KVPool,
-        rows: AttentionRows,
+        rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
         kept: jax.Array | None = None,
@@ -143,7 +143,7 @@ class EagleDrafter:
         hidden: Float[Array, "B R E"],
         *,
         positions: Int[Array, "B R"],
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
         return rank_candidates(
             self.head.logits(params, hidden),
@@ -159,7 +159,7 @@ class EagleDrafter:
         return replace(self, spec=spec)
 
     def propose(
-        self, params: Params, caches: KVPool, state: EagleState, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: EagleState, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         shape = (*state.level1_ids.shape, state.hidden.shape[1])
         return grow_tree(
@@ -183,7 +183,7 @@ class EagleDrafter:
         beams: BeamRows,
         *,
         params: Params,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[KVPool, Float[Array, "B K E"], Int[Array, "B K K"], Float[Array, "B K K"]]:
         """Run one draft forward (`ForwardBeams`): each beam's token with its parent's output."""
         batch, topk = ids.shape

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.pytree import pytree, static
-from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
 from jspec.spec import indexing
-from jspec.speculative.drafter import Emitted, RowsInStep
+from jspec.speculative.drafter import Emitted, StepBatch
 from jspec.speculative.tree import pack_bits
 
 
@@ -22,7 +22,7 @@ from jspec.speculative.tree import pack_bits
 class LaggedRows:
     """A layer's queries for the emitted tokens; laid out as in Emitted."""
 
-    rows: AttentionRows
+    rows: AttentionMetadata
     source: jax.Array  # i32[T], index of the emitted token whose following id a query has
     row_idx: jax.Array  # i32[T]
     within: jax.Array  # i32[T]
@@ -54,7 +54,7 @@ def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> Lag
         return jnp.take(x, index.row_idx, mode="clip")
 
     return LaggedRows(
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=emitted.rows.page_table,
             window_tables=emitted.rows.window_tables,
             prefix_lens=start,
@@ -99,7 +99,7 @@ class PathRows:
     lag) come last, where no valid query sees them.
     """
 
-    rows: AttentionRows
+    rows: AttentionMetadata
     left_out: jax.Array  # i32[B]
     length: int = static()  # n
 
@@ -118,7 +118,7 @@ class PathRows:
         return jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="clip")
 
 
-def path_rows(rows: RowsInStep, num_known: Int[Array, "B"], *, layer: int, topk: int) -> PathRows:
+def path_rows(rows: StepBatch, num_known: Int[Array, "B"], *, layer: int, topk: int) -> PathRows:
     """Return the layer * K queries from slot L - layer on, for the layer with that lag.
 
     In:  L = 7, layer 2, K = 2
@@ -133,7 +133,7 @@ def path_rows(rows: RowsInStep, num_known: Int[Array, "B"], *, layer: int, topk:
     sees = (row[:, None] % topk == row % topk) & (row[:, None] >= row)
     mask = pack_bits(jnp.broadcast_to(sees, (batch, width, width)))
     return PathRows(
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=rows.page_table,
             window_tables=rows.window_tables,
             prefix_lens=start,

@@ -37,7 +37,7 @@ from jspec.config.drafting import Drafting
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree, Features
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.errors import ConfigError
 from jspec.models.heads.mtp import MtpHead
 from jspec.models.params import ParamTable
@@ -45,7 +45,7 @@ from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
 from jspec.speculative.candidates import Ranking, rank_candidates
-from jspec.speculative.drafter import Emitted, Needs, RowsInStep, following_ids, next_positions
+from jspec.speculative.drafter import Emitted, Needs, StepBatch, following_ids, next_positions
 from jspec.speculative.drafters.lag import delayed, lag_behind, path_rows
 from jspec.speculative.target import KVPool, Params
 
@@ -125,7 +125,7 @@ class MultiLayerDrafter:
         out: Float[Array, "B R E"],
         *,
         positions: Int[Array, "B R"],
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
         return rank_candidates(
             self.head.logits(params, layer, out),
@@ -141,7 +141,7 @@ class MultiLayerDrafter:
         return replace(self, spec=spec)
 
     def propose(
-        self, params: Params, caches: KVPool, state: MultiLayerState, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: MultiLayerState, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         """Run layer s over the paths of length s to get level s + 1, then build the tree."""
         batch, topk = state.level1_ids.shape
@@ -168,7 +168,7 @@ class MultiLayerDrafter:
         *,
         params: Params,
         state: MultiLayerState,
-        rows: RowsInStep,
+        rows: StepBatch,
     ) -> tuple[KVPool, Path, Int[Array, "B K K"], Float[Array, "B K K"]]:
         """Run layer s over every beam's path of s tokens, at the layer's own slots."""
         batch, topk = ids.shape

@@ -30,7 +30,7 @@ from jspec.device.pytree import pytree
 from jspec.models.files.stored import Place
 from jspec.models.params import ParamTable
 from jspec.spec.cache_groups import CacheGroup
-from jspec.speculative.drafter import Emitted, Needs, RowsInStep, index_emitted, next_positions
+from jspec.speculative.drafter import Emitted, Needs, StepBatch, index_emitted, next_positions
 from jspec.speculative.drafters.corpus import read_corpus
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, made
 from jspec.speculative.target import KVPool, Params
@@ -88,7 +88,7 @@ class NgramDrafter:
         return replace(self, spec=spec)
 
     def propose(
-        self, params: Params, caches: KVPool, state: NgramState, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: NgramState, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         """Draft from matches in the row itself, or else in the corpus."""
         suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)

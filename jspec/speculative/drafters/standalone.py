@@ -33,7 +33,7 @@ from jspec.config.drafting import Drafting
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
-from jspec.device.state import SamplingRows
+from jspec.device.state import SamplingBatch
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
@@ -49,7 +49,7 @@ from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import (
     Emitted,
     Needs,
-    RowsInStep,
+    StepBatch,
     last_two,
     next_positions,
     with_next_ids,
@@ -106,7 +106,7 @@ class StandaloneDrafter:
         hidden: Float[Array, "B R E"],
         *,
         positions: Int[Array, "B R"],
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
         return rank_candidates(
             self.model.logits(params, hidden),
@@ -122,7 +122,7 @@ class StandaloneDrafter:
         return replace(self, spec=spec)
 
     def propose(
-        self, params: Params, caches: KVPool, state: StandaloneState, rows: RowsInStep
+        self, params: Params, caches: KVPool, state: StandaloneState, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         return grow_tree(
             LevelOne(ids=state.level1_ids, scores=state.level1_scores, carried=()),
@@ -141,7 +141,7 @@ class StandaloneDrafter:
         beams: BeamRows,
         *,
         params: Params,
-        sampling: SamplingRows,
+        sampling: SamplingBatch,
     ) -> tuple[KVPool, tuple[()], Int[Array, "B K K"], Float[Array, "B K K"]]:
         """Run one draft forward over the beams' tokens; children inherit only KV."""
         batch, topk = ids.shape

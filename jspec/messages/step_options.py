@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
-class Feature(enum.Enum):
+class StepOption(enum.Enum):
     """An optional part of a step that costs time and is compiled in or left out."""
 
     # Every step looks programs up by features; Enum's own hash runs in Python.
@@ -26,22 +26,22 @@ class Feature(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepFeatures:
-    """An immutable set of features; iterates and prints in the order of `Feature`."""
+class StepOptions:
+    """An immutable set of features; iterates and prints in the order of `StepOption`."""
 
-    members: frozenset[Feature] = frozenset()
+    members: frozenset[StepOption] = frozenset()
 
-    def __contains__(self, feature: Feature) -> bool:
+    def __contains__(self, feature: StepOption) -> bool:
         return feature in self.members
 
-    def __iter__(self) -> Iterator[Feature]:
-        return (feature for feature in Feature if feature in self.members)
+    def __iter__(self) -> Iterator[StepOption]:
+        return (feature for feature in StepOption if feature in self.members)
 
     def __len__(self) -> int:
         return len(self.members)
 
     def __repr__(self) -> str:  # part of a stored program's name: stable across processes
-        return f"StepFeatures({self})"
+        return f"StepOptions({self})"
 
     def __str__(self) -> str:
         """ "plain", "sampling" (SAMPLING), "all", or the names joined by +."""
@@ -51,21 +51,21 @@ class StepFeatures:
             return "sampling"
         return "+".join(feature.value for feature in self) or "plain"
 
-    def covers(self, other: StepFeatures) -> bool:
+    def covers(self, other: StepOptions) -> bool:
         """Return whether a program with these features can serve a plan that needs `other`."""
         return other.members <= self.members
 
-    def union(self, others: Iterable[StepFeatures]) -> StepFeatures:
+    def union(self, others: Iterable[StepOptions]) -> StepOptions:
         """Return the union with all others. Most add nothing and cost one comparison."""
         members = self.members
         for other in others:
             if not other.members <= members:
                 members |= other.members
-        return StepFeatures(members)
+        return StepOptions(members)
 
 
-PLAIN = StepFeatures()
+PLAIN = StepOptions()
 # Everything that changes which token is chosen. Log-probabilities cost more and are separate.
-SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
+SAMPLING = StepOptions(frozenset({StepOption.FILTERS, StepOption.PENALTIES}))
 # Features compiled at start; programs for the others are compiled on demand.
-ALL = StepFeatures(frozenset({*SAMPLING, Feature.LOGPROBS}))
+ALL = StepOptions(frozenset({*SAMPLING, StepOption.LOGPROBS}))

@@ -24,32 +24,32 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.device.batch import CatchUpBatch, Features, Verified
+from jspec.device.batch import DraftPrefillBatch, Features, Verified
 from jspec.device.pytree import pytree
 from jspec.device.state import EngineState, put_rows, take_rows
-from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.spec import indexing
-from jspec.speculative.drafter import Drafter, Emitted, Needs, RowsInStep
+from jspec.speculative.drafter import Drafter, Emitted, Needs, StepBatch
 from jspec.speculative.target import Params
 
 
 @pytree
-class Deferred:
+class Pending:
     """Pending tokens, by slot and by position modulo W."""
 
     token_ids: jax.Array  # i32[slots, W]
     features: Features  # [slots, W, .], the target's features at these tokens
 
 
-def empty_deferred(
+def empty_pending(
     num_slots: int, num_tokens: int, *, needs: Needs, hidden_size: int, dtype: DTypeLike
-) -> Deferred | None:
+) -> Pending | None:
     """Return empty storage for `num_tokens` (W) pending tokens per slot; None if W is 0."""
     if not num_tokens:
         return None
     size = hidden_size if needs.hidden else 0
     aux_size = hidden_size * len(needs.aux_layer_ids)
-    return Deferred(
+    return Pending(
         token_ids=jnp.zeros((num_slots, num_tokens), jnp.int32),
         features=Features(
             hidden=jnp.zeros((num_slots, num_tokens, size), dtype),
@@ -58,24 +58,22 @@ def empty_deferred(
     )
 
 
-def defer(
-    deferred: Deferred, slots: Int[Array, "B"], verified: Verified, rows: RowsInStep
-) -> Deferred:
+def defer(pending: Pending, slots: Int[Array, "B"], verified: Verified, rows: StepBatch) -> Pending:
     """Store the input of a plain round's `advance`: the old root and its features."""
-    place = rows.seq_lens % deferred.token_ids.shape[1]
+    place = rows.seq_lens % pending.token_ids.shape[1]
 
     def keep(x: jax.Array, value: jax.Array) -> jax.Array:
         return x.at[slots, place].set(value.astype(x.dtype), mode="promise_in_bounds")
 
     first = jax.tree.map(lambda x: x[:, 0], verified.features)
-    return Deferred(
-        token_ids=keep(deferred.token_ids, rows.root_ids),
-        features=jax.tree.map(keep, deferred.features, first),
+    return Pending(
+        token_ids=keep(pending.token_ids, rows.root_ids),
+        features=jax.tree.map(keep, pending.features, first),
     )
 
 
-def catch_up_step(
-    drafter: Drafter, params: dict[str, Params], state: EngineState, batch: CatchUpBatch
+def draft_prefill_step(
+    drafter: Drafter, params: dict[str, Params], state: EngineState, batch: DraftPrefillBatch
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
     """Advance the drafter over the last counts[b] (0: none) committed tokens; outputs a zero."""
     own = take_rows(state.draft, batch.slots)
@@ -91,10 +89,10 @@ def catch_up_step(
     return after, jnp.zeros((1, 1), jnp.int32)
 
 
-def waiting_tokens(state: EngineState, batch: CatchUpBatch) -> Emitted:
+def waiting_tokens(state: EngineState, batch: DraftPrefillBatch) -> Emitted:
     """Return the pending tokens, W per row, padding after counts[b]."""
-    deferred, rows = state.deferred, state.rows
-    width = deferred.token_ids.shape[1]
+    pending, rows = state.pending, state.rows
+    width = pending.token_ids.shape[1]
     num_rows = batch.slots.shape[0]
     start = jnp.maximum(take_rows(rows.seq_lens, batch.slots) - batch.counts, 0)
     place = jnp.arange(width, dtype=jnp.int32)
@@ -107,10 +105,10 @@ def waiting_tokens(state: EngineState, batch: CatchUpBatch) -> Emitted:
     ends = jnp.cumsum(batch.counts, dtype=jnp.int32)
     first = jnp.arange(num_rows, dtype=jnp.int32) * width
     return Emitted(
-        token_ids=in_order(deferred.token_ids),
-        features=jax.tree.map(in_order, deferred.features),
+        token_ids=in_order(pending.token_ids),
+        features=jax.tree.map(in_order, pending.features),
         next_ids=take_rows(rows.root_ids, batch.slots),
-        rows=AttentionRows(
+        rows=AttentionMetadata(
             page_table=take_rows(rows.page_table, batch.slots),
             window_tables=take_rows(rows.window_tables, batch.slots),
             prefix_lens=start,
