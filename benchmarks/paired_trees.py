@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,12 @@ class Bundled:
     def arguments(self, mode: str, folder: Path, *, acceptance: float) -> dict[str, Any]:
         """With all programs at the start, if the tree knows how not to."""
         del folder, acceptance
-        from jspec.config.engine_args import EngineArgs
-
         algorithm = "EAGLE3" if mode == "chain" else "NONE"
         found = {"speculative_algorithm": algorithm, "max_running_requests": max(self.batches)}
-        if any(field.name == "compile_at_start" for field in fields(EngineArgs)):
-            found["compile_at_start"] = "all"
-        return found
+        import jspec
+
+        has_common = (Path(jspec.__path__[0]) / "config").is_dir()  # not version 0.1.0
+        return found | {"compile_at_start": "common" if has_common else "all"}
 
 
 class Child:
