@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -284,6 +286,43 @@ def test_one_word_per_concept(path: Path) -> None:
         assert plain not in SYNONYMS, (
             f"{dotted(path)} line {line}: {name}; the glossary says {SYNONYMS[plain]}"
         )
+
+
+# A docstring is a whole sentence or a noun phrase; these openers begin a fragment.
+OPENERS = re.compile(r"(What|Whether|Of|As|See|Those|The same|To|Where|Nothing|Nobody)\b")
+# Words of a private dialect, each of which has a plain one.
+DIALECT = re.compile(
+    r"\b(anew|begun|nobody|so many|is none|are none|likeliest|in turns|lumps|dealt|judged)\b",
+    re.IGNORECASE,
+)
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments, each with its line."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
+@in_every_module
+def test_prose_is_plain(path: Path) -> None:
+    for line, text in prose_of(path):
+        if not text.startswith("#"):
+            assert not OPENERS.match(text), f"line {line}: a fragment: {text[:60]!r}"
+        found = DIALECT.search(text)
+        assert not found, f"line {line}: {found[0]!r} in {text[:60]!r}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_are_plain(page: Path) -> None:
+    found = [match[0] for match in DIALECT.finditer(page.read_text("utf-8"))]
+    assert not found
 
 
 STEP_ROOMS = {"device", "pallas_kernels", "layers", "models", "sampling", "speculative"}
