@@ -31,7 +31,8 @@ from jspec.spec import indexing as core_shapes
 # Chosen by benchmarks/simulate_adaptive.py.
 MARGIN = 0.015  # another shape must be worth so much more to be chosen
 HALF_VERIFICATIONS = 512  # what was accepted before that many counts half
-HALF_STEPS = 64  # the same for decode steps that verified nothing at a depth
+HALF_STEPS = 256  # the same for decode steps that verified nothing at a depth
+HALF_HOPE = 64  # decode steps of that kind after which what was seen speaks half against hope
 PRIOR = 4.0  # verifications that what other shapes accept counts for
 HOPE = 2.0  # verifications that might have gone well, beyond those that were seen
 # Share of a cost by which one that was never corrected might be too high: whatever else a host did
@@ -41,6 +42,7 @@ COST_GAIN, COST_CLIP = 0.05, 0.05  # of a deviation of a step's time, which coun
 # The same of a probe that took less time: its steps are few, and a slow host only adds to them.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
 PROBE_SHARE = 0.008  # of all time may be lost by probes
+LEAST_LOSS = 0.1  # share of a probe's time that counts as lost
 MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or pending
 FIRST_SAVED = 6.0
 # Of a probe, at least: only steps after the first say what a shape costs.
@@ -61,16 +63,16 @@ class Acceptance:
 
     @property
     def freshness(self) -> np.ndarray:
-        return 0.5 ** (self.idle / HALF_STEPS)
+        return 0.5 ** (self.idle / HALF_HOPE)
 
     def see(self, counts: Sequence[int]) -> None:
         """Count a decode step: counts[i] of its verifications accepted i drafts, of
         len(counts) - 1 at most; none where it verified nothing."""
-        freshness, left = self.freshness, sum(counts)
+        aged, left = 0.5 ** (self.idle / HALF_STEPS), sum(counts)
         self.idle += 1
         for depth, rejected in enumerate(counts[:-1]):
             if left:
-                kept = freshness[depth] * 0.5 ** (left / HALF_VERIFICATIONS)
+                kept = aged[depth] * 0.5 ** (left / HALF_VERIFICATIONS)
                 self.reached[depth] = kept * self.reached[depth] + left
                 left -= rejected
                 self.passed[depth] = kept * self.passed[depth] + left
@@ -105,14 +107,18 @@ class AdaptiveShapes:
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
-        """Tokens a row that a step of this shape emits. hope: as if so many verifications more had
-        accepted each draft."""
-        own, everything = self._accepted[shape.topk], self._any
+        """Tokens a row that a step of this shape emits; of a tree at least what the chain in it
+        does. hope: as if so many verifications more had accepted each draft."""
+        within = (topk for topk in self._accepted if topk <= shape.topk)
+        return max(self._emitted(topk, shape.num_steps, hope=hope) for topk in within)
+
+    def _emitted(self, topk: int, num_steps: int, *, hope: float) -> float:
+        own, everything = self._accepted[topk], self._any
         weight = 1.0 if hope == 0 else own.freshness
         guess = (everything.passed + PRIOR / 2) / (everything.reached + PRIOR)
         reached, passed = own.reached + PRIOR, own.passed + PRIOR * guess
         rates = (weight * passed + hope) / (weight * reached + hope)
-        return 1.0 + float(np.cumprod(rates[: shape.num_steps]).sum())
+        return 1.0 + float(np.cumprod(rates[:num_steps]).sum())
 
     def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
         """See ShapeChooser."""
@@ -149,7 +155,8 @@ class AdaptiveShapes:
         if hoped.get(shape, 0.0) <= (1 + MARGIN) * worth[self._current]:
             return
         # Of a step's time what the chosen shape would have needed for the same tokens is not lost.
-        share = 1 - worth[shape] / worth[self._current]
+        # At least LEAST_LOSS counts: what is held to be as good would else be probed for ever.
+        share = max(1 - worth[shape] / worth[self._current], LEAST_LOSS)
         num_steps = max(PROBE_STEPS, PROBE_VERIFICATIONS // place[0])
         cost = num_steps * share * self._cost(place, shape) / self._cost(place, self._current)
         if self._saved >= min(cost, MOST_SAVED):
