@@ -34,21 +34,14 @@ from benchmarks.gpu_timing import (
     seconds_per_call,
     watched,
 )
+from jspec.device.weights import Weight, dense, weight_of
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
-from jspec.pallas_kernels.experts.packed import (
-    BLOCK,
-    CODES,
-    PARTS,
-    SCALES,
-    is_packed,
-    num_groups,
-    unpacked,
-)
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
 from jspec.spec.model_spec import Gate
+from jspec.spec.weight_format import MXFP4, ArraySpec
 
 PRODUCTS = ("gate_up", "down")
 CALLS = 4  # of one program, each with tokens and experts of its own
@@ -133,7 +126,7 @@ class Case:
             return run_experts(x, ids, weights, params, gate=model.gate)
         interpret = jax.default_backend() != "gpu"
         if self.name == UNPACKED:
-            params = unpacked(params, dtype=x.dtype)
+            params = params | {name: dense(params[name], x.dtype) for name in PRODUCTS}
         run = partial(run_kernels, gate=model.gate, tuning=self.tuning, interpret=interpret)
         return run(x, ids, weights, params).sum()
 
@@ -212,15 +205,16 @@ def parameters(name: str) -> dict[str, Any]:
     return found | {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
 
 
-def random_packed(seed: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+def random_packed(seed: int, shape: tuple[int, ...]) -> Weight:
     """Packed numbers [X, K, N] whose deviation is 2.9 / 128, as gpt-oss's products want it."""
-    X, K, N = shape
-    groups = num_groups(K)
-    draw = partial(jax.random.bits, shape=(X, groups * BLOCK, N), dtype=jnp.uint16)
-    return {
-        CODES: jax.jit(draw)(jax.random.key(seed)),
-        SCALES: jnp.full((X, groups * PARTS, N), 120, jnp.uint8),
-    }
+
+    def make(array: ArraySpec) -> jax.Array:
+        if array.dtype == "uint8":
+            return jnp.full(array.shape, 120, jnp.uint8)
+        draw = partial(jax.random.bits, shape=array.shape, dtype=jnp.dtype(array.dtype))
+        return jax.jit(draw)(jax.random.key(seed))
+
+    return weight_of(MXFP4(), shape, make)
 
 
 @cache
@@ -242,13 +236,12 @@ def one_by_one(
     x: jax.Array, ids: jax.Array, weights: jax.Array, params: dict[str, Any], *, gate: Gate
 ) -> jax.Array:
     """A few tokens, each with copies of its experts' weights, in float32 between the roundings."""
-    if is_packed(params["down"]):
-        params = unpacked(params, dtype=x.dtype)
-    wide = jnp.einsum("te,tkei->tki", x, params["gate_up"][ids]).astype(jnp.float32)
+    gate_up, down = (dense(params[name], x.dtype) for name in PRODUCTS)
+    wide = jnp.einsum("te,tkei->tki", x, gate_up[ids]).astype(jnp.float32)
     if "gate_up_bias" in params:
         wide = wide + params["gate_up_bias"][ids].astype(jnp.float32)
     inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate).astype(x.dtype)
-    out = jnp.einsum("tki,tkie->tke", inner, params["down"][ids]).astype(jnp.float32)
+    out = jnp.einsum("tki,tkie->tke", inner, down[ids]).astype(jnp.float32)
     return jnp.sum(out * weights[..., None], axis=1)
 
 

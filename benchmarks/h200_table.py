@@ -210,7 +210,8 @@ def target_floor_ms(workload: Workload, mode: str, batch: int) -> float:
         batch=batch,
         nodes=1 if shape is None else shape[2],
         context=workload.prompt_len + workload.long_run // 2,
-        itemsize=2 if workload.dtype == "bfloat16" else 4,
+        dtype=workload.dtype,
+        formats=workload.formats,
     )
 
 

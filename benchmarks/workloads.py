@@ -32,6 +32,9 @@ from jspec.spec.model_spec import (
     uniform_decoder,
 )
 from jspec.spec.rope import RopeConfig
+from jspec.spec.weight_format import MXFP4, Formats, Op
+
+PACKED: Formats = ((Op.EXPERTS, MXFP4()),)  # as gpt-oss is published
 
 # S/K/N of each mode; None decodes plainly.
 MODES: Mapping[str, tuple[int, int, int] | None] = {
@@ -54,6 +57,7 @@ class Workload:
     """One model pair and what is measured on it. prefills: (prompts, tokens of each).
 
     small: the language model that drafts in mode "standalone"; None: only MODES are measured.
+    formats: of products whose weights the checkpoint packs.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Workload:
     prefills: tuple[tuple[int, int], ...]
     engine: Mapping[str, Any] = field(default_factory=dict)
     small: ModelSpec | None = None
+    formats: Formats = ()
 
     def cells(self) -> list[str]:
         """Names of all cells: plain/1, ..., prefill/1x128, ..., startup/plain, ..."""
@@ -80,6 +85,8 @@ class Workload:
         """`directory`/target and `directory`/draft, each with nothing but its config.json; with
         `small` also those of DRAFTERS."""
         target = family_named(self.target.family).to_json(self.target)
+        for _, packed in self.formats:
+            target["quantization_config"] = {"quant_method": packed.name}
         configs = {
             "target": target | {"torch_dtype": self.dtype},
             "draft": eagle3_config_json(self.draft, dtype=self.dtype),
@@ -340,16 +347,6 @@ MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
 TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
 
 
-def packed(target: ModelSpec) -> ModelSpec:
-    """The same with its experts packed, as they are published."""
-    layers = [
-        replace(layer, ffn=replace(layer.ffn, is_packed=True))
-        for layer in target.layers
-        if isinstance(layer.ffn, MoESpec)
-    ]
-    return replace(target, layers=tuple(layers))
-
-
 TINY_MOE = replace(
     TINY,
     layers=tuple(
@@ -364,7 +361,9 @@ TINY_MOE = replace(
 )
 
 
-def _published(name: str, target: ModelSpec, *, small: ModelSpec | None = None) -> Workload:
+def _published(
+    name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
+) -> Workload:
     """A real model's shapes in bfloat16, as the peers were measured."""
     aux = Eagle3Config.default_aux_layer_ids(target.num_layers)
     return Workload(
@@ -380,10 +379,13 @@ def _published(name: str, target: ModelSpec, *, small: ModelSpec | None = None) 
         # 64 rows of 1,024 + 288 tokens and their scratch; one row of 8,192.
         engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
         small=small,
+        formats=formats,
     )
 
 
-def _tiny(name: str, target: ModelSpec, *, small: ModelSpec | None = None) -> Workload:
+def _tiny(
+    name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
+) -> Workload:
     """For a smoke test on a CPU."""
     return Workload(
         name=name,
@@ -397,6 +399,7 @@ def _tiny(name: str, target: ModelSpec, *, small: ModelSpec | None = None) -> Wo
         prefills=((1, 8), (2, 24)),
         engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
         small=small,
+        formats=formats,
     )
 
 
@@ -406,11 +409,11 @@ WORKLOADS: Mapping[str, Workload] = {
         _published("llama-3.1-8b", LLAMA_8B, small=LLAMA_1B),
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),
-        _published("gpt-oss-20b-mxfp4", packed(GPT_OSS_20B)),
-        _published("gpt-oss-120b-mxfp4", packed(GPT_OSS_120B)),
+        _published("gpt-oss-20b-mxfp4", GPT_OSS_20B, formats=PACKED),
+        _published("gpt-oss-120b-mxfp4", GPT_OSS_120B, formats=PACKED),
         _tiny("tiny", TINY, small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True)),
         _tiny("tiny-moe", TINY_MOE),
         _tiny("tiny-gpt-oss", TINY_GPT_OSS),
-        _tiny("tiny-gpt-oss-mxfp4", packed(TINY_GPT_OSS)),
+        _tiny("tiny-gpt-oss-mxfp4", TINY_GPT_OSS, formats=PACKED),
     )
 }

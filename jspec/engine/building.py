@@ -77,7 +77,7 @@ def _build_runner(
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups
-    target_bytes, draft_bytes = held_bytes(models.params).values()
+    target_bytes, draft_bytes = held_bytes(models.params, shares=models.source.shares).values()
     limits = size_pool(
         models.config,
         groups,
@@ -108,7 +108,7 @@ def _build_runner(
         check_scratch_fits(
             devices,
             scratch_bytes(runner.executables),
-            held=held_bytes(runner.params, runner.state),
+            held=held_bytes(runner.params, runner.state, shares=models.source.shares),
             fraction=config.mem_fraction_static,
         )
     later = later_programs(limits, runner.ready_programs)

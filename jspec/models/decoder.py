@@ -22,7 +22,7 @@ from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
-from jspec.models.params import ParamTable
+from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionMetadata
@@ -30,6 +30,7 @@ from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups
+from jspec.spec.weight_format import Formats
 
 Params = dict[str, Any]
 KVPool = tuple[jax.Array, ...]
@@ -150,12 +151,16 @@ def paged_layer(
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target over its pools, one a layer. aux_layer_ids: what a draft model will be fed."""
+    """A target over its pools, one a layer. aux_layer_ids: what a draft model will be fed.
+
+    formats: of products whose weights are not dense.
+    """
 
     spec: ModelSpec
     ops: Ops
     shard: Shard = field(default_factory=Shard)
     aux_layer_ids: tuple[int, ...] = ()
+    formats: Formats = ()
 
     @property
     def vocab_size(self) -> int:
@@ -167,7 +172,7 @@ class Decoder:
 
     @property
     def table(self) -> ParamTable:
-        return table_of(self.spec)
+        return with_formats(table_of(self.spec), self.formats)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

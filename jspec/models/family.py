@@ -50,8 +50,6 @@ class Family:
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
     mtp: MtpFamily | None = None  # if its checkpoints include a draft
-    # The spec that keeps the experts packed; returns None if the checkpoint does not pack them.
-    stays_packed: Callable[[Fields, ModelSpec], ModelSpec | None] | None = None
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
         """Return whether a stored name belongs to the draft in the target's checkpoint."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from jspec.models.params import (
+    FLOAT32,
     Form,
     Init,
     ParamSpec,
@@ -26,6 +27,7 @@ from jspec.spec.model_spec import (
     ModelSpec,
     MoESpec,
 )
+from jspec.spec.weight_format import Op
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:
@@ -44,6 +46,7 @@ def product(
     bias_is_optional: bool = False,
     column_major: bool = False,
     repeated: tuple[str, ...] = (),
+    op: Op = Op.LINEAR,
 ) -> ParamTable:
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
@@ -69,6 +72,7 @@ def product(
             layouts=(kernel,),
             split=split,
             column_major=column_major,
+            op=op,
         )
     ]
     if bias:
@@ -169,7 +173,15 @@ def dense_params(
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)
     table = (
-        *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, column_major=True),
+        *product(
+            ("gate_up",),
+            size,
+            halves,
+            split=Split.OUT,
+            bias=spec.bias,
+            column_major=True,
+            op=Op.GATED,
+        ),
         *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
     )
     return prefixed(table, path=path, stored=stored)
@@ -211,7 +223,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
         shape=(X,),
         layouts=((correction,),),
         init=Init.ZEROS,
-        is_float32=True,
+        format=FLOAT32,
     )
     table = (
         *product(("router",), size, (("gate", X, 1),)),
@@ -221,12 +233,14 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             shape=(X, size, 2 * inner),
             layouts=(single, fused),
             split=Split.OUT,
+            op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,), (down_fused,)),
             split=Split.IN,
+            op=Op.EXPERTS,
         ),
     )
     if spec.shared is not None:
@@ -240,7 +254,7 @@ def zero_centred(table: Iterable[ParamSpec]) -> ParamTable:
     return tuple(
         replace(
             spec,
-            is_float32=True,
+            format=FLOAT32,
             layouts=tuple(
                 tuple(replace(part, plus=1.0) for part in layout) for layout in spec.layouts
             ),
@@ -291,4 +305,5 @@ def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weig
         layouts=((part,),),
         split=Split.OUT,
         tied_to=("embed", "table") if tied else None,
+        op=Op.LOGITS,
     )

@@ -18,10 +18,14 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from jspec.errors import ConfigError
+from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
 Path = tuple[str | int, ...]
-Shape = tuple[int, ...]
+INTEGERS, FLOAT32 = Dense("int32"), Dense("float32")
 
 
 class Form(enum.Enum):
@@ -29,14 +33,6 @@ class Form(enum.Enum):
 
     OUT_IN = "a projection [.., out, in], held as [.., in, out]"
     AS_HELD = "as it is held: a vector, a table, or [.., in, out]"
-
-
-class Codec(enum.Enum):
-    """How a stored tensor is packed. Packed layouts are read, never written."""
-
-    MXFP4 = "NAME_blocks u8[.., in / 32, 16] and NAME_scales u8[.., in / 32] for a NAME [.., in]"
-    MXFP4_CODES = "NAME_blocks, held packed: the codes of pallas_kernels.experts.packed"
-    MXFP4_SCALES = "NAME_scales, held as they are"
 
 
 class Init(enum.Enum):
@@ -47,8 +43,6 @@ class Init(enum.Enum):
     ONES = "ones"
     ZEROS = "zeros"
     IDS = "target ids that ascend evenly over the vocabulary"
-    BITS = "random bits"
-    SCALES = "2 ** -7, as an exponent: with random bits, numbers whose deviation is 0.023"
 
 
 class Split(enum.Enum):
@@ -66,8 +60,8 @@ class Part:
     It consists of `units` equal blocks (such as heads), which are never split over shards.
     """
 
-    name: str  # may contain "{}", the index in the stack; with a codec, a prefix of names
-    shape: Shape  # of the stored tensor; with a codec, of the unpacked one
+    name: str  # may contain "{}", the index in the stack; with a format, a prefix of names
+    shape: Shape  # of the stored tensor; with a format, of the unpacked one
     size: int  # number of entries
     units: int = 1
     repeats: bool = False  # allow fewer blocks than shards, each repeated on several shards
@@ -76,22 +70,18 @@ class Part:
     stride: int = 0  # distance between the first entries of two blocks; 0: contiguous
     form: Form = Form.OUT_IN
     stack: int = 0  # number of tensors of this shape, one per expert; 0: a single tensor
-    codec: Codec | None = None  # the packing of a stack [X, out, in]
+    # The packing of a stack [X, out, in]: NAME_blocks u8[.., in / 32, 16] and NAME_scales
+    # u8[.., in / 32]. Packed layouts are read, never written.
+    format: MXFP4 | None = None
     plus: float = 0.0  # to add to the stored values of an AS_HELD vector
 
     @property
     def tensors(self) -> dict[str, Shape]:
         """The names and shapes of the checkpoint's tensors."""
-        if self.codec is None:
+        if self.format is None:
             return dict.fromkeys(self.names, self.shape)
-        blocks = (*self.shape[:-1], self.shape[-1] // 32)
-        of_blocks, of_scales = (
-            {f"{self.name}_blocks": (*blocks, 16)},
-            {f"{self.name}_scales": blocks},
-        )
-        if self.codec is Codec.MXFP4:
-            return of_blocks | of_scales
-        return of_blocks if self.codec is Codec.MXFP4_CODES else of_scales
+        blocks = (*self.shape[:-1], self.shape[-1] // self.format.group)
+        return {f"{self.name}_blocks": (*blocks, 16), f"{self.name}_scales": blocks}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,10 +107,24 @@ class ParamSpec:
     init: Init = Init.FAN_IN
     tied_to: Path | None = None  # without a stored tensor, the weight is this one, transposed
     column_major: bool = False  # column-major where the backend reads weights along their inputs
-    is_integer: bool = False
-    is_float32: bool = False  # whatever the dtype of the other weights
     optional: bool = False  # zeros without a stored tensor
-    num_bits: int = 0  # 8 or 16 for unsigned integers
+    op: Op | None = None  # the product that reads it
+    format: WeightFormat | None = None  # None: dense, in the model's dtype
+
+    @property
+    def is_integer(self) -> bool:
+        return self.format == INTEGERS
+
+    @property
+    def readable(self) -> tuple[tuple[Part, ...], ...]:
+        """The layouts from which it can be read: packed weights are not made of unpacked ones."""
+        if isinstance(self.format, MXFP4):
+            return tuple(layout for layout in self.layouts if layout[0].format == self.format)
+        return self.layouts
+
+    def format_in(self, dtype: npt.DTypeLike) -> WeightFormat:
+        """Return the weight's format in a model of `dtype`."""
+        return self.format or Dense(np.dtype(dtype).name)
 
     def physical_shape(self, shards: int) -> Shape:
         """Return the shape over all shards, repeated blocks included."""
@@ -131,6 +135,14 @@ class ParamSpec:
 
 
 ParamTable = tuple[ParamSpec, ...]
+
+
+def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
+    """Return the table with the formats of some products' weights."""
+    found = dict(formats)
+    return tuple(
+        replace(spec, format=found[spec.op]) if spec.op in found else spec for spec in table
+    )
 
 
 def deal(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jspec.device.sharding import TENSOR_AXIS
+from jspec.device.weights import abstract_weight
 from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
 
-SMALL_SCALE = 120  # Init.SCALES: 2 ** (120 - 127)
 Tables = Mapping[str, ParamTable]
 
 
@@ -44,9 +44,7 @@ def param_specs(tables: Tables, params: Any) -> Any:
     known = {
         (model, *spec.path): partition_spec(spec) for model in tables for spec in tables[model]
     }
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: known.get(path_of(path), PartitionSpec()), params
-    )
+    return _by_path(known, params, other=PartitionSpec())
 
 
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedSharding | Format:
@@ -71,10 +69,17 @@ def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool)
         for model in tables
         for spec in tables[model]
     }
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: known.get(path_of(path), replicated), params
-    )
+    return _by_path(known, params, other=NamedSharding(mesh, PartitionSpec()))
+
+
+def _by_path(known: Mapping[Path, Any], params: Any, *, other: Any) -> Any:
+    """Return the value of every array's weight; a packed weight has several arrays."""
+
+    def value(keys: tuple[Any, ...], _: Any) -> Any:
+        path = path_of(keys)
+        return known.get(path, known.get(path[:-1], other))
+
+    return jax.tree_util.tree_map_with_path(value, params)
 
 
 def path_of(path: tuple[Any, ...]) -> Path:
@@ -84,28 +89,18 @@ def path_of(path: tuple[Any, ...]) -> Path:
 def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> dict[str, Any]:
     """Return shapes and dtypes of all declared weights, sharded over `shards` shards."""
     return nested(
-        (
-            spec.path,
-            jax.ShapeDtypeStruct(spec.physical_shape(shards), _dtype_of(spec, dtype)),
-        )
+        (spec.path, abstract_weight(spec.format_in(dtype), spec.physical_shape(shards)))
         for spec in table
     )
 
 
-def _dtype_of(spec: ParamSpec, dtype: DTypeLike) -> DTypeLike:
-    if spec.num_bits:
-        return {8: jnp.uint8, 16: jnp.uint16}[spec.num_bits]
-    if spec.is_integer:
-        return jnp.int32
-    return jnp.float32 if spec.is_float32 else dtype
-
-
 def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Return random unsharded weights by `Init`, a function of table and seed."""
+    """Return random unsharded dense weights by `Init`, a function of table and seed."""
     values: dict[Path, Any] = {}
     for i, spec in enumerate(table):
         key = jax.random.fold_in(jax.random.key(seed), i)
-        values[spec.path] = _drawn(key, spec, dtype=_dtype_of(spec, dtype))
+        (array,) = spec.format_in(dtype).arrays(spec.shape).values()
+        values[spec.path] = _drawn(key, spec, dtype=array.dtype)
     for spec in table:
         if spec.tied_to is not None:
             values[spec.path] = values[spec.tied_to].T
@@ -115,10 +110,6 @@ def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32)
 def _drawn(key: jax.Array, spec: ParamSpec, *, dtype: DTypeLike) -> jax.Array:
     if spec.init is Init.IDS:
         return jnp.arange(spec.shape[0], dtype=jnp.int32)
-    if spec.init is Init.BITS:
-        return jax.random.bits(key, spec.shape, dtype)
-    if spec.init is Init.SCALES:
-        return jnp.full(spec.shape, SMALL_SCALE, dtype)
     if spec.init in (Init.ONES, Init.ZEROS):
         return jnp.full(spec.shape, 1.0 if spec.init is Init.ONES else 0.0, dtype)
     scale = 1.0 if spec.init is Init.TABLE else spec.shape[-2] ** -0.5

@@ -38,8 +38,6 @@ class Ops:
     defers_sums: ClassVar[bool] = False
     # The prefill kernel reads each query's own row only, so long prefill steps are efficient.
     prefers_long_chunks: ClassVar[bool] = False
-    # Experts run faster packed (mxfp4) in memory, in bfloat16 on a single device.
-    reads_packed: ClassVar[bool] = False
     # Least bytes of one layer's K and V per decode step that reading shared prefixes once (cascade
     # attention) must save, for at least sharing_least_rows rows. None: no kernel.
     sharing_pays_from: ClassVar[int | None] = None

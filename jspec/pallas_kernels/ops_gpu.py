@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jspec.device.weights import dense
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
@@ -21,12 +21,12 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu, many_gpu, mixed_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed import is_packed, sizes_of, unpacked
 from jspec.pallas_kernels.experts.plan import (
     MOST_RANKED,
     ExpertsTuning,
     choose_experts,
     choose_few,
+    sizes_of,
 )
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.few_gpu import choose_few_gated, few_gated_product
@@ -60,7 +60,6 @@ class GpuOps(Ops):
     default_page_size: ClassVar[int] = 64  # one TMA copy per page
     defers_sums: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
-    reads_packed: ClassVar[bool] = True
     sharing_pays_from: ClassVar[int | None] = 96 * 2**20
     sharing_least_rows: ClassVar[int] = 16
 
@@ -194,14 +193,7 @@ class GpuOps(Ops):
         if x.ndim != 2 or spec.has_router_bias or spec.num_experts > MOST_RANKED:
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
-        num_experts, size, inner = sizes_of(params["experts"])
-        few = choose_few(
-            x.shape[0],
-            num_experts=num_experts,
-            size=size,
-            inner=inner,
-            is_packed=is_packed(params["experts"]["down"]),
-        )
+        few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())
         if few is not None:
             return few_gpu.moe_of_sum(x, delta, scale, params, tuning=few, **how)
         experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
@@ -275,11 +267,12 @@ class GpuOps(Ops):
 def _planned(
     params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
 ) -> tuple[dict[str, Any], ExpertsTuning | None]:
-    num_experts, size, inner = sizes_of(params)
-    plan = partial(choose_experts, num_pairs, num_experts=num_experts, size=size, inner=inner)
-    tuning = plan(is_packed=is_packed(params["down"]))
-    if tuning is None and is_packed(params["down"]):
-        return unpacked(params, dtype=dtype), plan()
+    """Return (params, tiles). For many tokens mxfp4 experts are unpacked first."""
+    sizes = sizes_of(params)
+    tuning = choose_experts(num_pairs, **sizes._asdict())
+    if tuning is None and sizes.is_packed:
+        params = {**params, **{name: dense(params[name], dtype) for name in ("down", "gate_up")}}
+        tuning = choose_experts(num_pairs, **sizes_of(params)._asdict())
     return params, tuning
 
 

@@ -118,7 +118,6 @@ class MoESpec:
     """A mixture of experts (MoE), gated MLPs: each token runs through top_k of num_experts.
 
     shared: one more MLP for every token, added to the experts' output
-    is_packed: expert weights stay packed as mxfp4, as stored
     """
 
     num_experts: int
@@ -129,7 +128,6 @@ class MoESpec:
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared: DenseSpec | None = None
-    is_packed: bool = False
 
     @property
     def has_router_bias(self) -> bool:
@@ -154,10 +152,6 @@ class LayerSpec:
     attention: AttentionSpec
     ffn: FeedForward
     eps: float = 1e-5
-
-    @property
-    def is_moe_packed(self) -> bool:
-        return isinstance(self.ffn, MoESpec) and self.ffn.is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.heads.eagle3_config import eagle3_config_json
 from jspec.models.layer_params import expert_params, lm_head
-from jspec.models.params import Init, ParamSpec
+from jspec.models.params import INTEGERS, Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, param_specs
 from jspec.models.registry import family_named, table_of
 from jspec.spec.model_spec import MoESpec
@@ -93,7 +93,7 @@ def make(
 
 
 def test_ids_of_a_large_vocabulary_do_not_overflow() -> None:
-    spec = ParamSpec(path=("draft_ids",), shape=(32000,), init=Init.IDS, is_integer=True)
+    spec = ParamSpec(path=("draft_ids",), shape=(32000,), init=Init.IDS, format=INTEGERS)
     made = make({"draft": (spec,)}, vocab_size=128256, dtype=jnp.bfloat16)
     ids = np.asarray(made["draft"]["draft_ids"])
     assert ids.dtype == np.int32

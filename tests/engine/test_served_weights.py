@@ -25,6 +25,8 @@ from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model
 from jspec.models.files.stored import stored_tensors
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.eagle1 import eagle1_params
+from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.hf_eagle3 import save_eagle3
 from jspec.models.placement import init_params
 from jspec.spec.model_spec import Eagle1Config
 from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
@@ -117,8 +119,8 @@ def test_a_switch_gives_what_a_start_would(
 
 
 def test_a_switch_that_fails_half_way_is_undone() -> None:
-    old: dict[Path1, jax.Array] = {("a", i): jnp.full(4, float(i)) for i in range(5)}
-    old["b", 0] = old["a", 0]
+    old: dict[Path1, Any] = {("a", i): jnp.full(4, float(i)) for i in range(5)}
+    old["b", 0] = SameAs(("a", 0))
     new: dict[Path1, Any] = {("a", i): np.full(4, 10.0 + i, np.float32) for i in range(5)}
     new["b", 0] = SameAs(("a", 0))
     calls = 0
@@ -135,7 +137,7 @@ def test_a_switch_that_fails_half_way_is_undone() -> None:
     for path, leaf in caught.value.restored.items():
         np.testing.assert_array_equal(leaf, np.full(4, float(path[1])))
     assert caught.value.restored["b", 0] is caught.value.restored["a", 0]
-    done = switch_leaves(caught.value.restored, dict(new), put)
+    done = switch_leaves({**caught.value.restored, ("b", 0): SameAs(("a", 0))}, dict(new), put)
     assert done["b", 0] is done["a", 0]
     np.testing.assert_array_equal(done["a", 3], np.full(4, 13.0))
 
@@ -143,7 +145,41 @@ def test_a_switch_that_fails_half_way_is_undone() -> None:
         raise MemoryError("gone")
 
     with pytest.raises(EngineClosedError, match=r"could not be put back because of .*gone"):
-        switch_leaves(done, dict(new), broken)
+        switch_leaves({**done, ("b", 0): SameAs(("a", 0))}, dict(new), broken)
+
+
+@pytest.mark.parametrize("kind", ["own", "embed", "full", "eagle1", "eagle1_map", "mtp"])
+def test_a_draft_declares_what_it_shares_with_its_target(
+    pairs: tuple[TinyPair, TinyPair], tmp_path: Path, kind: str
+) -> None:
+    """The declared params are the target's own arrays, and no others are. full: U = V."""
+    ours, draft = pairs[0], tmp_path / "draft"
+    arguments: dict[str, Any] = {"model_path": str(ours.target_path)}
+    if kind == "mtp":
+        write_checkpoint(tmp_path, CONFIGS["mimo_v2"])
+        models = load(model_path=str(tmp_path), speculative_algorithm="NEXTN")
+    else:
+        if kind.startswith("eagle1"):
+            write_eagle1(draft, ours, seed=1)
+        else:
+            config = replace(ours.draft_config, draft_vocab_size=320 if kind == "full" else 160)
+            params = init_params(eagle3_params(config), seed=0)
+            save_eagle3(draft, config, params, dtype=np.float32, include_embed=kind == "own")
+        if kind == "full":
+            stored = load_file(draft / "model.safetensors")
+            del stored["lm_head.weight"]
+            save_file(stored, draft / "model.safetensors")
+        np.save(tmp_path / "map.npy", np.arange(0, 320, 5))
+        models = load(
+            speculative_algorithm="EAGLE" if kind.startswith("eagle1") else "EAGLE3",
+            speculative_draft_model_path=str(draft),
+            speculative_token_map=str(tmp_path / "map.npy") if kind == "eagle1_map" else None,
+            **arguments,
+        )
+    target = {id(leaf) for leaf in jax.tree.leaves(models.params["target"])}
+    for name, part in models.params["draft"].items():
+        shared = [id(leaf) in target for leaf in jax.tree.leaves(part)]
+        assert shared == [name in models.source.shares] * len(shared), name
 
 
 @pytest.mark.parametrize("has_map", [False, True])

@@ -220,5 +220,7 @@ def test_the_doctor_tries_the_target_s_own(pair: TinyPair, tmp_path: Path) -> No
     assert changed["embed"] is params["target"]["embed"]
     assert changed["layer"] is params["draft"]["layer"]
     with_tensors(draft, **{"embed_tokens.weight": None})
-    params = load(pair.target_path, draft).params
-    assert not list(target_readings(head, (), params["draft"], params["target"]))
+    models = load(pair.target_path, draft)
+    assert models.source.shares == ("embed",)
+    own = {name: models.params["draft"][name] for name in ("fc", "lm_head")}
+    assert not list(target_readings(head, (), own, models.params["target"]))

@@ -21,21 +21,27 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.workloads import GPT_OSS_20B_JSON
+from benchmarks.workloads import GPT_OSS_20B_JSON, PACKED
 from jspec.device import sharding
+from jspec.device.weights import dense
 from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.families.gpt_oss import expert_params
-from jspec.models.files.checkpoint import load_model_spec, load_target, packed_spec, save_target
+from jspec.models.files.checkpoint import (
+    load_model_spec,
+    load_target,
+    read_formats,
+    save_target,
+)
 from jspec.models.files.mxfp4 import E2M1, pair_table, unpack
 from jspec.models.files.stored import check_names, on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
+from jspec.models.params import with_formats
 from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts.packed import unpacked
 from jspec.spec.model_spec import (
     AttentionSpec,
     Gate,
@@ -228,51 +234,58 @@ def test_packed_experts_are_the_unpacked_ones_bit_for_bit(
 def test_experts_that_stay_packed_are_the_unpacked_ones(tmp_path: Path) -> None:
     """96 inputs of gate and up are three quarters of a group, 64 of down a half."""
     write_experts(tmp_path)
-    table = expert_params(dataclasses.replace(MIXTURE, is_packed=True), size=96)
+    table = with_formats(expert_params(MIXTURE, size=96), PACKED)
     with open_tensors(tmp_path / "packed") as tensors:
         check_names(tensors, table, is_stray=lambda _: False)
         found = nested(on_host(param_reads(tensors, table, dtype=np.float32, shards=1)).items())
     experts = found["moe"]["experts"]
-    assert experts["gate_up"]["codes"].shape == (3, 32, 128)
-    assert experts["gate_up"]["scales"].shape == (3, 4, 128)
+    assert experts["gate_up"].codes.shape == (3, 32, 128)
+    assert experts["gate_up"].scales.shape == (3, 4, 128)
     expected = read_experts(tmp_path / "held", dtype=np.float32)["moe"]["experts"]
-    assert_same(unpacked(jax.tree.map(jnp.asarray, experts), dtype=jnp.float32), expected)
+    found = {name: dense(jax.tree.map(jnp.asarray, x), jnp.float32) for name, x in experts.items()}
+    assert_same(found, expected)
 
 
-def test_what_is_packed_stays_so_if_its_files_are(tmp_path: Path) -> None:
+def test_the_headers_tell_what_is_packed_and_without_files_the_config(tmp_path: Path) -> None:
     published = json.loads((GOLDEN / "config.json").read_text())
     config = published | {"quantization_config": {"quant_method": "mxfp4"}}
     spec = read(tmp_path, config)
-    held = packed_spec(tmp_path, spec, has_files=False)
-    assert held is not None
-    assert [layer.is_moe_packed for layer in held.layers] == [True] * spec.num_layers
-    assert read(tmp_path, family_named("gpt_oss").to_json(held)) == spec
+    assert read_formats(tmp_path, spec, has_files=False) == dict(PACKED)
     shutil.copy(GOLDEN / "model.safetensors", tmp_path)  # unpacked
-    assert packed_spec(tmp_path, spec, has_files=True) is None
-    assert packed_spec(GOLDEN, spec, has_files=True) is None
+    assert not read_formats(tmp_path, spec, has_files=True)
+    assert not read_formats(GOLDEN, spec, has_files=False)
     odd = read(tmp_path, config | {"intermediate_size": 48})
-    assert packed_spec(tmp_path, odd, has_files=False) is None
+    assert not read_formats(tmp_path, odd, has_files=False)
+    write_packed(tmp_path / "packed")
+    assert read_formats(tmp_path / "packed", spec, has_files=True) == dict(PACKED)
+
+
+def write_packed(path: Path, *, seed: int = 1) -> dict[str, Any]:
+    """The golden model as it would be published; the numbers of its experts, as transformers has
+    them."""
+    shutil.copytree(GOLDEN, path)
+    tensors = load_file(GOLDEN / "model.safetensors")
+    rng, unpacked = np.random.default_rng(seed), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, width = tensors.pop(name).shape
+        values, blocks, scales = packed(rng, experts, width, size)
+        unpacked[name] = values.swapaxes(1, 2)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    read(path, config | {"quantization_config": {"quant_method": "mxfp4"}})
+    return unpacked
 
 
 @pytest.mark.slow
 def test_a_model_with_packed_experts_has_the_same_logits(tmp_path: Path) -> None:
     """Every layer over XLA, float32: bit for bit, since XLA's form unpacks first."""
-    shutil.copytree(GOLDEN, tmp_path / "model")
-    tensors, rng = load_file(GOLDEN / "model.safetensors"), np.random.default_rng(1)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, size, width = tensors.pop(name).shape
-        _, blocks, scales = packed(rng, experts, width, size)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    config = json.loads((GOLDEN / "config.json").read_text())
-    spec = read(tmp_path / "model", config | {"quantization_config": {"quant_method": "mxfp4"}})
-    held = packed_spec(tmp_path / "model", spec, has_files=True)
-    assert held is not None
-    found = []
-    for each in (spec, held):
-        decoder = Decoder(each, OPS["xla"], Shard())
-        params = load_target(tmp_path / "model", each, dtype=np.float32)
-        kv, token_ids = pools_of(each, ops="xla"), jnp.arange(24, dtype=jnp.int32)
+    write_packed(tmp_path / "model")
+    spec, found = load_model_spec(tmp_path / "model"), []
+    for formats in ((), PACKED):
+        decoder = Decoder(spec, OPS["xla"], Shard(), formats=formats)
+        params = load_target(tmp_path / "model", spec, dtype=np.float32, formats=formats)
+        kv, token_ids = pools_of(spec, ops="xla"), jnp.arange(24, dtype=jnp.int32)
         found.append(chunked_logits(decoder, jax.tree.map(jnp.asarray, params), kv, token_ids))
     np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(found[1]))
 
@@ -318,17 +331,8 @@ def test_a_packed_checkpoint_says_what_it_takes_and_is_saved_unpacked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As published: a packed file, its config beside it. 4 layers of 4 experts, 32 by 96."""
-    shutil.copytree(GOLDEN, tmp_path / "packed")
-    tensors = load_file(GOLDEN / "model.safetensors")
-    rng, expected = np.random.default_rng(1), {}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, size, width = tensors.pop(name).shape
-        values, blocks, scales = packed(rng, experts, width, size)
-        expected[name] = values.swapaxes(1, 2)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, tmp_path / "packed" / "model.safetensors")
-    config = json.loads((GOLDEN / "config.json").read_text())
-    spec = read(tmp_path / "packed", config | {"quantization_config": {"quant_method": "mxfp4"}})
+    expected = write_packed(tmp_path / "packed")
+    spec = load_model_spec(tmp_path / "packed")
     with caplog.at_level(logging.INFO, "jspec.models.files.checkpoint"):
         params = load_target(tmp_path / "packed", spec, dtype=np.float32)
     numbers = 4 * 4 * 32 * (64 + 32)

@@ -1,4 +1,4 @@
-"""Experts that stay packed in memory: their order, and the kernels against the unpacked ones."""
+"""Experts that stay packed in memory: the kernels against the unpacked ones."""
 
 from __future__ import annotations
 
@@ -9,70 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.files.mxfp4 import E2M1
+from jspec.device.weights import dense
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts.packed import (
-    CODES,
-    SCALES,
-    pack,
-    padded_scales,
-    sizes_of,
-    unpack,
-    unpacked,
-)
+from jspec.pallas_kernels.experts.plan import sizes_of
 from jspec.pallas_kernels.experts.reference import run_experts
 from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.spec.weight_format import MXFP4
+from tests.device.test_weights import stored
 from tests.pallas_kernels.chips import needs_gpu
-
-
-def drawn(rng: np.random.Generator, width: int, length: int) -> tuple[Any, Any, Any]:
-    """(numbers [N, K], their nibbles, their scales)."""
-    nibbles = rng.integers(0, 16, (width, length)).astype(np.uint8)
-    scales = rng.integers(117, 123, (width, -(-length // 32))).astype(np.uint8)
-    signs = np.where(nibbles & 8, -1.0, 1.0)
-    power = np.repeat(scales, 32, axis=1)[:, :length].astype(int) - 127
-    return np.array(E2M1)[nibbles & 7] * signs * 2.0**power, nibbles, scales
-
-
-@pytest.mark.slow_cases("3-4", "5-5")
-@pytest.mark.parametrize(("width", "blocks"), [(1, 1), (3, 4), (5, 5), (2, 9)])
-def test_what_is_packed_is_unpacked(width: int, blocks: int) -> None:
-    values, nibbles, scales = drawn(np.random.default_rng(blocks), width, 32 * blocks)
-    codes, held = packed(nibbles, scales)
-    found = unpack(
-        jnp.asarray(codes[None]), jnp.asarray(held[None]), length=32 * blocks, dtype=np.float32
-    )
-    np.testing.assert_array_equal(found[0], values.T)
-
-
-def test_every_nibble_of_every_place_is_its_number() -> None:
-    """Inputs 0 to 15 of each of a group's four blocks."""
-    nibbles = np.tile(np.arange(16, dtype=np.uint8), 8)[None]
-    codes, scales = packed(nibbles, np.full((1, 4), 127, np.uint8))
-    found = unpack(
-        jnp.asarray(codes[None]), jnp.asarray(scales[None]), length=128, dtype=np.float32
-    )[0, :, 0]
-    expected = np.tile([*E2M1, *(-x for x in E2M1)], 8)
-    np.testing.assert_array_equal(np.asarray(found), expected)
-
-
-def packed(nibbles: Any, scales: Any) -> tuple[Any, Any]:
-    """Codes [32 G, N] and scales [4 G, N], as they are held."""
-    return pack(nibbles).T, padded_scales(scales).T
 
 
 def packed_experts(X: int, size: int, inner: int, *, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
-    def stack(width: int, length: int) -> dict[str, jax.Array]:
-        each = [packed(*drawn(rng, width, length)[1:]) for _ in range(X)]
-        codes, scales = (jnp.asarray(np.stack(parts)) for parts in zip(*each, strict=True))
-        return {CODES: codes, SCALES: scales}
-
     def bias(width: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal((X, width)), jnp.bfloat16)
 
-    products = {"gate_up": stack(2 * inner, size), "down": stack(size, inner)}
+    shapes = {"gate_up": (X, size, 2 * inner), "down": (X, inner, size)}
+    products = {name: stored(MXFP4(), shape)[1] for name, shape in shapes.items()}
     return products | {"gate_up_bias": bias(2 * inner), "down_bias": bias(size)}
 
 
@@ -92,9 +46,9 @@ def assert_close(found: jax.Array, expected: jax.Array) -> None:
 def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool) -> None:
     """The kernels for any number of tokens, and those for few, against XLA's over bf16 weights."""
     params = packed_experts(X, size, inner, seed=tokens)
-    assert sizes_of(params) == (X, size, inner)
+    assert sizes_of(params) == (X, size, inner, True)
     x, ids, weights = routed(tokens, X, 2, size)
-    wide = unpacked(params, dtype=jnp.bfloat16)
+    wide = params | {name: dense(params[name], jnp.bfloat16) for name in ("gate_up", "down")}
     expected = run_experts(x, ids, weights, wide, gate=Gate.CLAMPED)
     same = run_experts(x, ids, weights, params, gate=Gate.CLAMPED)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(expected))

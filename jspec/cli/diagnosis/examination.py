@@ -175,7 +175,8 @@ class Examination:
         readings = shifted_readings(head)
         if isinstance(head, TrainedEagle3):
             readings = eagle3_readings(head.config, self._target.spec)
-        own, target = self._params, self._served.params["target"]
+        target, shares = self._served.params["target"], self._served.models.source.shares
+        own = {name: part for name, part in self._params.items() if name not in shares}
         for reading in (*target_readings(head, self._layer_ids, own, target), *readings):
             yield reading, self._read(reading, evidence)
 

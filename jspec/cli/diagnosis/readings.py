@@ -55,8 +55,8 @@ def target_readings(
 ) -> Iterator[Reading]:
     """The target's weight instead of the head's own, where both have one of that shape.
 
-    own, target: params as they serve. An lm_head is the head's own by right if it scores a part of
-    the vocabulary, whose columns are not the target's.
+    own, target: params as they serve; own: without those that are the target's. An lm_head is the
+    head's own by right if it scores a part of the vocabulary, whose columns are not the target's.
     """
     for part, name, stored in (
         ("embed", "table", "embed_tokens.weight"),
@@ -65,7 +65,7 @@ def target_readings(
         if part not in own or part not in target:
             continue
         ours, theirs = own[part][name], target[part][name]
-        if ours is theirs or ours.shape != theirs.shape:
+        if ours.shape != theirs.shape:
             continue
 
         def with_targets(params: Params, part: str = part) -> Params:

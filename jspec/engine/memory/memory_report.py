@@ -7,7 +7,7 @@ engine would start, and fail at the first long prompt or full batch.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,18 +22,22 @@ SMALLER = {StepKind.PREFILL: "chunked_prefill_size", StepKind.RECALL: "chunked_p
 
 
 def bytes_each(arrays: Any) -> int:
-    """Return a tree's bytes on the device with most; a repeated array counts once."""
+    """Return the bytes of a tree of arrays on the device that holds most of them."""
     by_device: dict[Any, int] = {}
-    for array in {id(x): x for x in jax.tree.leaves(arrays)}.values():
+    for array in jax.tree.leaves(arrays):
         for shard in array.addressable_shards:
             by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
     return max(by_device.values(), default=0)
 
 
-def held_bytes(params: Mapping[str, Any], state: Any = None) -> dict[str, int]:
-    """Return bytes per device by name: weights of target and draft and, with a state, its parts."""
-    target = {id(x) for x in jax.tree.leaves(params.get("target"))}
-    own = [x for x in jax.tree.leaves(params.get("draft")) if id(x) not in target]
+def held_bytes(
+    params: Mapping[str, Any], state: Any = None, *, shares: Collection[str]
+) -> dict[str, int]:
+    """Return bytes per device by name: weights of target and draft and, with a state, its parts.
+
+    shares: names of the draft's params that are the target's
+    """
+    own = {name: part for name, part in params["draft"].items() if name not in shares}
     held = {"the target's weights": bytes_each(params.get("target"))}
     held["the draft's weights"] = bytes_each(own)
     if state is not None:

@@ -6,6 +6,8 @@ For measurements: shapes of a real model, meaningless text. It uses only the par
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +18,17 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
 from jspec.device.sharding import TENSOR_AXIS
+from jspec.device.weights import Weight
 from jspec.models.files.stored import value_at
 from jspec.models.params import Init, ParamSpec
-from jspec.models.placement import SMALL_SCALE, Tables, abstract_params, nested, param_places
+from jspec.models.placement import Tables, abstract_params, nested, place_of
 
 # Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
+SMALL_SCALE = 120  # 2 ** (120 - 127): mxfp4 numbers of random bits deviate by 0.023
 
 
 def dummy_params(
@@ -39,7 +44,6 @@ def dummy_params(
     abstract = {
         model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
     }
-    places = param_places(mesh, tables, abstract, column_major=column_major)
     maker = _Maker(vocab_size)
     made = {
         model: nested(
@@ -48,7 +52,7 @@ def dummy_params(
                 maker.make(
                     spec,
                     value_at(abstract[model], spec.path),
-                    value_at(places[model], spec.path),
+                    place_of(mesh, spec, column_major=column_major),
                     name=jax.tree_util.keystr(
                         tuple(jax.tree_util.DictKey(key) for key in (model, *spec.path))
                     ),
@@ -71,12 +75,16 @@ class _Maker:
     def make(
         self,
         spec: ParamSpec,
-        like: jax.ShapeDtypeStruct,
+        like: Weight,
         place: NamedSharding | Format,
         *,
         name: str,
-    ) -> jax.Array:
-        """Make the array of `spec`, seeded by its name alone."""
+    ) -> Weight:
+        """Make the weight of `spec`, seeded by its name alone."""
+        if isinstance(like, MXFP4Weight):
+            codes = self._drawn(hashed_bits, like.codes, place, name=f"{name}['codes']")
+            small = jnp.full(like.scales.shape, SMALL_SCALE, like.scales.dtype, device=place)
+            return replace(like, codes=codes, scales=small)
         if spec.init is Init.IDS:
             # Strictly ascending, since U <= V; the product needs 64 bits.
             ids = np.arange(like.shape[0], dtype=np.int64) * self._vocab_size // like.shape[0]
@@ -84,12 +92,19 @@ class _Maker:
         if spec.init in (Init.ONES, Init.ZEROS):
             value = 1.0 if spec.init is Init.ONES else 0.0
             return jnp.full(like.shape, value, like.dtype, device=place)
-        if spec.init is Init.SCALES:
-            return jnp.full(like.shape, SMALL_SCALE, like.dtype, device=place)
+        return self._drawn(hashed_normal, like, place, name=name)
+
+    def _drawn(
+        self,
+        draw_of: Callable[..., jax.Array],
+        like: Any,
+        place: NamedSharding | Format,
+        *,
+        name: str,
+    ) -> jax.Array:
         key = (like.shape, like.dtype, place)
         if key not in self._programs:
-            made_of = hashed_bits if spec.init is Init.BITS else hashed_normal
-            draw = partial(made_of, shape=like.shape, dtype=like.dtype)
+            draw = partial(draw_of, shape=like.shape, dtype=like.dtype)
             self._programs[key] = jax.jit(draw, out_shardings=place)
         made: jax.Array = self._programs[key](np.uint32(zlib.crc32(name.encode())))
         return made

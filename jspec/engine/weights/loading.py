@@ -5,6 +5,7 @@ With `load_format` "dummy" only configs are read, and random weights are made on
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,18 +35,22 @@ from jspec.models.files.checkpoint import (
     check_target,
     load_model_spec,
     load_target,
-    packed_spec,
+    read_formats,
     warn_of_ends,
 )
 from jspec.models.files.stored import on_host
 from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
+from jspec.pallas_kernels.formats import resident_format
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.spec.weight_format import Formats, Op, WeightFormat
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 
@@ -147,11 +152,8 @@ def _place_models(
     spec = request.target
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     ops = ops_of(config)
-    if ops.reads_packed and mesh.size == 1 and jnp.dtype(config.dtype) == jnp.bfloat16:
-        has_files = config.load_format != "dummy"
-        path = Path(config.model_path)
-        spec = packed_spec(path, spec, has_files=has_files) or spec
-    target = Decoder(spec, ops, shard, source.aux_layer_ids)
+    formats = _formats(config, spec, ops, shards=mesh.size)
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, formats)
     placed = _target_params(config, target, mesh=mesh)
     try:
         drafter = source.make(ops, shard)
@@ -172,6 +174,18 @@ def _place_models(
     )
 
 
+def _formats(config: ResolvedConfig, spec: ModelSpec, ops: Ops, *, shards: int) -> Formats:
+    """Decide which packed weights stay so, and log it."""
+    path, has_files = Path(config.model_path), config.load_format != "dummy"
+    found: list[tuple[Op, WeightFormat]] = []
+    for op, stored in read_formats(path, spec, has_files=has_files).items():
+        how = {"bundle": ops.name, "dtype": config.dtype}
+        resident, decision = resident_format(stored, op, **how, shards=shards)
+        log.info("%s: %s", path, decision)
+        found += [(op, resident)] if resident == stored else []
+    return tuple(found)
+
+
 def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Params:
     path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
     _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
@@ -190,6 +204,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
         dtype=dtype,
         shards=mesh.size,
         place=lambda reads: stream(reads, put),
+        formats=target.formats,
     )
 
 

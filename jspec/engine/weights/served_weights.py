@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jspec.device.weights import Weight
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.weights.loading import LoadedModels
 from jspec.engine.weights.target_copies import warn_of_other_targets
@@ -25,7 +26,6 @@ from jspec.engine.weights.weight_checks import Finite, as_host, differences
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.engine.weights.weight_switch import (
     Leaf,
-    SameAs,
     SwitchError,
     flat_leaves,
     switch_leaves,
@@ -54,6 +54,7 @@ from jspec.models.files.tensor_files import HostArray
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.params import Path as ParamPath
 from jspec.models.placement import nested
+from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.source import DraftSource
 
 
@@ -153,13 +154,8 @@ class ServedWeights:
         table = tuple(spec for spec in self._tables[model] if spec.layouts)
         if model is TARGET:
             return table
-        leaves = flat_leaves(self._runner.params)
-        shared = {id(leaf) for path, leaf in leaves.items() if path[0] == TARGET.value}
-        return tuple(
-            spec
-            for spec in (*table, *self._source.published)
-            if id(leaves[(DRAFT.value, *spec.path)]) not in shared
-        )
+        all_of_draft = (*table, *self._source.published)
+        return tuple(spec for spec in all_of_draft if spec.path[0] not in self._source.shares)
 
     # Changing.
 
@@ -178,15 +174,11 @@ class ServedWeights:
             if isinstance(error, OSError):  # a file that the system cannot read
                 raise CheckpointError(_unreadable(error)) from error
             raise
-        old = flat_leaves(self._runner.params)
-        targets = {id(leaf): path for path, leaf in old.items() if path[0] == TARGET.value}
-        leaves: dict[ParamPath, Leaf] = {}
-        # A new draft may have other weights of its own than the former one.
+        old = flat_leaves(self._runner.params, shares=self._source.shares)
+        # A draft that is read again may have other weights of its own than the former.
         whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
-        for path, leaf in {**{p: x for p, x in old.items() if p[0] not in whole}, **new}.items():
-            shared = targets.get(id(leaf)) if path[0] == DRAFT.value else None
-            leaves[path] = leaf if shared is None else SameAs(shared)
-        return PreparedWeights(leaves, source)
+        kept = {path: leaf for path, leaf in old.items() if path[0] not in whole}
+        return PreparedWeights({**kept, **new}, source)
 
     def switch(self, prepared: PreparedWeights) -> None:
         """Serve the prepared weights. On the runner's thread, with no step in flight. If it raises,
@@ -195,7 +187,7 @@ class ServedWeights:
             self._switch(prepared)
 
     def _switch(self, prepared: PreparedWeights) -> None:
-        old = flat_leaves(self._runner.params)
+        old = flat_leaves(self._runner.params, shares=self._source.shares)
         derive = prepared.source.with_target
         try:
             params = _tree(switch_leaves(old, prepared.leaves, self._put_at))
@@ -206,7 +198,7 @@ class ServedWeights:
             if derive is not None:
                 params["draft"] = derive(params["target"], params["draft"])
         except Exception as error:
-            if any(leaf.is_deleted() for leaf in old.values()):
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._runner.params)):
                 raise EngineClosedError(
                     "the weights were switched only in part", f": {error!r}"
                 ) from error
@@ -214,25 +206,25 @@ class ServedWeights:
         self._runner.replace_params(params)
         self._source = prepared.source
 
-    def _put_at(self, path: ParamPath, value: HostArray) -> jax.Array:
+    def _put_at(self, path: ParamPath, value: Weight) -> Weight:
         spec = next(x for x in self._tables[Model(path[0])] if x.path == path[1:])
         return self._put(spec, value)
 
-    def _is_half_of_free(self, num_bytes: int) -> bool:
+    def _is_half_of_free(self, needed: int) -> bool:
         """Leave the other half to steps that run meanwhile. A CPU has no limit."""
         devices = list(self._mesh.devices.flat)
         memory = least_memory(devices)
-        return memory is None or 2 * math.ceil(num_bytes / len(devices)) <= memory.free
+        return memory is None or 2 * math.ceil(needed / len(devices)) <= memory.free
 
     def _place(self, reads: Sequence[ParamRead], found: Finite) -> Mapping[ParamPath, Any]:
         shards = self._mesh.size
-        num_bytes = sum(
-            math.prod(spec.physical_shape(shards)) * self._dtype.itemsize
+        needed = sum(
+            num_bytes(spec.format_in(self._dtype), spec.physical_shape(shards))
             for each in reads
             for spec in (each.spec, each.tied)
             if spec is not None
         )
-        put = self._put if self._has_room(num_bytes) else _on_host
+        put = self._put if self._has_room(needed) else _on_host
         return stream(reads, found.checking(put))
 
     # From disk.
@@ -262,6 +254,7 @@ class ServedWeights:
                 dtype=self._dtype,
                 shards=self._mesh.size,
                 place=place,
+                formats=models.target.formats,
             )
             new |= flat_leaves({TARGET.value: read})
         if update.draft is not None:
@@ -269,16 +262,17 @@ class ServedWeights:
             if update.draft != update.target:
                 target = read or self._runner.params["target"]
                 warn_of_other_targets(Path(update.draft), source, target)
-            new |= flat_leaves({DRAFT.value: drafts})
+            new |= flat_leaves({DRAFT.value: drafts}, shares=source.shares)
         return new, source
 
     def _check_target(self, path: Path) -> None:
         check_directory("model_path", path)
-        served, spec = self._models.target.spec, load_model_spec(path)
+        served, formats = self._models.target.spec, self._models.target.formats
+        spec = load_model_spec(path)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
         other = differences(served, dataclasses.replace(spec, **ends))
         lines = [f"config.json: {line}" for line in other]
-        lines += _fault(lambda: check_target(path, served))
+        lines += _fault(lambda: check_target(path, served, formats=formats))
         if lines:
             raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))
 
@@ -362,7 +356,7 @@ class ServedWeights:
         return whose
 
 
-def _on_host(_: ParamSpec, value: HostArray) -> HostArray:
+def _on_host(_: ParamSpec, value: Weight) -> Weight:
     return value
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.device.weights import Weight
 from jspec.engine.weights.weight_stream import Put
 from jspec.errors import CheckpointError, shown
 from jspec.models.files.tensor_files import LISTED, HostArray
@@ -27,8 +28,8 @@ class Finite:
         self._bad: list[str] = []
 
     def checking(self, put: Put) -> Put:
-        def checked(spec: ParamSpec, value: HostArray) -> Any:
-            if not is_finite(value):
+        def checked(spec: ParamSpec, value: Weight) -> Weight:
+            if not all(map(is_finite, jax.tree.leaves(value))):
                 with self._lock:
                     self._bad.append(_named(spec))
             return put(spec, value)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspec.device.weights import Weight
 from jspec.engine import interrupts
 from jspec.models.files.stored import ParamRead
-from jspec.models.files.tensor_files import HostArray
 from jspec.models.params import ParamSpec, Path
 from jspec.models.placement import place_of
 
@@ -24,19 +24,19 @@ NUM_WORKERS = 4
 MAX_BYTES = 2**30  # on the host, of all weights in progress
 _ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 
-# Returns once the array is on its devices, or returns the host array if that is wanted.
-Put = Callable[[ParamSpec, HostArray], Any]
+# Returns once the weight is on its devices, or returns the host's own if that is wanted.
+Put = Callable[[ParamSpec, Weight], Weight]
 
 
 def put_on(mesh: Mesh, *, column_major: bool) -> Put:
     """Make a Put that places a weight by its declaration; each device gets its own shard only. On a
     CPU the result may alias the host array, so that is made read-only."""
 
-    def put(spec: ParamSpec, value: HostArray) -> jax.Array:
-        value.setflags(write=False)
+    def put(spec: ParamSpec, value: Weight) -> Weight:
+        for array in jax.tree.leaves(value):
+            array.setflags(write=False)
         place = place_of(mesh, spec, column_major=column_major)
-        placed: jax.Array = jax.block_until_ready(jax.device_put(value, place))
-        return placed
+        return jax.block_until_ready(jax.device_put(value, place))
 
     return put
 
@@ -68,7 +68,7 @@ def stream(
     except BaseException:
         flow.stop()
         pool.shutdown(cancel_futures=True)
-        for array in flow.placed.values():
+        for array in jax.tree.leaves(list(flow.placed.values())):
             if isinstance(array, jax.Array):
                 array.delete()
         raise

@@ -7,7 +7,7 @@ host hold at most one model each, and no file is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,21 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from jspec.device.weights import Weight
 from jspec.errors import EngineClosedError
-from jspec.models.files.tensor_files import HostArray
 from jspec.models.params import Path
 
 
 @dataclass(frozen=True, slots=True)
 class SameAs:
-    """Marks a weight that is another weight's array: a draft's that it shares with its target."""
+    """A draft's weight that is its target's, at `path`."""
 
     path: Path
 
 
-Leaf = jax.Array | HostArray | SameAs
-Flat = dict[Path, jax.Array]
-PutAt = Callable[[Path, HostArray], jax.Array]
+Leaf = Weight | SameAs
+Flat = dict[Path, Weight]
+PutAt = Callable[[Path, Weight], Weight]  # from the host
 
 
 class SwitchError(Exception):
@@ -40,7 +40,7 @@ class SwitchError(Exception):
         self.cause, self.restored = cause, restored
 
 
-def switch_leaves(old: Mapping[Path, jax.Array], new: dict[Path, Leaf], put: PutAt) -> Flat:
+def switch_leaves(old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -> Flat:
     """Put the new weights on the devices; empties `new` on the way to free host memory.
 
     old: the served arrays; those replaced by host arrays are deleted to make room. Raises
@@ -55,49 +55,55 @@ def switch_leaves(old: Mapping[Path, jax.Array], new: dict[Path, Leaf], put: Put
 
 
 class _Switch:
-    def __init__(self, old: Mapping[Path, jax.Array], new: dict[Path, Leaf], put: PutAt) -> None:
+    def __init__(self, old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -> None:
         self._old, self._new, self._put = old, new, put
-        self._kept = {id(leaf) for leaf in new.values() if isinstance(leaf, jax.Array)}
-        self._saved: dict[int, tuple[Path, HostArray]] = {}  # by the old array's id
-        self._made: list[jax.Array] = []
+        self._saved: dict[Path, Weight] = {}
+        self._made: list[Weight] = []
 
     def run(self) -> Flat:
-        done: Flat = {}
+        done: dict[Path, Leaf] = {}
         for path in tuple(self._new):
-            leaf = self._new[path]
-            if isinstance(leaf, jax.Array):
+            leaf = self._new.pop(path)
+            if isinstance(jax.tree.leaves(leaf)[0], jax.Array | SameAs):  # it needs no room
                 done[path] = leaf
-            elif not isinstance(leaf, SameAs):
-                self._make_room(path)
-                done[path] = self._put(path, leaf)
-                self._made.append(done[path])
-                del self._new[path]
-        for path, leaf in self._new.items():
-            if isinstance(leaf, SameAs):
-                done[path] = done[leaf.path]
-        return done
+                continue
+            self._make_room(path)
+            done[path] = made = self._put(path, leaf)
+            self._made.append(made)
+        return _whole(done)
 
     def _make_room(self, path: Path) -> None:
         leaf = self._old.get(path)
-        if leaf is None or id(leaf) in self._kept or id(leaf) in self._saved:
-            return
-        self._saved[id(leaf)] = path, np.array(leaf)
-        leaf.delete()
+        if leaf is not None and not isinstance(leaf, SameAs):
+            self._saved[path] = jax.tree.map(np.array, leaf)
+            for array in jax.tree.leaves(leaf):
+                array.delete()
 
     def undo(self, cause: BaseException) -> Flat:
-        for array in self._made:
+        for array in jax.tree.leaves(self._made):
             array.delete()
         try:
-            back = {key: self._put(path, value) for key, (path, value) in self._saved.items()}
+            back = {path: self._put(path, value) for path, value in self._saved.items()}
         except Exception as error:
             raise EngineClosedError(
                 "the weights were not switched, and the former ones could not be put back",
                 f" because of {error!r}; they were not switched because of {cause!r}",
             ) from error
-        return {path: back.get(id(leaf), leaf) for path, leaf in self._old.items()}
+        return _whole({**self._old, **back})
 
 
-def flat_leaves(params: Any) -> Flat:
-    """Return every array by (model, *path)."""
-    flat: Flat = traverse_util.flatten_dict(params, keep_empty_nodes=False)
-    return flat
+def _whole(leaves: Mapping[Path, Leaf]) -> Flat:
+    targets = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, SameAs)}
+    return {
+        path: targets[leaf.path] if isinstance(leaf, SameAs) else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+def flat_leaves(params: Any, *, shares: Collection[str] = ()) -> dict[Path, Any]:
+    """Every weight by (model, *path). shares: names of a draft's params that are its target's."""
+    flat: dict[Path, Any] = traverse_util.flatten_dict(params, keep_empty_nodes=False)
+    return {
+        path: SameAs(("target", *path[1:])) if path[0] == "draft" and path[1] in shares else leaf
+        for path, leaf in flat.items()
+    }

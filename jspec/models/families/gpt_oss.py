@@ -2,15 +2,12 @@
 
 Attention with sinks and with a sliding window on every other layer, starting with the first; biases
 everywhere except in norms and lm_head; every layer is an MoE of clamped gated MLPs with a softmax
-over the selected experts. Published checkpoints store the experts as mxfp4, which stays packed if
-the kernels can read it and is otherwise unpacked while loading. transformers writes them unpacked,
-with gate and up in alternate columns. Both are read, the second is written.
+over the selected experts. Published checkpoints store the experts as mxfp4, transformers writes
+them unpacked, with gate and up in alternate columns. Both are read, the second is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError
@@ -24,12 +21,11 @@ from jspec.models.family import (
     read_decoder,
     read_windows,
 )
-from jspec.models.files.mxfp4 import BLOCK
 from jspec.models.layer_params import decoder_params, product
-from jspec.models.params import Codec, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
-from jspec.pallas_kernels.experts.packed import CODES, PARTS, SCALES, num_groups
-from jspec.spec.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
+from jspec.spec.weight_format import MXFP4, Op
 
 # Values of absent keys.
 DEFAULTS: dict[str, Any] = {
@@ -108,9 +104,20 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
     """Declare a layer's `moe`, under gpt-oss's names after `mlp.`. size: E."""
     assert isinstance(spec, MoESpec)
     X, inner = spec.num_experts, spec.inner
+    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
+    packs = MXFP4() if size % MXFP4.group == inner % MXFP4.group == 0 else None
     declared = (
         *product(("router",), size, (("router", X, 1),), bias=True),
-        *_gate_up(spec, size=size),
+        ParamSpec(
+            path=("experts", "gate_up"),
+            shape=(X, size, 2 * inner),
+            layouts=(
+                _halves(gate_up, (X, size, 2 * inner)),
+                *((_halves(gate_up, (X, 2 * inner, size), packs),) if packs else ()),
+            ),
+            split=Split.OUT,
+            op=Op.EXPERTS,
+        ),
         ParamSpec(
             path=("experts", "gate_up_bias"),
             shape=(X, 2 * inner),
@@ -118,7 +125,16 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
             split=Split.OUT,
             init=Init.ZEROS,
         ),
-        *_down(spec, size=size),
+        ParamSpec(
+            path=("experts", "down"),
+            shape=(X, inner, size),
+            layouts=(
+                (_whole(down, (X, inner, size)),),
+                *(((_whole(down, (X, size, inner), packs),),) if packs else ()),
+            ),
+            split=Split.IN,
+            op=Op.EXPERTS,
+        ),
         ParamSpec(
             path=("experts", "down_bias"),
             shape=(X, size),
@@ -129,71 +145,9 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
     return prefixed(declared, path=("moe",), stored="mlp.")
 
 
-def _gate_up(spec: MoESpec, *, size: int) -> ParamTable:
-    X, columns, name = spec.num_experts, 2 * spec.inner, "experts.gate_up_proj"
-    stored = (X, columns, size)
-    if spec.is_packed:
-        return _packed("gate_up", (X, size, columns), lambda codec: _halves(name, stored, codec))
-    layouts = _layouts(_halves(name, (X, size, columns)), packed=_halves(name, stored, Codec.MXFP4))
-    path, shape = ("experts", "gate_up"), (X, size, columns)
-    return (ParamSpec(path=path, shape=shape, layouts=layouts, split=Split.OUT),)
-
-
-def _down(spec: MoESpec, *, size: int) -> ParamTable:
-    X, inner, name = spec.num_experts, spec.inner, "experts.down_proj"
-    stored = (X, size, inner)
-    if spec.is_packed:
-        return _packed("down", (X, inner, size), lambda codec: (_whole(name, stored, codec),))
-    layouts = _layouts(
-        (_whole(name, (X, inner, size)),), packed=(_whole(name, stored, Codec.MXFP4),)
-    )
-    path, shape = ("experts", "down"), (X, inner, size)
-    return (ParamSpec(path=path, shape=shape, layouts=layouts, split=Split.IN),)
-
-
-def _packed(
-    name: str, shape: tuple[int, int, int], parts: Callable[[Codec], tuple[Part, ...]]
-) -> ParamTable:
-    """Declare codes and scales of a product [X, K, N] that stays packed, unsharded."""
-    X, length, columns = shape
-    groups = num_groups(length)
-    return (
-        ParamSpec(
-            path=("experts", name, CODES),
-            shape=(X, groups * BLOCK, columns),
-            layouts=(parts(Codec.MXFP4_CODES),),
-            init=Init.BITS,
-            num_bits=16,
-        ),
-        ParamSpec(
-            path=("experts", name, SCALES),
-            shape=(X, groups * PARTS, columns),
-            layouts=(parts(Codec.MXFP4_SCALES),),
-            init=Init.SCALES,
-            num_bits=8,
-        ),
-    )
-
-
-def stays_packed(fields: Fields, spec: ModelSpec) -> ModelSpec | None:
-    """Return the spec with packed experts; None if the checkpoint does not pack them."""
-    packed = fields.table("quantization_config").get("quant_method") == "mxfp4"
-    layers = [_with_packed(layer, size=spec.hidden_size) for layer in spec.layers]
-    if not packed or None in layers:
-        return None
-    return replace(spec, layers=tuple(layer for layer in layers if layer is not None))
-
-
-def _with_packed(layer: LayerSpec, *, size: int) -> LayerSpec | None:
-    assert isinstance(layer.ffn, MoESpec)
-    if size % BLOCK or layer.ffn.inner % BLOCK:
-        return None
-    return replace(layer, ffn=replace(layer.ffn, is_packed=True))
-
-
-def _halves(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> tuple[Part, ...]:
+def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> tuple[Part, ...]:
     """Return gate and up: even and odd entries of the output axis (the last, if unpacked)."""
-    inner = shape[-2 if codec else -1] // 2
+    inner = shape[-2 if format else -1] // 2
     return tuple(
         Part(
             name=name,
@@ -202,28 +156,22 @@ def _halves(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> tu
             units=inner,
             first=first,
             step=2,
-            form=Form.OUT_IN if codec else Form.AS_HELD,
-            codec=codec,
+            form=Form.OUT_IN if format else Form.AS_HELD,
+            format=format,
         )
         for first in (0, 1)
     )
 
 
-def _whole(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> Part:
-    form = Form.OUT_IN if codec else Form.AS_HELD
-    return Part(name=name, shape=shape, size=shape[-2 if codec else -1], form=form, codec=codec)
-
-
-def _layouts(held: tuple[Part, ...], *, packed: tuple[Part, ...]) -> tuple[tuple[Part, ...], ...]:
-    """Return the unpacked layout, and the packed one if it has whole blocks."""
-    return (held,) if packed[0].shape[-1] % BLOCK else (held, packed)
+def _whole(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> Part:
+    form = Form.OUT_IN if format else Form.AS_HELD
+    return Part(name=name, shape=shape, size=shape[-2 if format else -1], form=form, format=format)
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     layer = spec.layers[0]
     assert isinstance(layer.ffn, MoESpec)
     windows = [layer.attention.window for layer in spec.layers]
-    packed = {"quantization_config": {"quant_method": "mxfp4"}} if layer.is_moe_packed else {}
     return decoder_json(spec, architecture="GptOssForCausalLM", model_type="gpt_oss") | {
         "attention_bias": layer.attention.qkv_bias,
         "intermediate_size": layer.ffn.inner,
@@ -233,7 +181,6 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
-        **packed,
     }
 
 
@@ -243,5 +190,4 @@ FAMILY = Family(
     read=read,
     to_json=to_json,
     table=table,
-    stays_packed=stays_packed,
 )

@@ -34,7 +34,7 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -234,7 +234,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
             shape=(X,),
             layouts=((bias,),),
             init=Init.ZEROS,
-            is_float32=True,
+            format=FLOAT32,
         ),
         ParamSpec(
             path=("experts", "gate_up"),

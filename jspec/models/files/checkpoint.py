@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.stored import (
     Place,
     check_names,
+    chosen_layout,
     on_host,
     packed_bytes,
     param_reads,
+    stored_formats,
     stored_tensors,
 )
 from jspec.models.files.tensor_files import write_checkpoint
+from jspec.models.params import ParamSpec, Part, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.weight_format import Formats, Op, WeightFormat
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
@@ -94,19 +99,22 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
         )
 
 
-def packed_spec(path: Path, spec: ModelSpec, *, has_files: bool) -> ModelSpec | None:
-    """The spec that holds the experts as `path` packs them, or None: it packs none.
+def read_formats(path: Path, spec: ModelSpec, *, has_files: bool) -> dict[Op, WeightFormat]:
+    """Return the packed formats in which `path` stores the weights of products.
 
-    has_files: check the weights too. config.json alone may be wrong: a model that was saved again
-    can have unpacked experts under a published name.
+    has_files: the headers decide. config.json may be wrong: a model that was saved again can have
+    unpacked experts under a published name.
     """
-    read = family_named(spec.family).stays_packed
-    found = None if read is None else read(read_fields(path / "config.json"), spec)
-    if found is None or not has_files:
-        return found
-    with open_tensors(path) as tensors:
-        packed, _ = packed_bytes(tensors, table_of(spec), dtype=np.float32)
-    return found if packed else None
+    if has_files:
+        with open_tensors(path) as tensors:
+            return stored_formats(table_of(spec), partial(chosen_layout, tensors))
+    method = read_fields(path / "config.json").table("quantization_config").get("quant_method")
+
+    def named(weight: ParamSpec) -> tuple[Part, ...]:
+        layouts = (x for x in weight.layouts if x[0].format and x[0].format.name == method)
+        return next(layouts, weight.layouts[0])
+
+    return stored_formats(table_of(spec), named)
 
 
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
@@ -141,20 +149,20 @@ def load_target(
     dtype: npt.DTypeLike,
     shards: int = 1,
     place: Place = on_host,
+    formats: Formats = (),
 ) -> dict[str, Any]:
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    On the host they are numpy arrays. Names, shapes and types of all tensors are checked before the
-    first is read. Raise CheckpointError for a file that is unreadable or does not fit `spec`,
-    ConfigError if `shards` does not divide the heads or the MLP.
+    formats: of products whose weights are not dense. On the host they are numpy arrays. Names,
+    shapes and types of all tensors are checked before the first is read. Raise CheckpointError for
+    a file that is unreadable or does not fit `spec`, ConfigError if `shards` does not divide the
+    heads or the MLP.
     """
-    table = table_of(spec)
+    table = with_formats(table_of(spec), formats)
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=_stray_of(spec))
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
-        if packed and any(layer.is_moe_packed for layer in spec.layers):
-            log.info("%s: packed weights of %.2f GiB stay packed", path, packed / GIB)
-        elif packed:
+        if packed:
             log.info(
                 "%s: packed weights of %.2f GiB are unpacked to %s and take %.2f GiB",
                 path,
@@ -174,10 +182,10 @@ def load_target(
         return nested(placed.items())
 
 
-def check_target(path: Path, spec: ModelSpec) -> None:
+def check_target(path: Path, spec: ModelSpec, *, formats: Formats = ()) -> None:
     """Raise one CheckpointError for all tensors whose headers do not fit `spec`."""
     with open_tensors(path) as tensors:
-        check_names(tensors, table_of(spec), is_stray=_stray_of(spec))
+        check_names(tensors, with_formats(table_of(spec), formats), is_stray=_stray_of(spec))
 
 
 def save_target(

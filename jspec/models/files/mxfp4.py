@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from jspec.device.mxfp4 import pack, padded_scales
 from jspec.errors import CheckpointError
 from jspec.models.files.tensor_files import HostArray
-from jspec.pallas_kernels.experts.packed import pack, padded_scales
 
-BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are the negatives
 _NOT_A_NUMBER = 255
 
@@ -35,9 +34,8 @@ def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str)
     return table[rows].reshape(scales.shape[0], -1)
 
 
-def codes_of(blocks: HostArray, *, name: str) -> HostArray:
-    """Convert u8 blocks [R, C, 16] to the kernels' codes, u16[R, 32 G] (experts.packed)."""
-    del name
+def codes_of(blocks: HostArray) -> HostArray:
+    """Convert u8 blocks [R, C, 16] to the kernels' codes, u16[R, 32 G] (device/mxfp4.py)."""
     nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
     return pack(nibbles.reshape(blocks.shape[0], -1))
 

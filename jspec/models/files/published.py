@@ -44,8 +44,8 @@ def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
     """Return the weight and layout of each tensor that may be stored unpacked, by name."""
     found: dict[str, tuple[ParamSpec, Layout]] = {}
     for spec in table:
-        for layout in spec.layouts:
-            for part in layout if all(part.codec is None for part in layout) else ():
+        for layout in spec.readable:
+            for part in layout if layout[0].format is None else ():
                 for name in part.names:
                     found.setdefault(name, (spec, layout))
     return found

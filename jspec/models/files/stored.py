@@ -15,18 +15,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jspec.device.mxfp4 import MXFP4Weight
+from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
-from jspec.models.params import Codec, Form, ParamSpec, ParamTable, Part, Path, Shape, Split, deal
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, Path, Split, deal
+from jspec.spec.weight_format import Dense, Op, Shape, WeightFormat, num_bytes
 
 
 def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
     """Return the first layout of which the checkpoint has a tensor, else the first of all."""
-    for layout in spec.layouts:
+    for layout in spec.readable:
         if any(name in tensors for part in layout for name in part.tensors):
             return layout
-    return spec.layouts[0]
+    return spec.readable[0]
 
 
 def check_names(
@@ -51,20 +54,31 @@ def check_names(
         names = allowed if spec.tied_to or spec.optional else required
         for part in chosen_layout(tensors, spec):
             names |= part.tensors
-            packed |= part.tensors.keys() if part.codec else set()
+            packed |= part.tensors.keys() if part.format else set()
     tensors.check(required, optional=allowed, is_stray=is_stray, integers=integers, packed=packed)
 
 
+def stored_formats(
+    table: ParamTable, layout_of: Callable[[ParamSpec], tuple[Part, ...]]
+) -> dict[Op, WeightFormat]:
+    """Return the formats of packed products. layout_of: the layout in which a weight is stored."""
+    found: dict[Op, set[WeightFormat | None]] = {}
+    for spec in table:
+        if spec.op is not None and spec.layouts:
+            found.setdefault(spec.op, set()).add(layout_of(spec)[0].format)
+    return {op: each for op, (each, *others) in found.items() if each is not None and not others}
+
+
 def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """Return (bytes of the checkpoint's packed tensors, bytes of these weights unpacked)."""
+    """Return (bytes of tensors that are unpacked on reading, bytes of these weights in `dtype`)."""
     packed: dict[str, Shape] = {}
     unpacked = 0
-    for spec in table:
-        parts = chosen_layout(tensors, spec) if spec.layouts else ()
-        coded = [part for part in parts if part.codec is not None]
-        for part in coded:
-            packed |= part.tensors
-        unpacked += math.prod(spec.shape) * np.dtype(dtype).itemsize if coded else 0
+    for spec in (spec for spec in table if spec.layouts):
+        layout = chosen_layout(tensors, spec)
+        if layout[0].format not in (None, spec.format):
+            for part in layout:
+                packed |= part.tensors
+            unpacked += num_bytes(spec.format_in(dtype), spec.shape)
     return sum(map(math.prod, packed.values())), unpacked
 
 
@@ -74,8 +88,9 @@ class ParamRead:
 
     spec: ParamSpec
     host_bytes: int  # peak host memory of `read`, its result included
-    # Returns a new array over all shards, owned by the caller; CheckpointError names the tensor.
-    read: Callable[[], HostArray]
+    # Returns a new weight over all shards, in the spec's format and owned by the caller;
+    # CheckpointError names the tensor.
+    read: Callable[[], Weight]
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
 
 
@@ -85,7 +100,7 @@ Place = Callable[[Sequence[ParamRead]], Mapping[Path, Any]]  # reads weights, pu
 def param_reads(
     tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike, shards: int
 ) -> list[ParamRead]:
-    """Return a read of each weight that has a layout, in `dtype`, sharded over `shards`.
+    """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
     A tied weight comes with its other; if it is stored as well it must be equal, else reading
     raises CheckpointError. Raise ConfigError if a weight cannot be sharded.
@@ -95,30 +110,17 @@ def param_reads(
         ParamRead(
             spec=spec,
             tied=tied.get(spec.path),
-            host_bytes=_host_bytes(tensors, spec, dtype=_dtype_of(spec, dtype), shards=shards),
-            read=partial(
-                _read,
-                tensors,
-                spec,
-                tied.get(spec.path),
-                dtype=_dtype_of(spec, dtype),
-                shards=shards,
-            ),
+            host_bytes=_host_bytes(tensors, spec, dtype=dtype, shards=shards),
+            read=partial(_read, tensors, spec, tied.get(spec.path), dtype=dtype, shards=shards),
         )
         for spec in table
         if spec.layouts and spec.tied_to is None
     ]
 
 
-def _dtype_of(spec: ParamSpec, dtype: npt.DTypeLike) -> np.dtype[Any]:
-    if spec.num_bits:
-        return np.dtype(f"u{spec.num_bits // 8}")
-    return np.dtype(np.float32 if spec.is_float32 else dtype)
-
-
-def on_host(reads: Sequence[ParamRead]) -> dict[Path, HostArray]:
+def on_host(reads: Sequence[ParamRead]) -> dict[Path, Weight]:
     """Read the weights one after the other into numpy arrays."""
-    values: dict[Path, HostArray] = {}
+    values: dict[Path, Weight] = {}
     for each in reads:
         values[each.spec.path] = value = each.read()
         if each.tied is not None:
@@ -131,16 +133,16 @@ def _read(
     spec: ParamSpec,
     tied: ParamSpec | None,
     *,
-    dtype: np.dtype[Any],
+    dtype: npt.DTypeLike,
     shards: int,
-) -> HostArray:
+) -> Weight:
     if spec.optional and all(part.names[0] not in tensors for part in spec.layouts[0]):
-        return np.zeros(spec.physical_shape(shards), dtype)
+        return _made(np.zeros, spec, dtype=dtype, shards=shards)
     value = read_param(tensors, spec, dtype=dtype, shards=shards)
     name = tied.layouts[0][0].name if tied is not None else ""
     if name in tensors:
         for first, block in tensors.row_blocks(name, range(len(value))):
-            if not np.array_equal(block.astype(dtype), value[first : first + len(block)]):
+            if not np.array_equal(block.astype(value.dtype), value[first : first + len(block)]):
                 raise CheckpointError(
                     f"{tensors.path}: {name} differs from {spec.layouts[0][0].name}; expected "
                     "the same, since config.json ties them"
@@ -148,40 +150,47 @@ def _read(
     return value
 
 
-def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: np.dtype[Any], shards: int) -> int:
-    own = math.prod(spec.physical_shape(shards)) * dtype.itemsize
+def _made(
+    make: Callable[..., HostArray], spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int
+) -> Weight:
+    shape = spec.physical_shape(shards)
+    return weight_of(spec.format_in(dtype), shape, lambda x: make(x.shape, x.dtype))
+
+
+def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> int:
+    format = spec.format_in(dtype)
+    own = num_bytes(format, spec.physical_shape(shards))
     beside = 2 * BLOCK_BYTES
     for part in chosen_layout(tensors, spec):
-        if part.codec is not None:  # one unpacked matrix, in float32 at most
+        if part.format is not None:  # one unpacked matrix, in float32 at most
             beside = max(beside, 4 * math.prod(spec.shape[1:]))
         elif part.names[0] in tensors and not _is_by_rows(part):
             stored = tensors.weight_dtype(part.names[0])
-            if not _is_whole(part, spec) or stored != dtype:
+            if not _is_whole(part, spec) or Dense(stored.name) != format:
                 beside = max(beside, math.prod(part.shape) * stored.itemsize)
     return own + beside
 
 
 def _is_by_rows(part: Part) -> bool:
     is_together = part.step == 1 and not part.stride
-    return part.form is Form.OUT_IN and is_together and part.codec is None
+    return part.form is Form.OUT_IN and is_together and part.format is None
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
     return part.form is Form.AS_HELD and not part.stack and part.shape == spec.shape
 
 
-def read_param(
-    tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int
-) -> HostArray:
-    """Read one weight, its parts sharded over `shards`."""
+def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> Weight:
+    """Read one weight of a model in `dtype`, its parts sharded over `shards`."""
     layout = chosen_layout(tensors, spec)
     part = layout[0]
     if len(layout) == 1 and _is_whole(part, spec):
         whole = tensors.weight(part.name)
         if part.plus:
             whole = whole.astype(np.float32) + np.float32(part.plus)
-        return whole.astype(dtype, copy=False)
-    out = np.empty(spec.physical_shape(shards), dtype)
+        (array,) = spec.format_in(dtype).arrays(spec.shape).values()
+        return whole.astype(array.dtype, copy=False)
+    out = _made(np.empty, spec, dtype=dtype, shards=shards)
     pieces: dict[int, list[tuple[range, slice]]] = {i: [] for i in range(len(layout))}
     column = 0
     for i, first, count in deal(layout, shards if spec.split is Split.OUT else 1):
@@ -218,24 +227,20 @@ def _place_by_rows(
 
 
 def _stored_rows(
-    tensors: Tensors, part: Part, out: HostArray
+    tensors: Tensors, part: Part, out: Weight
 ) -> Iterator[tuple[HostArray, HostArray]]:
     """Yield (destination in `out`, stored entries) per tensor, unpacking one matrix at a time."""
-    if part.codec is Codec.MXFP4:
-        table = mxfp4.pair_table(out.dtype)
+    if part.format is not None:
         names = tuple(part.tensors)
-        for index, held in enumerate(out):
+        table = None if isinstance(out, MXFP4Weight) else mxfp4.pair_table(out.dtype)
+        for index in range(part.shape[0]):
             blocks, scales = (tensors.packed(name, index)[part.rows] for name in names)
             name = f"{tensors.path}: {names[1]}"
-            yield held, mxfp4.unpack(blocks, scales, table, name=name)
-        return
-    if part.codec is not None:
-        (name,) = part.tensors
-        is_codes = part.codec is Codec.MXFP4_CODES
-        hold = mxfp4.codes_of if is_codes else mxfp4.scales_of
-        for index, held in enumerate(out):
-            stored = tensors.packed(name, index)[part.rows]
-            yield held, hold(stored, name=f"{tensors.path}: {name}")
+            if table is not None:
+                yield out[index], mxfp4.unpack(blocks, scales, table, name=name)
+            else:
+                yield out.codes[index], mxfp4.codes_of(blocks)
+                yield out.scales[index], mxfp4.scales_of(scales, name=name)
         return
     for index, name in enumerate(part.names):
         yield out[index] if part.stack else out, _output_rows(tensors.weight(name), part)

@@ -65,7 +65,7 @@ from jspec.models.heads.head_files import (
 )
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_param
-from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
+from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, Split, prefixed
 from jspec.models.placement import nested
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.attention.rows import AttentionMetadata
@@ -168,7 +168,7 @@ def eagle1_params(config: Eagle1Config) -> ParamTable:
         *product(("fc",), 2 * E, (("fc", E, 1),), bias=config.fc_bias),
         *head_layers(layers),
         replace(lm_head(E, U, tied=False), layouts=()),
-        ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, is_integer=True),
+        ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, format=INTEGERS),
     )
 
 
@@ -286,10 +286,14 @@ class Eagle1Head:
         return logits_of(hidden, params["lm_head"]["kernel"])
 
 
-def check_eagle1(path: Path, config: Eagle1Config) -> None:
-    """Raise CheckpointError if the headers show that `load_eagle1` would fail; needs no target."""
+def check_eagle1(path: Path, config: Eagle1Config) -> bool:
+    """Return whether the head's embedding is the target's: its file has none.
+
+    Raise CheckpointError if the headers show that `load_eagle1` would fail; needs no target.
+    """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, config)
+        return "embed_tokens.weight" not in tensors
 
 
 def load_eagle1(

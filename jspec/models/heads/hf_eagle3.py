@@ -81,24 +81,35 @@ def load_eagle3(
         required = _check(tensors, config)
         own = [spec for spec in specs.values() if spec in required]
         shared: dict[ParamPath, Any] = {}
-        if specs[HEAD] not in required and "lm_head.weight" in tensors:
-            own.append(specs[HEAD])
-        elif specs[HEAD] not in required:
+        shares = _shared(tensors, config)
+        if "lm_head" in shares:
             shared[HEAD] = shared_head(tensors, config.layer, target_params)
-        if "embed_tokens.weight" in tensors:
-            own.append(stored_embed(specs[EMBED]))
-        else:
+        elif specs[HEAD] not in required:
+            own.append(specs[HEAD])
+        if "embed" in shares:
             shared[EMBED] = shared_embed(tensors, config.layer, target_params)
+        else:
+            own.append(stored_embed(specs[EMBED]))
         ids = _draft_ids(tensors, config)
         reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
         reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
         return nested({**place(reads), **shared}.items())
 
 
-def check_eagle3(path: Path, config: Eagle3Config) -> None:
-    """Raise CheckpointError if the headers show that `load_eagle3` would fail; needs no target."""
+def check_eagle3(path: Path, config: Eagle3Config) -> tuple[str, ...]:
+    """Return the names of the params that are the target's: those that the file lacks.
+
+    Raise CheckpointError if the headers show that `load_eagle3` would fail; needs no target.
+    """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, config)
+        return _shared(tensors, config)
+
+
+def _shared(tensors: Tensors, config: Eagle3Config) -> tuple[str, ...]:
+    is_full = config.draft_vocab_size == config.layer.vocab_size
+    embed = () if "embed_tokens.weight" in tensors else ("embed",)
+    return (*embed, "lm_head") if is_full and "lm_head.weight" not in tensors else embed
 
 
 def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:

@@ -24,10 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
-from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
+from jspec.pallas_kernels.experts.plan import (
+    MOST_TOKENS,
+    RANKED_IN_PLACE,
+    ExpertsTuning,
+    check_tiles,
+    sizes_of,
+)
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.routing_gpu import (
     at_rank,
@@ -55,8 +61,9 @@ def moe_of_sum(
     Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
-    size, inner_size = sizes_of(experts)[1:]
-    _check(x.shape[0], size, inner_size, tuning, packed=is_packed(experts["down"]))
+    if not 1 <= x.shape[0] <= MOST_TOKENS:
+        raise ValueError(f"{x.shape[0]} tokens; expected 1 to {MOST_TOKENS}")
+    size = check_tiles(tuning, experts).size
     total, normed, shares = norm_and_score(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
@@ -70,13 +77,6 @@ def moe_of_sum(
         inner = gate_up(normed, ids, experts, **how, interpret=interpret)
     rows = down(inner, ids, experts["down"], size=size, tuning=tuning, interpret=interpret)
     return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
-
-
-def _check(num_tokens: int, size: int, inner: int, tuning: ExpertsTuning, *, packed: bool) -> None:
-    if not 1 <= num_tokens <= MOST_TOKENS:
-        raise ValueError(f"{num_tokens} tokens; expected 1 to {MOST_TOKENS}")
-    if problem := tuning.problem(size, inner, is_packed=packed):
-        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
 
 
 def gate_up(
@@ -143,7 +143,7 @@ def choose_and_gate_up(
 def down(
     inner_rows: Float[Array, "R I"],
     ids: Int[Array, "T k"],
-    kernel: Weights,
+    kernel: Weight,
     *,
     size: int,
     tuning: ExpertsTuning,

@@ -20,12 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from jspec.device.mxfp4 import MXFP4Weight
+from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks
 from jspec.pallas_kernels.experts.dealing_gpu import deal
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
 from jspec.pallas_kernels.experts.packed_gpu import packed_products
-from jspec.pallas_kernels.experts.plan import ExpertsTuning
+from jspec.pallas_kernels.experts.plan import ExpertsTuning, check_tiles, sizes_of
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.spec.model_spec import Gate
 
@@ -44,13 +45,11 @@ def run_experts(
 
     Raises ValueError for 0 tokens and for tiles that do not divide E and I.
     """
-    num_experts, size, inner = sizes_of(params)
-    if problem := tuning.problem(size, inner, is_packed=is_packed(params["down"])):
-        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
+    sizes = check_tiles(tuning, params)
     how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
-    blocks = deal(ids, num_experts=num_experts, tile_m=tuning.tile_m, interpret=interpret)
+    blocks = deal(ids, num_experts=sizes.num_experts, tile_m=tuning.tile_m, interpret=interpret)
     mixed = gate_up_product(x, params, blocks, gate=gate, **how)
-    rows = down_product(mixed, params["down"], blocks, size=size, **how)
+    rows = down_product(mixed, params["down"], blocks, size=sizes.size, **how)
     return Mixed(rows=rows, weights=weights, ids=ids, place=blocks.place)
 
 
@@ -82,7 +81,7 @@ def gate_up_product(
 
 def down_product(
     inner_rows: Float[Array, "rows I"],
-    down: Weights,
+    down: Weight,
     blocks: ExpertBlocks,
     *,
     size: int,
@@ -241,7 +240,7 @@ def tile_products(
 
     Rows without a pair are 0. tile_k: inputs per iteration.
     """
-    if is_packed(weights_ref):
+    if isinstance(weights_ref, MXFP4Weight):
         return packed_products(
             rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret
         )

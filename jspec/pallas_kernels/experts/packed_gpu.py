@@ -1,4 +1,4 @@
-"""Products with packed experts (packed.py) inside a Triton kernel.
+"""Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel.
 
 A group's 32 rows of codes become four tiles of weights, and each tile's product is multiplied by
 its row of scales. An iteration loads the codes of several groups and the next iteration's scales
@@ -8,7 +8,6 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,17 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-from jspec.pallas_kernels.experts.packed import (
-    BLOCK,
-    CODES,
-    GROUP,
-    PARTS,
-    SCALES,
-    bits_of,
-    numbers_of,
-)
+from jspec.device.mxfp4 import BLOCK, GROUP, PARTS, MXFP4Weight, bits_of, numbers_of
 
-# The four inputs of a code as in packed.bits_of, times 2 ** 126, for the two codes of a register.
+# The four inputs of a code as in mxfp4.bits_of, times 2 ** 126, for the two codes of a register.
 # One assembly program each, since Pallas supports one result per program.
 _BITS = (
     "and.b32 a, $1, 0x81C081C0;",
@@ -45,7 +36,7 @@ def packed_products(
     rows_ref: Any,
     row: jax.Array,
     is_pair: jax.Array,
-    weights_ref: Mapping[str, Any],
+    weights_ref: MXFP4Weight,
     expert: jax.Array,
     columns: Columns,
     *,
@@ -57,7 +48,7 @@ def packed_products(
     Rows without a pair are 0. tile_k: inputs per iteration, whole groups. interpret: avoid inline
     assembly.
     """
-    codes_ref, scales_ref = weights_ref[CODES], weights_ref[SCALES]
+    codes_ref, scales_ref = weights_ref.codes, weights_ref.scales
     length, dtype = rows_ref.shape[1], rows_ref.dtype
     num_groups = codes_ref.shape[1] // BLOCK
     unrolled = tile_k // GROUP

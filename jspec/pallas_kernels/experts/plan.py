@@ -12,10 +12,12 @@ The kernels are therefore used for prefill, too, with larger blocks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from jspec.device.mxfp4 import GROUP, MXFP4Weight
 from jspec.pallas_kernels.experts.blocks import num_blocks
-from jspec.pallas_kernels.experts.packed import GROUP
 from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
 
 LEAST = 16  # least side of a tile, set by the tensor cores
@@ -56,7 +58,7 @@ class ExpertsTuning:
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
         """Return why these tiles cannot be used for experts of E = size and I = inner, or None.
 
-        is_packed: iterations are whole groups (packed.py), and the last may be shorter.
+        is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter.
         """
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
@@ -76,6 +78,29 @@ class ExpertsTuning:
         if self.shared_bytes > SHARED_BYTES and not is_packed:
             return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
         return None
+
+
+class Sizes(NamedTuple):
+    """The sizes of an MoE layer's experts, and whether they are mxfp4."""
+
+    num_experts: int
+    size: int  # E
+    inner: int  # I
+    is_packed: bool = False
+
+
+def sizes_of(params: Mapping[str, Any]) -> Sizes:
+    """Return sizes from gate_up [X, E, 2I] and down [X, I, E]."""
+    num_experts, inner, size = params["down"].shape
+    return Sizes(num_experts, size, inner, isinstance(params["down"], MXFP4Weight))
+
+
+def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
+    """Return the experts' sizes. Raise ValueError if the tiles cannot be used for them."""
+    _, size, inner, is_packed = sizes = sizes_of(params)
+    if problem := tuning.problem(size, inner, is_packed=is_packed):
+        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
+    return sizes
 
 
 def choose_experts(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.experts.packed import is_packed, unpacked
+from jspec.device.weights import dense
 from jspec.spec.model_spec import Gate
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash uses CLAMP, too
@@ -32,18 +32,17 @@ def run_experts(
 
     The sum over j is in float32, in the order of j.
     """
-    if is_packed(params["down"]):
-        params = unpacked(params, dtype=x.dtype)
+    down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=params["gate_up"].shape[0]).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
     rows = jnp.take(x, order // top_k, axis=0, mode="clip")
-    wide = jax.lax.ragged_dot(rows, params["gate_up"], sizes)
+    wide = jax.lax.ragged_dot(rows, gate_up, sizes)
     if "gate_up_bias" in params:
         wide = wide + jnp.take(params["gate_up_bias"], flat[order], axis=0, mode="clip")
     inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
-    out = jax.lax.ragged_dot(inner, params["down"], sizes)
+    out = jax.lax.ragged_dot(inner, down, sizes)
     back = jnp.take(out, jnp.argsort(order), axis=0, mode="clip")
     back = back.reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(back * weights[..., None], axis=1).astype(x.dtype)

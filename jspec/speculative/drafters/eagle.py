@@ -239,8 +239,9 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         reads_names=args.load_format != "dummy",
     )
     check_draft_vocabulary(config.draft_vocab_size, request)
+    shares: tuple[str, ...] = ("embed",)  # as most heads do
     if args.load_format != "dummy":
-        check_eagle3(path, config)  # before the slower read of the target
+        shares = check_eagle3(path, config)  # before the slower read of the target
 
     def make(ops: Ops, shard: Shard) -> EagleDrafter:
         head = Eagle3Head(config, ops, shard)
@@ -261,7 +262,7 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         read=read,
         specs=(config.layer,),
         aux_layer_ids=config.aux_layer_ids,
-        shares=("embed",),  # most heads use the target's
+        shares=shares,
         published=published_specs(eagle3_params(config)),
         canonical=canonical_name,
         copies_in=lambda _: {"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},

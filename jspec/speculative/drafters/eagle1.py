@@ -48,8 +48,8 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         reads_names=not is_dummy,
     )
     check_draft_vocabulary(config.draft_vocab_size, request)
-    if not is_dummy:
-        check_eagle1(path, config)  # before the slower read of the target
+    # Before the slower read of the target.
+    shares_embed = is_dummy or check_eagle1(path, config)
 
     def make(ops: Ops, shard: Shard) -> EagleDrafter:
         head = Eagle1Head(config, ops, shard)
@@ -70,7 +70,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         make=make,
         read=read,
         specs=(config.layer,),
-        shares=("embed", "lm_head") if hot_ids is None else ("embed",),
+        shares=(*(("embed",) if shares_embed else ()), *(("lm_head",) if hot_ids is None else ())),
         published=published_specs(eagle1_params(config))[:1],
         canonical=canonical_name,
         copies_in=lambda _: {

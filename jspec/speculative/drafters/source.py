@@ -73,7 +73,8 @@ class DraftSource:
         reads onto the host
     specs: the models that it runs; their attention must be supported
     aux_layer_ids: the target layers captured for it
-    shares: names of params that dummy weights take from the target
+    shares: names of params that are the target's own: one array for both, also after the target's
+        weights change
     published: stored layouts of weights whose table entry does not give one, if they differ from
         the target's
     canonical: maps a stored tensor's name to the table's name

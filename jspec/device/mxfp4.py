@@ -1,4 +1,4 @@
-"""The memory layout of mxfp4 experts: 4-bit floats (e2m1), a scale per block of 32 inputs.
+"""The memory layout of mxfp4 weights: 4-bit floats (e2m1), a scale per block of 32 inputs.
 
 A stack of weights [X, K, N] is stored as
 
@@ -20,73 +20,45 @@ The number format is from OCP Microscaling Formats, version 1.0; the order is sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8, UInt16
+from jaxtyping import Array, Float
 
-BLOCK = 32  # inputs under one scale
-PARTS = 4  # blocks per group, inputs per code
+from jspec.device.pytree import pytree, static
+from jspec.spec.weight_format import MXFP4
+
+BLOCK = MXFP4.group  # inputs under one scale
+PARTS = MXFP4.parts  # blocks per group, inputs per code
 GROUP = BLOCK * PARTS
-CODES, SCALES = "codes", "scales"
-
-Weights = Any  # an array [X, K, N], or a mapping of codes and scales
 
 
-class Sizes(NamedTuple):
-    """The sizes of an MoE layer's experts."""
+@pytree
+class MXFP4Weight:
+    """A stack of weights [X, K, N] (fields: arrays, or a kernel's references to them).
 
-    num_experts: int
-    size: int  # E
-    inner: int  # I
+    length: K, without padding.
+    """
 
+    codes: Any  # u16[X, R, N]
+    scales: Any  # u8[X, S, N]
+    length: int = static()
 
-def num_groups(length: int) -> int:
-    """Return the groups that `length` inputs need."""
-    return -(-length // GROUP)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return (*self.codes.shape[:-2], self.length, self.codes.shape[-1])
 
-
-def is_packed(weights: Weights) -> bool:
-    return isinstance(weights, Mapping)
-
-
-def sizes_of(params: Mapping[str, Any]) -> Sizes:
-    """Return sizes from gate_up [X, E, 2I] and down [X, I, E], packed or not."""
-    num_experts, _, columns = _shape(params["gate_up"])
-    return Sizes(num_experts, size=_shape(params["down"])[2], inner=columns // 2)
-
-
-def _shape(weights: Weights) -> tuple[int, ...]:
-    held = weights[CODES] if is_packed(weights) else weights
-    shape: tuple[int, ...] = held.shape
-    return shape
-
-
-def unpack(
-    codes: UInt16[Array, "X R N"], scales: UInt8[Array, "X S N"], *, length: int, dtype: Any
-) -> Float[Array, "X K N"]:
-    """Return the weights of `length` inputs: the reference of the kernels' decoding."""
-    num_experts, rows, width = codes.shape
-    groups = rows // BLOCK
-    parts = jnp.stack([numbers_of(bits) for bits in bits_of(codes)], axis=1)
-    blocks = parts.reshape(num_experts, PARTS, groups, BLOCK, width).swapaxes(1, 2)
-    power = scales.reshape(num_experts, groups, PARTS, 1, width).astype(jnp.int32) - 127
-    whole = jnp.ldexp(blocks, power).reshape(num_experts, groups * GROUP, width)
-    return whole[:, :length].astype(dtype)
-
-
-def unpacked(params: Mapping[str, Any], *, dtype: Any) -> dict[str, Any]:
-    """Return the experts' params with all weights unpacked."""
-    sizes = sizes_of(params)
-    inputs = {"gate_up": sizes.size, "down": sizes.inner}
-    return {
-        name: unpack(value[CODES], value[SCALES], length=inputs[name], dtype=dtype)
-        if is_packed(value)
-        else value
-        for name, value in params.items()
-    }
+    def dense(self, dtype: Any) -> Float[Array, "X K N"]:
+        """Return the numbers: the reference of the kernels' decoding."""
+        num_experts, rows, width = self.codes.shape
+        groups = rows // BLOCK
+        parts = jnp.stack([numbers_of(bits) for bits in bits_of(self.codes)], axis=1)
+        blocks = parts.reshape(num_experts, PARTS, groups, BLOCK, width).swapaxes(1, 2)
+        power = self.scales.reshape(num_experts, groups, PARTS, 1, width).astype(jnp.int32) - 127
+        whole = jnp.ldexp(blocks, power).reshape(num_experts, groups * GROUP, width)
+        return whole[:, : self.length].astype(dtype)
 
 
 def bits_of(codes: Any) -> tuple[Any, ...]:
@@ -116,7 +88,7 @@ def numbers_of(bits: Any) -> Any:
 def pack(nibbles: np.ndarray) -> np.ndarray:
     """Pack nibbles u8[N, K] (sign, exponent, mantissa) into codes u16[N, 32 G], on the host."""
     width, length = nibbles.shape
-    groups = num_groups(length)
+    groups = -(-length // GROUP)
     padded = np.zeros((width, groups * GROUP), np.uint16)
     padded[:, :length] = nibbles
     parts = padded.reshape(width, groups, PARTS, BLOCK)

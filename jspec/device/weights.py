@@ -1,0 +1,36 @@
+"""A stored weight on a device or a host: an array, or a pytree of its format's arrays.
+
+A dense weight is its array; the class of every other weight says its format. Kernels of a format
+read the arrays of its class; `dense` is for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.device.mxfp4 import MXFP4Weight
+from jspec.spec.weight_format import MXFP4, ArraySpec, Shape, WeightFormat
+
+Weight = Any  # jax.Array | MXFP4Weight, or the same of numpy arrays, shapes, shardings, references
+
+
+def weight_of(format: WeightFormat, shape: Shape, make: Callable[[ArraySpec], Any]) -> Weight:
+    """Return a weight of logical `shape` whose arrays `make` makes, one after the other."""
+    arrays = {name: make(spec) for name, spec in format.arrays(shape).items()}
+    if isinstance(format, MXFP4):
+        return MXFP4Weight(**arrays, length=shape[-2])
+    return arrays["values"]
+
+
+def abstract_weight(format: WeightFormat, shape: Shape) -> Weight:
+    return weight_of(format, shape, lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)))
+
+
+def dense(weight: Weight, dtype: Any) -> jax.Array:
+    """Return the weight as one array: itself, or unpacked to `dtype`."""
+    found: jax.Array = weight.dense(dtype) if isinstance(weight, MXFP4Weight) else weight
+    return found

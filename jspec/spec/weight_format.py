@@ -1,0 +1,81 @@
+"""Weight formats: the arrays in which a weight is stored, as data. No jax.
+
+A format gives the name, shape and dtype of each array for a weight's logical shape [.., in, out],
+and so its bytes. `device/weights.py` has the arrays on a device.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Op(enum.Enum):
+    """The products that read weights."""
+
+    LINEAR = "linear"
+    LOGITS = "logits"
+    GATED = "gated"
+    EXPERTS = "experts"
+
+
+class ArraySpec(NamedTuple):
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One array of numbers."""
+
+    name: ClassVar[str] = "dense"
+    dtype: str
+
+    def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
+        return {"values": ArraySpec(shape, self.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4:
+    """4-bit floats (e2m1) and a power of two for each `group` inputs (e8m0), for kernels.
+
+    A code has `parts` inputs, each of another group, so inputs are padded to `parts` groups;
+    device/mxfp4.py has the order.
+    """
+
+    name: ClassVar[str] = "mxfp4"
+    group: ClassVar[int] = 32
+    parts: ClassVar[int] = 4
+
+    def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
+        *stack, length, width = shape
+        count = -(-length // (self.parts * self.group))
+        return {
+            "codes": ArraySpec((*stack, count * self.group, width), "uint16"),
+            "scales": ArraySpec((*stack, count * self.parts, width), "uint8"),
+        }
+
+
+WeightFormat = Dense | MXFP4
+FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4)
+# How the weights of some products are resident; those of all others are dense.
+Formats = tuple[tuple[Op, WeightFormat], ...]
+
+
+def num_bytes(format: WeightFormat, shape: Shape) -> int:
+    """Return the bytes of a weight of this logical shape."""
+    return sum(math.prod(x.shape) * itemsize(x.dtype) for x in format.arrays(shape).values())
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of a number by its dtype's name: the first digits are its bits."""
+    bits = re.search(r"\d+", dtype)
+    if bits is None:
+        raise ValueError(f"dtype is {dtype!r}; expected a name with its bits, such as bfloat16")
+    return int(bits[0]) // 8

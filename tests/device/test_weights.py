@@ -1,0 +1,76 @@
+"""Laws of every weight format: its arrays, its bytes, and the numbers that come out again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.device.mxfp4 import MXFP4Weight, pack, padded_scales
+from jspec.device.weights import abstract_weight, dense
+from jspec.models.files.mxfp4 import E2M1
+from jspec.spec.weight_format import FORMATS, MXFP4, Dense, WeightFormat, itemsize, num_bytes
+
+EACH: dict[type[WeightFormat], WeightFormat] = {Dense: Dense("bfloat16"), MXFP4: MXFP4()}
+SHAPES = [(1, 32, 1), (3, 128, 5), (2, 160, 4), (1, 288, 2)]
+
+
+def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """(numbers that the format can store, the weight of them)."""
+    rng = np.random.default_rng(math.prod(shape))
+    if isinstance(format, Dense):
+        numbers = jnp.asarray(rng.standard_normal(shape), format.dtype)
+        return numbers, numbers
+    stack, length, width = shape
+    nibbles = rng.integers(0, 16, (stack, width, length)).astype(np.uint8)
+    scales = rng.integers(117, 123, (stack, width, length // 32)).astype(np.uint8)
+    signs, power = np.where(nibbles & 8, -1.0, 1.0), np.repeat(scales, 32, axis=-1).astype(int)
+    numbers = np.array(E2M1)[nibbles & 7] * signs * 2.0 ** (power - 127)
+    return np.swapaxes(numbers, 1, 2), packed(nibbles, scales)
+
+
+def packed(nibbles: Any, scales: Any) -> MXFP4Weight:
+    """The weight of nibbles [X, N, K] and scales [X, N, K / 32]."""
+    codes, held = (
+        jnp.asarray(np.stack([of(each).T for each in stack]))
+        for of, stack in ((pack, nibbles), (padded_scales, scales))
+    )
+    return MXFP4Weight(codes=codes, scales=held, length=nibbles.shape[-1])
+
+
+def test_every_format_is_under_test() -> None:
+    assert tuple(EACH) == FORMATS
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", EACH.values(), ids=lambda each: each.name)
+def test_a_weight_is_as_its_format_says(format: WeightFormat, shape: tuple[int, ...]) -> None:
+    """Abstract shapes are the real ones, bytes are those of the arrays, and the numbers come
+    back."""
+    numbers, weight = stored(format, shape)
+    abstract = abstract_weight(format, shape)
+    assert jax.tree.structure(weight) == jax.tree.structure(abstract)
+    arrays = jax.tree.leaves(weight)
+    found = [(x.shape, x.dtype) for x in arrays]
+    assert found == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
+    assert weight.shape == shape
+    assert sum(x.nbytes for x in arrays) == num_bytes(format, shape)
+    np.testing.assert_array_equal(np.asarray(dense(weight, jnp.bfloat16), np.float64), numbers)
+
+
+def test_every_nibble_of_every_place_is_its_number() -> None:
+    """Inputs 0 to 15 of each of a group's four blocks."""
+    nibbles = np.tile(np.arange(16, dtype=np.uint8), 8)[None]
+    weight = packed(nibbles[None], np.full((1, 1, 4), 127, np.uint8))
+    expected = np.tile([*E2M1, *(-x for x in E2M1)], 8)
+    np.testing.assert_array_equal(np.asarray(weight.dense(np.float32)[0, :, 0]), expected)
+
+
+def test_the_bytes_of_a_dtype() -> None:
+    assert [itemsize(name) for name in ("bfloat16", "float32", "uint8", "int64")] == [2, 4, 1, 8]
+    with pytest.raises(ValueError, match="dtype is 'bool'; expected a name with its bits"):
+        itemsize("bool")
