@@ -52,7 +52,7 @@ class Shorthand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """What a field says beside its name, type and default.
+    """Metadata of a field, in addition to its name, type and default.
 
     text: what it does, for the help and the docs; a number's default is added. group: heading
         above it there. aliases: other names of its flag.

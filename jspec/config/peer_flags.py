@@ -1,6 +1,6 @@
-"""What to write instead of a flag of another server, or of one that was removed. Data alone.
+"""Replacements for flags of other servers and for removed flags. Data alone.
 
-Source of the first: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own
+Source of the former: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own
 (cli/flag_table.py).
 """
 
@@ -66,5 +66,5 @@ REMOVED: Mapping[str, str] = {
 
 
 def advice(flag: str) -> str:
-    """What to write instead of such a flag; empty for one that is not known."""
+    """Return the replacement of such a flag; empty for an unknown one."""
     return OF_VLLM.get(flag, "") or REMOVED.get(flag, "")

@@ -108,8 +108,10 @@ class PlanRunner(ABC):
         return self._programs
 
     def step_costs(self, num_rows: int, features: StepOptions) -> Mapping[SpeculativeConfig, float]:
-        """Seconds of a decode of so many rows, by the shapes that it can have now; from any thread.
-        Empty where shapes are not chosen: nothing is measured then."""
+        """Return the seconds of a decode of num_rows rows, by available shape; from any thread.
+
+        Empty unless shapes are adaptive: nothing is measured then.
+        """
         return self._programs.step_costs(self._limits, num_rows, features)
 
     @property
@@ -134,15 +136,15 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """See `messages.protocols.Runner.restart`."""
+        """Implement `messages.protocols.Runner.restart`."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """See `messages.protocols.Runner.give_up`."""
+        """Implement `messages.protocols.Runner.give_up`."""
 
     @abstractmethod
     def close(self) -> None:
-        """See `messages.protocols.Runner.close`."""
+        """Implement `messages.protocols.Runner.close`."""
 
     @abstractmethod
     def _enqueue(

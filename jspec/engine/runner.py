@@ -211,7 +211,7 @@ class DeviceRunner(PlanRunner):
         return self._params
 
     def exclusively(self) -> AbstractContextManager[object]:
-        """While it is held no program begins, and none that was begun for its time is running."""
+        """Return a lock; while it is acquired no program starts or is being timed."""
         return self._owning
 
     def replace_params(self, params: Any) -> None:
@@ -273,7 +273,7 @@ class DeviceRunner(PlanRunner):
         EngineClosedError for a runner that was not built by `create`.
         """
         if self._make_state is None:
-            raise EngineClosedError("this runner cannot be begun anew")
+            raise EngineClosedError("this runner cannot be restarted")
         with self._owning:
             self._in_flight.clear()
             self._state = None  # free it before the next one is allocated

@@ -67,8 +67,11 @@ def in_file(path: Path) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Whether something has this path. Raises CheckpointError where the system does not say: for a
-    name that is too long, or a directory that may not be read."""
+    """Return whether the path exists.
+
+    Raises CheckpointError if the system cannot tell: the name is too long, or a directory is not
+    readable.
+    """
     try:
         return path.exists()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Files that commands write. What the system refuses is an OutputError that names the path.
+"""Output files of commands. A system error becomes an OutputError that names the path.
 
-A full disk, a quota or a missing permission is nobody's bug: one line says which file it is about
-and why, and no half of a file is left behind.
+A full disk, a quota or a missing permission is not a bug: one line gives the file and the reason,
+and no partial file remains.
 """
 
 from __future__ import annotations

@@ -76,14 +76,16 @@ def output_columns(
     *,
     hidden_words: int = 0,
 ) -> OutputColumns:
-    """Of each row and round. max_emitted: M in a decode, 1 in a prefill. hidden_words: of a row of
-    hidden states.
+    """Return the output columns of a program, per row and round.
 
-    The first num_emitted of a row's emitted_ids count, the others may be anything; so do the first
-    ones of what is known of them (float32's bits), which only a program with LOGPROBS says, and the
-    hidden states that chose them, which one with HIDDEN says. The prefill of either has T rows more
-    than the batch, one a packed token, which emit nothing: they say the first of the prompt token
-    that follows, the second of the packed one.
+    max_emitted: M in a decode, 1 in a prefill.
+    hidden_words: words of one hidden state.
+
+    Only the first num_emitted of a row's emitted_ids are defined. The same holds for their
+    log-probabilities (the bits of float32), which programs with LOGPROBS return, and for the hidden
+    states that chose them, which programs with HIDDEN return. A prefill of either kind has T more
+    entries than the batch, one per packed token, which emit nothing: they have the log-probability
+    of the next prompt token, and the hidden state of the packed one.
     """
     logprobs = (
         ("logprobs", (max_emitted,)),

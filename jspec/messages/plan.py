@@ -180,14 +180,17 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundResult:
-    """What the device hands back of one round, rows in the order of `StepPlan.row_refs`.
+    """The result of one round, rows in the order of `StepPlan.row_refs`.
 
     num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
-    num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
-    logprobs: of those ids, [rows, M, .]; prompt_logprobs: of the prompt ids that follow each token
-    of the chunks, [tokens of all chunks, 1, .]. hidden: what chose those ids, f32[rows, M, E];
-    prompt_hidden: of each token of the chunks, f32[tokens, E]. None in a plan whose features lack
-    them.
+        num_accepted + 1.
+    ids: undefined past the first num_emitted[i] of a row.
+    logprobs: of those ids, [rows, M, .].
+    prompt_logprobs: of the prompt ids that follow each token of the chunks,
+        [tokens of all chunks, 1, .].
+    hidden: the states from which those ids were chosen, f32[rows, M, E].
+    prompt_hidden: of each token of the chunks, f32[tokens, E].
+    Optional fields are None in a plan whose features lack them.
     """
 
     num_emitted: np.ndarray  # i32[rows]

@@ -75,10 +75,10 @@ def choose(
 
 
 def _stored(logits: jax.Array) -> jax.Array:
-    """The same logits, computed once.
+    """Compute the logits once.
 
     Penalties are arithmetic. Without the barrier each fusion that reads the logits may repeat it,
-    contract it or rewrite its divisions in its own way, and a logit that is the threshold would
-    miss itself by its last bit.
+    contract it or rewrite its divisions differently, and a logit that is the threshold would fail
+    its own comparison by the last bit.
     """
     return jax.lax.optimization_barrier(logits)

@@ -102,7 +102,7 @@ def threshold(
 
 
 def divisors(temperature: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """What the filters divide logits by; at temperature 0 they look at the logits."""
+    """Return the filters' divisor of the logits; 1 at temperature 0."""
     return jnp.where(temperature > 0, jnp.maximum(temperature, noise.COLDEST), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Errors that name the request in whose state an invariant does not hold."""
+"""Attribute an error to the request whose state caused it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jspec.scheduler.sequence import Sequence
 
 
 def blame(error: Exception, sequence: Sequence) -> NoReturn:
-    """Raises `error` with the name of the request; one that names a request goes on as it is."""
+    """Raise `error` as a SequenceError of this request, or unchanged if it is one already."""
     if isinstance(error, SequenceError):
         raise error
     raise SequenceError(sequence.request.request_id, error) from error
@@ -19,7 +19,7 @@ def blame(error: Exception, sequence: Sequence) -> NoReturn:
 
 @contextmanager
 def blaming(sequence: Sequence) -> Iterator[None]:
-    """Any error of the block names the request. For what is rare: it costs a microsecond."""
+    """Attribute any error of the block to `sequence`. Costs a microsecond: not for hot paths."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Which rows decode next, and the pages that they get for it.
+"""Choose the rows of the next decode step and grant their pages.
 
-Where pages suffice all rows are decided together, on the columns of the row table; where they do
-not, one by one, the first claim first, because each may make another one wait or give way.
+With enough free pages, all rows are planned together on the columns of the row table. Otherwise
+rows are planned one by one in claim order, since each may make another row wait or be retracted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from jspec.scheduler.shapes.shape_choice import ShapeChooser
 
 
 class DecodePlanner:
-    """Reads who runs, and grants pages, in `seats`; `retract` takes a sequence's slot away;
-    `shapes` says what shape a decode has."""
+    """Plans decode steps over the rows of `seats`, to which it grants pages.
+
+    retract: takes a sequence's slot away.
+    shapes: chooses the draft shape of each decode.
+    """
 
     def __init__(
         self,
@@ -41,23 +44,23 @@ class DecodePlanner:
         self._shapes = shapes
         sharing = limits.sharing
         self._sharing = None if sharing is None else PrefixSharing(limits, sharing)
-        self.num_shared_keys = 0  # that rows were told not to read, since others read them
+        self.num_shared_keys = 0  # keys that rows skip because another row reads them
         self.use(seats)
 
     def use(self, seats: Seats) -> None:
-        """Plans with these from now on."""
         self._seats = seats
         self._table = seats.table
         self._pages = seats.pages
         self._windows = seats.windows
-        self._lineup: StepRows | None = None  # None: to be found out
-        self._num_changes = seats.num_changes  # that the step_rows has seen
+        self._lineup: StepRows | None = None  # all running rows; None: stale
+        self._num_changes = seats.num_changes  # at which `_lineup` was made
 
     def plan(self, *, step: int) -> Flight | None:
-        """The next decode, None if no row can run. Pages are granted and rows retracted by it.
+        """Return the next decode, or None if no row can run. Grants pages and may retract rows.
 
-        All wait while a row that follows a grammar has something unread: its next tree is judged
-        after all of it, and rows that went on without it would share no step with it again.
+        While a row with a grammar has an unread step, all rows wait: its next tree is verified only
+        after that step is read, and rows that went on without it would never share a step with it
+        again.
         """
         running = self._running_rows()
         step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
@@ -75,7 +78,7 @@ class DecodePlanner:
         if not step_rows.rows:
             return None
         features, shape = step_rows.features, self._limits.spec
-        if not step_rows.constraints:  # the programs of grammars are of one shape
+        if not step_rows.constraints:  # programs with grammars exist in one shape only
             shape = self._shapes.choose(num_rows=len(step_rows.rows), features=features)
         plan = StepPlan(
             step=step,
@@ -91,7 +94,6 @@ class DecodePlanner:
         return Flight(plan, step_rows)
 
     def _waits_to_be_read(self, step_rows: StepRows) -> bool:
-        """Whether a row that follows a grammar has a step in flight."""
         steps = self._table.steps
         return any(
             constraint is not None and steps[row.slot] > 0
@@ -101,7 +103,7 @@ class DecodePlanner:
     def _shared(
         self, slots: Ints, features: StepOptions, shape: SpeculativeConfig
     ) -> tuple[SharedPrefix, ...]:
-        """What rows read together; nothing where that is too little, or no program is told."""
+        """Return the shared prefixes; () if too short, or if the program has no such input."""
         is_told = shape == self._limits.spec and SAMPLING.covers(features)
         if self._sharing is None or not is_told:
             return ()
@@ -110,8 +112,12 @@ class DecodePlanner:
         return shared
 
     def _pending(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
-        """What the drafter must be told of before a decode of this shape: all that it was not, if
-        it is to draft, or where a plain one would leave more than W tokens waiting."""
+        """Return each row's number of pending tokens to give to the drafter before this decode.
+
+        All pending tokens are given if the shape drafts, or if a plain decode would leave more than
+            W
+        of them pending. Empty: none are given.
+        """
         if not self._deferred_tokens:
             return ()
         pending = self._table.pending[slots]
@@ -119,7 +125,6 @@ class DecodePlanner:
         return tuple(pending.tolist()) if pending.max() > room else ()
 
     def _running_rows(self) -> StepRows:
-        """What runs, oldest first."""
         if self._lineup is None or self._num_changes != self._seats.num_changes:
             self._num_changes = self._seats.num_changes
             self._lineup = StepRows.of(s.held_tenancy for s in self._seats.running.values())
@@ -128,10 +133,9 @@ class DecodePlanner:
         return self._lineup
 
     def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:
-        """Who decodes where not all can, and the pages they get; others wait or give way."""
         chosen: list[Tenancy] = []
         grants: list[PageGrant] = []
-        # Victims drop out on the way: always after the row that they give way for, or that row.
+        # A victim never comes earlier in this order than the row that needs its pages.
         for sequence in policy.by_claim(self._limits, self._seats.running.values()):
             if not policy.may_decode(sequence):
                 continue
@@ -144,11 +148,11 @@ class DecodePlanner:
         return chosen, grants
 
     def _make_room(self, sequence: Sequence) -> int:
-        """Pages that the row misses for its next decode, after retractions if they are due.
+        """Return how many pages the row lacks for its next decode, after any necessary retractions.
 
-        Retracts until the pages are free, or until waiting helps: because the row has unread
-        steps of its own, or because ended rows return pages when their steps are collected. The
-        row itself may be the victim.
+        Retracts until enough pages are free, or until waiting can help: the row has unread steps of
+        its own, or ended rows will return pages when their steps are collected. The row itself may
+        be the victim.
         """
         unread = sequence.held_tenancy.rounds_in_flight
         num_missing = policy.pages_missing(self._limits, sequence)

@@ -1,22 +1,21 @@
-"""Why a request waits: whose turn it is, who is admitted, and who has to give way.
+"""Scheduling policy: prefill budget, admission, and retraction.
 
-Pure decisions over sequences and numbers. Nothing here changes a sequence, the queue or the pool;
-the scheduler does what these functions say.
+Pure functions of sequences and numbers. They change neither sequences, queue nor pool; the
+scheduler applies their decisions.
 
 The rules:
-  - First come, first served, or by priority (`waiting.py`): the head of the queue is admitted when
-    a slot is free and the pages of its whole fill and of its first decode are; nobody overtakes
-    it. A newcomer that would run beside others also leaves the pages that it and they need for the
+  - First come, first served, or by priority (`waiting.py`). The head of the queue is admitted when
+    a slot is free and there are pages for its whole fill and its first decode; no request
+    overtakes it. If other rows run, it must also leave the pages that it and they need for the
     next few steps.
-  - Prompts are computed as soon as they are there, but rows that decode wait for a bounded number
-    of their tokens: `prefill_room`.
-  - A prefill step packs chunks in order of arrival until it is out of tokens or of rows. While
-    several prompts wait it is short, so that the first of them need not wait for the last. One
-    that fills many steps leaves half of each to shorter ones.
-  - A decode row short of pages waits while a step in flight may still help it: by ending its
-    uncertainty (its own unread steps) or by returning pages (of rows that ended). Otherwise the
-    newest running sequence, of those of the lowest rank, is retracted: that one has waited least
-    and loses least.
+  - Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
+    prompt tokens only: `prefill_room`.
+  - A prefill step packs chunks in order of arrival until it is out of tokens or rows. While
+    several prompts wait, steps are short, so that the first prompt need not wait for the last. A
+    prompt that fills many steps leaves half of each to shorter ones.
+  - A decode row short of pages waits while a step in flight may still help: its own unread steps
+    (which bound its length) or those of ended rows (which return pages). Otherwise the newest
+    running sequence of the lowest rank is retracted: it has waited least and loses least.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.waiting import rank_of
 from jspec.spec import indexing
 
-# Found by benchmarks/simulate_load.py and on a card (decision 21). While (WAVE times) more prompts
-# wait than rows decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and
-# who decodes then does so together.
+# Tuned with benchmarks/simulate_load.py and on a GPU (decision 21). While WAVE times the waiting
+# prompts outnumber the decoding rows, these wait longer, up to MOST_SHARES budgets: the burst ends
+# sooner, and its rows then decode in one batch.
 WAVE = 8
 MOST_SHARES = 12
-# A step takes a budget's STEPS-th part, or what waits in as many as STEPS_OF_WAVE steps.
+# A step takes 1 / STEPS of a budget, or 1 / STEPS_OF_WAVE of the waiting tokens if that is more.
 STEPS = 2
 STEPS_OF_WAVE = 2
-# Less than this part of a budget is not worth a step of its own.
+# Less than 1 / SCRAPS of a budget is not worth a separate step.
 SCRAPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """Prompts that are not all dispatched: running ones, and waiting ones for which slots are free.
+    """Prompts not fully dispatched: running ones, and waiting ones for which slots are free.
 
-    num_tokens: of them that are not dispatched.
+    num_tokens: undispatched tokens of all of them.
     """
 
     num_rows: int
@@ -63,15 +62,16 @@ def prefill_room(
     since_decode: int,
     timed: int | None = None,
 ) -> int:
-    """Prompt tokens of the next step if it is a prefill; 0: those that decode come first.
+    """Return the prompt tokens that a prefill may take next; 0: decode first.
 
-    since_decode: prompt tokens dispatched since the last decode step. Between two of those there
-    are at most limits.prefill_budget tokens, and more in a burst:
+    since_decode: prompt tokens dispatched since the last decode step. Between two decode steps
+    there are at most limits.prefill_budget tokens, and more in a burst:
 
         budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
         20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 12 times at most
 
-    timed: instead of that budget, what fits the time that prompts may take; no more in a burst.
+    timed: replaces that budget by the tokens that fit the time limit of prefills; a burst does not
+    raise it.
     """
     budget = limits.prefill_budget if timed is None else timed
     step = _step_tokens(limits, unfilled, budget)
@@ -85,7 +85,7 @@ def prefill_room(
         step = min(step, room)
     if unfilled.num_tokens <= step:
         return step
-    # What has waited for a decode step does not wait for another.
+    # Prompts that have waited for a decode step do not wait for another.
     return _unpadded(limits, step) or (0 if since_decode else step)
 
 
@@ -97,16 +97,16 @@ def _step_tokens(limits: ServeLimits, unfilled: Unfilled, budget: int) -> int:
 
 
 def _unpadded(limits: ServeLimits, room: int) -> int:
-    """Most tokens within `room` that pad nothing; 0 if that leaves more than half of it unused."""
+    """Return the largest bucket within `room`, or 0 if it uses less than half of it."""
     sizes = [size for size in limits.prefill_buckets if size <= room]
     return sizes[-1] if sizes and 2 * sizes[-1] >= room else 0
 
 
 @dataclass(slots=True)
 class ChunkPacker:
-    """Fills one prefill step: at most `limits.prefill_rows` rows and `room` tokens.
+    """Packs one prefill step: at most `limits.prefill_rows` rows and `room` tokens.
 
-    leaves_half: a row that would fill the step and more takes half of what is left.
+    leaves_half: a row longer than the step takes half of the remaining room.
     """
 
     limits: ServeLimits
@@ -120,7 +120,7 @@ class ChunkPacker:
         return self.num_rows < self.limits.prefill_rows and self.num_tokens < self.room
 
     def pack(self, tenancy: Tenancy) -> PrefillChunk:
-        """The next chunk of a row whose prefill is not all dispatched, as long as it may be.
+        """Return the longest possible next chunk of a row whose prefill is not fully dispatched.
 
         Worked example: room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched:
         start 4, tokens 4..6, next_id is fill token 7.
@@ -141,7 +141,7 @@ class ChunkPacker:
 def may_admit(
     limits: ServeLimits, newcomer: Sequence, running: Ordered[Sequence], *, num_free_pages: int
 ) -> bool:
-    """Whether `newcomer` gets its pages (`budget.pages_for_admission`) beside `running`."""
+    """Return whether there are pages to admit `newcomer` (`budget.pages_for_admission`)."""
     needed = budget.pages_for_admission(
         limits, newcomer.num_tokens, num_tokens_left=newcomer.num_tokens_left
     )
@@ -153,7 +153,7 @@ def may_admit(
 
 
 def pages_missing(limits: ServeLimits, sequence: Sequence) -> int:
-    """Pages that a running sequence still lacks for its next decode step."""
+    """Return how many pages a running sequence lacks for its next decode step."""
     tenancy = sequence.held_tenancy
     needed = budget.pages_for_decode(
         limits,
@@ -165,7 +165,7 @@ def pages_missing(limits: ServeLimits, sequence: Sequence) -> int:
 
 
 def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
-    """Pages that a running sequence still lacks for the rounds of the headroom."""
+    """Return how many pages a running sequence lacks for the rounds of the headroom."""
     tenancy = sequence.held_tenancy
     last = _last_committed(sequence)
     ahead = budget.pages_ahead(limits, tenancy.committed_len, last=last)
@@ -177,10 +177,10 @@ def _last_committed(sequence: Sequence) -> int:
 
 
 def may_decode(sequence: Sequence) -> bool:
-    """Whether the row's next decode can be dispatched, pages aside.
+    """Return whether the row's next decode can be dispatched, regardless of pages.
 
-    Its final chunk must be dispatched (the device then knows the root, read or not), and the
-    rounds in flight, of which each emits at least one token, must leave a token to emit.
+    Its final chunk must be dispatched (the device then knows the root, read or not), and at least
+    one token must remain after the rounds in flight, each of which emits one or more.
     """
     tenancy = sequence.tenancy
     if tenancy is None or sequence.state is not SequenceState.RUNNING:
@@ -189,12 +189,13 @@ def may_decode(sequence: Sequence) -> bool:
 
 
 def by_claim(limits: ServeLimits, running: Iterable[Sequence]) -> list[Sequence]:
-    """In the order in which rows get pages: by rank, then by arrival. Who gives way is the last, so
-    never one that got its pages before."""
+    """Return sequences in the order in which they get pages: by rank, then by arrival.
+
+    The victim is the last one, so never one that already got its pages.
+    """
     return sorted(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))
 
 
 def choose_victim(limits: ServeLimits, running: Iterable[Sequence]) -> Sequence:
-    """Whom to retract: the newest arrival of the lowest rank. The caller never asks about the last
-    sequence."""
+    """Return the newest sequence of the lowest rank; never called for the last sequence."""
     return by_claim(limits, running)[-1]

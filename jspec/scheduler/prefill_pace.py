@@ -1,6 +1,6 @@
-"""How many prompt tokens fit a time, by what the last prefills took.
+"""Estimate how many prompt tokens fit a time, from the durations of recent prefills.
 
-Numbers in, a number out: it knows no plan and no clock.
+It knows neither plans nor a clock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections import deque
 
 from jspec.spec import indexing
 
-SAMPLES = 9  # of a size; a slow moment takes fewer
-COLD_RUNS = 1  # of a program, which are slower: they are not counted
+SAMPLES = 9  # kept of each size; a slow moment spans fewer, so the median ignores it
+COLD_RUNS = 1  # first runs of a program, which are slower and not counted
 
 
 class PrefillPace:
-    """Seconds of a prefill step by its size, which is one of `buckets`."""
+    """Median seconds of a prefill step by its size, one of `buckets`."""
 
     def __init__(self, buckets: tuple[int, ...]) -> None:
         self._buckets = buckets
@@ -23,7 +23,7 @@ class PrefillPace:
         self._num_cold: dict[int, int] = {}
 
     def see(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens, padded to its bucket, took so long."""
+        """Record the duration of a step of `num_tokens`, before padding to its bucket."""
         bucket = indexing.bucket(num_tokens, self._buckets)
         left = self._num_cold.setdefault(bucket, COLD_RUNS)
         if left:
@@ -32,10 +32,11 @@ class PrefillPace:
         self._seconds.setdefault(bucket, deque(maxlen=SAMPLES)).append(seconds)
 
     def tokens_within(self, seconds: float) -> int | None:
-        """The largest bucket that takes no longer, the smallest if none does: prompts must go on.
-        None: nothing is known yet.
+        """Return the largest bucket that fits `seconds`, or None without any measurement.
 
-            256 tokens took 10 ms, 1024 took 30: 512 are held for 15, 768 for 22.5, 2048 for 60
+        The smallest bucket if none fits, because prompts must progress.
+
+            256 tokens took 10 ms, 1024 took 30: 512 count as 15, 768 as 22.5, 2048 as 60
         """
         if not self._seconds:
             return None
@@ -43,8 +44,7 @@ class PrefillPace:
         return max(fit, default=self._buckets[0])
 
     def _expected(self, bucket: int) -> float:
-        """The median; of a size that was not seen in proportion to one that was: the next larger
-        one, else the largest of all."""
+        """Return the median, scaled from the next larger (else the largest) measured size."""
         larger = [size for size in self._seconds if size >= bucket]
         known = min(larger) if larger else max(self._seconds)
         return statistics.median_low(self._seconds[known]) * bucket / known

@@ -1,4 +1,4 @@
-"""The next prefill: chunks of rows that are being filled, then of newcomers that are admitted."""
+"""Plan the next prefill: chunks of admitted rows, then of newly admitted requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jspec.spec import indexing as shapes
 
 
 class PrefillPlanner:
-    """Admits from `waiting` into `seats`."""
+    """Plans prefill steps and admits requests from `waiting` into `seats`."""
 
     def __init__(
         self, limits: ServeLimits, prefilling: Prefilling, seats: Seats, waiting: WaitingQueue
@@ -26,7 +26,7 @@ class PrefillPlanner:
         self._waiting = waiting
 
     def plan(self, packer: policy.ChunkPacker, *, step: int) -> Flight | None:
-        """None if there is no chunk, or no room for one."""
+        """Return the next prefill, or None if there is no chunk or no room for one."""
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
@@ -61,6 +61,5 @@ class PrefillPlanner:
         return Flight(plan, step_rows)
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
-        """In the window spaces; those of the full one came with the admission."""
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
         return self._seats.windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))

@@ -1,6 +1,6 @@
-"""The rows whose prompt is not all dispatched, and how much of it the next step may compute.
+"""The rows whose prompt is not fully dispatched, and the token budget of the next prefill.
 
-It counts for `policy.prefill_room`, which decides.
+It counts tokens; `policy.prefill_room` decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.spec import indexing
 
 
 class Prefilling:
-    """Owned by the scheduler, which tells it of admissions, ends and dispatched steps."""
+    """Prefill progress. The scheduler reports admissions, ends and dispatched steps to it."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
@@ -28,22 +28,19 @@ class Prefilling:
 
     @property
     def tenancies(self) -> list[Tenancy]:
-        """In order of admission."""
         return [sequence.held_tenancy for sequence in self._rows.values()]
 
     def add(self, sequence: Sequence) -> None:
-        """A row that was admitted now."""
         sequence.state = SequenceState.PREFILLING
         self._rows[sequence.request.request_id] = sequence
 
     def drop(self, sequence: Sequence) -> None:
-        """A row that ends, wherever it is."""
         self._rows.pop(sequence.request.request_id, None)
 
     def packers(
         self, waiting: Iterable[Sequence], *, num_running: int, num_free_slots: int
     ) -> tuple[policy.ChunkPacker, policy.ChunkPacker]:
-        """For the next step: before a decode step is tried, and after it if there is none."""
+        """Return the packers to try before a decode step, and after it if none could run."""
         tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
         tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
         if not tokens:
@@ -67,7 +64,7 @@ class Prefilling:
         return first, last
 
     def count(self, plan: StepPlan) -> None:
-        """A step is dispatched now."""
+        """Count the prompt tokens of a step that is dispatched now."""
         if plan.kind is StepKind.DECODE:
             self._since_decode = 0
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -76,19 +73,18 @@ class Prefilling:
         self._since_decode += num_tokens
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """How long the device took for a step; nothing to learn of one that decodes."""
+        """Record the device time of a prefill step; decodes are ignored."""
         if plan.kind is StepKind.PREFILL and self._limits.prefill_seconds is not None:
             self._pace.see(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
 
     def _timed_budget(self) -> int | None:
-        """Tokens that fit the time; None if there is none. Until it is known what they take: as
-        many as without one."""
+        """Return the tokens that fit the time limit, if any; prefill_budget until measured."""
         if self._limits.prefill_seconds is None:
             return None
         return self._pace.tokens_within(self._limits.prefill_seconds) or self._limits.prefill_budget
 
     def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
-        """The row's next chunk is dispatched now; it decodes after the last one."""
+        """Record that the row's next chunk is dispatched; after the last one the row decodes."""
         tenancy.num_filled += len(chunk.token_ids)
         if chunk.is_final:
             tenancy.sequence.state = SequenceState.RUNNING

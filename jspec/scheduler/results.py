@@ -1,7 +1,8 @@
-"""A step's result, applied to the rows of its plan: checked as a whole, then cut row by row.
+"""Apply step results to the rows of their plan.
 
-Most rows of a round take all of their ids and go on; they do so all at once. The others, which
-end, may end, or have stop strings, are cut one by one (`Sequence.absorb`).
+A result is checked as a whole. Most rows of a round take all of their ids and go on; they are
+processed together. Rows that end, may end, or have stop strings are processed one by one
+(`Sequence.absorb`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ LOGGER = logging.getLogger("jspec.scheduler")
 def check_result(
     limits: ServeLimits, plan: StepPlan, result: StepResult, *, oldest: int | None
 ) -> None:
-    """Raises ResultError for a result out of order or of the wrong shape.
+    """Raise ResultError for a result out of order or of the wrong shape.
 
-    oldest: the oldest step in flight, None if there is none.
+    oldest: the oldest step in flight, or None.
     """
     if not plan.step == result.step == oldest:
         raise ResultError(
@@ -53,8 +54,10 @@ def check_result(
 
 
 def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
-    """Whether the rows with a 1 in `emits` emitted 1 to `most` ids, and the others none. Without
-    numpy, which takes longer for a list until it is long."""
+    """Return whether rows with a 1 in `emits` emitted 1 to `most` ids, and the others 0.
+
+    Without numpy, which is slower for short lists.
+    """
     if len(counts) != len(emits):
         return False
     if 0 not in emits:
@@ -64,10 +67,10 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of a step, in its order, and what is the same in all of their steps.
+    """The rows of a step in plan order, with the data that all their steps share.
 
-    features: what they need, all of them together. constraints: each row's, or empty where none
-    follows a grammar.
+    features: step options that these rows need together.
+    constraints: the grammar state of each row, or empty if no row has one.
     """
 
     slots: Ints
@@ -80,7 +83,6 @@ class StepRows:
 
     @classmethod
     def of(cls, tenancies: Iterable[Tenancy]) -> StepRows:
-        """Of rows that are admitted."""
         of_all = tuple(tenancies)
         rows = tuple([tenancy.row for tenancy in of_all])
         return cls(
@@ -94,7 +96,7 @@ class StepRows:
         )
 
     def take(self, indices: Ints) -> StepRows:
-        """Some of the rows; itself, if all."""
+        """Return the rows at `indices`; self if these are all rows."""
         if len(indices) == len(self.slots):
             return self
         chosen = indices.tolist()
@@ -111,20 +113,16 @@ class StepRows:
 
 
 def _features_of(tenancies: Iterable[Tenancy]) -> StepOptions:
-    """What a step of these rows needs."""
     return PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
 
 
 def _constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:
-    """Of a plan's rows, in their order; nothing where none follows a grammar."""
     found = tuple(tenancy.sequence.constraint for tenancy in tenancies)
     return found if any(constraint is not None for constraint in found) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step in flight, and whose rows it has."""
-
     plan: StepPlan
     step_rows: StepRows
 
@@ -138,7 +136,7 @@ class Flight:
 
 
 class RoundReader:
-    """Appends a round's ids to its rows, and counts them. finish: called with who ends."""
+    """Appends the ids of a round to its rows. finish: called with each sequence that ends."""
 
     def __init__(
         self, table: RowTable, totals: Totals, *, finish: Callable[[Sequence], None]
@@ -148,11 +146,13 @@ class RoundReader:
         self._finish = finish
 
     def read_round(self, flight: Flight, of_round: RoundResult, pieces: list[Piece]) -> None:
-        """Appends a piece for each row that emitted and has not ended before. If it fails, what was
-        read is there: ids that count as emitted and of which no reader hears would be a gap."""
+        """Append a piece for each row that emitted and had not ended before.
+
+        Pieces read before a failure remain: counted ids that reach no reader would be a gap.
+        """
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
-        # A prompt's come with chunks that emit nothing, too.
+        # Chunks that emit nothing also carry those of the prompt.
         if of_round.logprobs is not None or of_round.hidden is not None:
             for i in is_live.nonzero()[0].tolist():
                 sequence = flight.tenancies[i].sequence
@@ -170,8 +170,11 @@ class RoundReader:
             self._read_row(sequence, emitted, flight.plan, pieces)
 
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
-        """Shows the ids of rows with stop strings to their watches; clears `goes_on` of those in
-        which one is completed, and these watches have seen nothing."""
+        """Push ids to the stop-string watches of their rows.
+
+        Clears `goes_on` of rows in which a stop string completes; the watches of these rows are
+        left unchanged.
+        """
         watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
         if not watched.size:
             return
@@ -182,7 +185,6 @@ class RoundReader:
                 goes_on[i] = False
 
     def _read_whole(self, flight: Flight, of_round: RoundResult, rows: Ints) -> list[Piece]:
-        """Rows of a verification that go on with all that it emitted."""
         counts, ids = of_round.num_emitted[rows], of_round.ids[rows]
         step_rows = flight.step_rows.take(rows)
         self._table.extend(step_rows.slots, counts, ids)
@@ -202,7 +204,7 @@ class RoundReader:
     ) -> None:
         try:
             cut = sequence.absorb(ids)
-        except Exception as error:  # of its text, its stop strings or its grammar: its own affair
+        except Exception as error:  # its text, stop strings or grammar: ends this request only
             self._totals.num_aborted += 1
             pieces.append(sequence.broken(text_failure(sequence.request, error)))
             self._finish(sequence)
@@ -222,11 +224,11 @@ class RoundReader:
 
 
 def _num_proposed(plan: StepPlan) -> int | None:
-    """Drafts that a decode verifies in each row; None: as many as the engine's own shape has."""
+    """Return the drafts that a decode verifies per row; None: those of the engine's own shape."""
     return None if plan.shape is None else plan.shape.num_draft_tokens - 1
 
 
 def text_failure(request: Request, error: Exception) -> str:
-    """What a request is told whose text raised; the log has why and where."""
+    """Log an error of a request's text and return the message for the request."""
     LOGGER.error("request %s was ended", request.request_id, exc_info=error)
     return f"its text could not be made ({type(error).__name__})"

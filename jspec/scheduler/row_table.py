@@ -1,12 +1,11 @@
-"""The numbers of all rows that hold a slot, as columns: what changes with every step.
+"""Per-row numbers that change with every step, as columns indexed by slot (slot 0 is the dummy).
 
 A step of many rows is planned and committed by a few operations on whole columns; Python touches
-only the rows that end, grow, or have a stop string. A column is indexed by slot; slot 0 is the
-dummy. It holds numbers only and decides nothing but sums and comparisons; `Tenancy` reads one row
-of it by name.
+only the rows that end, grow, or have a stop string. The table makes no decisions beyond sums and
+comparisons; `Tenancy` reads one row of it by name.
 
-Of a row: `fill` tokens were given to it at admission, `emitted` came since. The root's KV is not
-written, so L, as far as it was read, is fill + emitted - 1, and `fill` while nothing was read.
+A row was admitted with `fill` tokens and has `emitted` tokens since. The root's KV is not written,
+so L, as far as read, is fill + emitted - 1, and `fill` while nothing was read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits
 
-# A row with more stop ids is compared by itself at each step; chat models have up to five.
+# Rows with more stop ids are processed individually; chat models have up to five.
 MAX_STOP_IDS = 8
 NO_ID = -1
 
@@ -27,36 +26,26 @@ Bools = np.ndarray  # bool[...]
 
 @dataclass(slots=True, kw_only=True)
 class RowTable:
-    """Columns of one engine; `seat` begins a row, and nothing has to be done when it ends.
+    """The columns of one engine. `seat` initializes a row; a row that ends needs no cleanup."""
 
-    left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
-    steps, rounds: in flight. ahead: tokens that those rounds can emit. pending: tokens that plain
-    rounds have not given to its drafter, including those in flight.
-    decodes: its final chunk is dispatched and it has not ended.
-    ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
-    is_watched: and these must be shown to its StopWatch.
-    drafts: drafts may be accepted. stop_ids: those ids, NO_ID after them. out_ids: emitted ids;
-    past `emitted` anything. unread: steps, rounds and ahead side by side, which are its columns.
-    """
-
-    left: Ints
-    last: Ints
-    fill: Ints
-    emitted: Ints
-    pages: Ints
-    unread: Ints  # [slots, 3]
-    pending: Ints
-    decodes: Bools
-    ended: Bools
-    is_plain: Bools
-    is_watched: Bools
-    drafts: Bools
-    stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
-    out_ids: np.ndarray  # i32[slots, context_length + M]
-    steps: Ints = field(init=False)
-    rounds: Ints = field(init=False)
-    ahead: Ints = field(init=False)
-    most_stop_ids: int = field(default=0, init=False)  # that a row has had
+    left: Ints  # tokens still to emit
+    last: Ints  # largest useful L (`budget.last_committed`)
+    fill: Ints  # tokens at admission
+    emitted: Ints  # tokens since
+    pages: Ints  # number of page ids
+    unread: Ints  # [slots, 3]: the columns steps, rounds and ahead
+    pending: Ints  # tokens of plain rounds not yet given to the drafter, those in flight included
+    decodes: Bools  # the final chunk is dispatched and the row has not ended
+    ended: Bools  # the tenancy is over, though steps in flight may name it
+    is_plain: Bools  # its ids alone determine where it ends
+    is_watched: Bools  # is_plain, and its ids must be pushed to its StopWatch
+    drafts: Bools  # drafts may be accepted
+    stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS], padded with NO_ID
+    out_ids: np.ndarray  # i32[slots, context_length + M], undefined from `emitted` on
+    steps: Ints = field(init=False)  # in flight
+    rounds: Ints = field(init=False)  # in flight
+    ahead: Ints = field(init=False)  # most tokens that those rounds can emit
+    most_stop_ids: int = field(default=0, init=False)  # of any row so far
 
     def __post_init__(self) -> None:
         self.steps, self.rounds, self.ahead = self.unread.T  # views
@@ -64,7 +53,7 @@ class RowTable:
     @classmethod
     def empty(cls, limits: ServeLimits) -> RowTable:
         rows = limits.num_slots + 1
-        # Of memory only what rows have come to is ever touched.
+        # np.empty: memory is committed only as far as rows write.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
         counts = ("left", "last", "fill", "emitted", "pages", "pending")
         flags = ("decodes", "ended", "is_plain", "is_watched", "drafts")
@@ -88,9 +77,12 @@ class RowTable:
         is_watched: bool = False,
         drafts: bool = True,
     ) -> None:
-        """Begins a row that nothing in flight names. is_cut: more than its ids is to be looked at:
-        its text may end it, it has log-probabilities, or its grammar is to go on; so it is where
-        its steps count as plain ones (not drafts)."""
+        """Initialize a row that no step in flight names.
+
+        is_cut: inspect more than the row's ids after each round: its text may end it, it returns
+        log-probabilities, or a grammar must advance. Rows without drafts are also cut, since their
+        steps count as plain ones.
+        """
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.pending[slot] = 0
@@ -106,13 +98,16 @@ class RowTable:
     # Planning.
 
     def may_decode(self, slots: Ints) -> Bools:
-        """`policy.may_decode` of each row: rounds in flight, and a root that is not read yet,
-        emit at least one token each, and must leave one."""
+        """Return `policy.may_decode` of each row.
+
+        Rounds in flight, and a root not yet read, emit at least one token each, and one more must
+        remain.
+        """
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
 
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
-        """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""
+        """Return `budget.pages_for_decode` of each row minus the pages that it has, at least 0."""
         spec = limits.spec
         start = self.committed(slots) + self.ahead[slots]
         if limits.num_rounds > 1:
@@ -122,26 +117,25 @@ class RowTable:
         return np.maximum(needed - self.pages[slots], 0)
 
     def committed(self, slots: Ints) -> Ints:
-        """L as far as it was read."""
+        """Return L as far as the host has read."""
         return self.fill[slots] + np.maximum(self.emitted[slots] - 1, 0)
 
     # In flight.
 
     def dispatched(self, slots: Ints, *, rounds: int, tokens: int) -> None:
-        """A step of these rows; of a decode, its rounds, and the tokens that they can emit."""
+        """Count a dispatched step; its rounds can emit up to `tokens` tokens."""
         self.unread[slots] += (1, rounds, tokens)
 
     def collected(self, slots: Ints, *, rounds: int, tokens: int) -> None:
-        """That step."""
         self.unread[slots] -= (1, rounds, tokens)
 
     # Committing.
 
     def goes_on(self, slots: Ints, counts: Ints, ids: np.ndarray) -> Bools:
-        """Which rows surely take all of counts[i] ids of ids[i, M] and do not end by them.
+        """Return the rows that surely take all counts[i] ids of ids[i, M] and do not end by them.
 
-        Of the others some do the same: a stop id may be past the count, or among the first
-        min_new_tokens tokens.
+        Other rows may go on too: a stop id may be past the count, or among the first min_new_tokens
+        tokens.
         """
         found = self.is_plain[slots] & (counts < self.left[slots])
         for stop_ids in self.stop_ids.T[: self.most_stop_ids]:
@@ -149,20 +143,18 @@ class RowTable:
         return found
 
     def extend(self, slots: Ints, counts: Ints, ids: np.ndarray) -> None:
-        """Appends counts[i] ids of ids[i, M] to each row."""
         columns = self.emitted[slots][:, None] + np.arange(ids.shape[1])
         self.out_ids[slots[:, None], columns] = ids
         self.emitted[slots] += counts
         self.left[slots] -= counts
 
     def append(self, slot: int, ids: tuple[int, ...]) -> None:
-        """Appends ids to one row."""
         begin = int(self.emitted[slot])
         self.out_ids[slot, begin : begin + len(ids)] = ids
         self.emitted[slot] += len(ids)
         self.left[slot] -= len(ids)
 
     def output(self, slot: int, *, begin: int = 0) -> list[int]:
-        """What a row has emitted, from its token `begin` on."""
+        """Return the ids that a row has emitted, from output index `begin` on."""
         found: list[int] = self.out_ids[slot, begin : self.emitted[slot]].tolist()
         return found

@@ -1,11 +1,11 @@
 """The scheduler: turns submitted requests into step plans, and step results into chunks.
 
-It is the single owner of sequences, slots and pages. It plans with upper bounds, because the
-device runs ahead of what the host has read. It knows no device, no clock and no asyncio, and it
-does not care when its plans run, only that they run in order and that results come in order.
+It alone owns sequences, slots and pages. It plans with upper bounds, because the device runs ahead
+of what the host has read. It knows no device, clock or asyncio, and needs only that plans run, and
+results come back, in order.
 
-Finish, abort and retraction are one rule: the tenancy ends at once, its (slot, epoch) is stale
-from then on, and results for it are dropped; slot and pages return when the last dispatched step
+Finish, abort and retraction follow one rule: the tenancy ends at once, its (slot, epoch) becomes
+stale and results for it are dropped; slot and pages are released when the last dispatched step
 that names them has been collected.
 """
 
@@ -39,8 +39,11 @@ ABORTED = "aborted by request"
 
 
 class Scheduler:
-    """Plans steps within `limits`; `make_stream` gives each request its text, `shapes` each decode
-    its shape (None: always the engine's own)."""
+    """Plans steps within `limits`.
+
+    make_stream: makes the text stream of a request.
+    shapes: chooses the draft shape of each decode; None: always the engine's own.
+    """
 
     def __init__(
         self,
@@ -60,8 +63,8 @@ class Scheduler:
         self._in_flight: deque[Flight] = deque()
         self._num_steps = 0
         self._totals = Totals(tally=Tally(limits.spec))
-        self._pieces: list[Piece] = []  # of the result that is being read
-        self._num_lost = 0  # steps in flight whose results are not to be read
+        self._pieces: list[Piece] = []  # of the result being read
+        self._num_lost = 0  # steps in flight whose results will be dropped
         self._is_stuck = False
         seats = Seats(limits, self._totals, self._prefilling, epochs=self._epochs)
         self._decodes = DecodePlanner(limits, seats, retract=self._retract, shapes=self._shapes)
@@ -81,12 +84,11 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def stats(self) -> SchedulerStats:
-        """Exact between turns; another thread may read it at any time, and see half of one."""
+        """Exact between turns. Another thread may read it, possibly in the middle of a turn."""
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=self.num_queued,
@@ -103,10 +105,10 @@ class Scheduler:
             **self._totals.by_name(),
         )
 
-    # Requests in, and out before their time.
+    # Submission and early end of requests.
 
     def submit(self, request: Request) -> None:
-        """Queues a request. max_new_tokens is bounded (budget.clip_max_new_tokens).
+        """Queue a request, with max_new_tokens clipped (budget.clip_max_new_tokens).
 
         Raises:
             RequestError: its id is in use, or it can never run (budget).
@@ -130,14 +132,14 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
-        """As `end`, with the text made here and now."""
+        """Abort a request; like `end`, but make its text here."""
         piece = self.end(request_id)
         return None if piece is None else piece.chunk()
 
     def end(self, request_id: str, *, why: str = ABORTED, is_slow: bool = False) -> Piece | None:
-        """Aborts a request now; its last piece has the text held back. None if it is not there.
+        """Abort a request now and return its last piece, with any withheld text; None if unknown.
 
-        is_slow: because nobody reads its chunks.
+        is_slow: its reader left too many chunks unread.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -149,11 +151,11 @@ class Scheduler:
         self._totals.num_slow_readers += is_slow
         try:
             return sequence.abort(why)
-        except Exception as error:  # a text may raise anything, and this request alone ends of it
+        except Exception as error:  # a text may raise anything; only this request ends
             return sequence.broken(f"{why}; {text_failure(sequence.request, error)}")
 
     def expire(self, request_ids: Ordered[str]) -> bool:
-        """Ends requests that are all there, if none of them ever ran; whether it did."""
+        """End these known requests if none of them ever ran; return whether they were ended."""
         waiting = [self._sequences[name] for name in request_ids]
         if any(each.tenancy is not None or each.num_retractions for each in waiting):
             return False
@@ -162,10 +164,7 @@ class Scheduler:
         return True
 
     def fail(self) -> None:
-        """The runner failed: the steps in flight are lost, and no row will find what they wrote.
-
-        Rows go back to the queue with what was read of them.
-        """
+        """Drop the steps in flight and the pages that they wrote, and requeue all rows."""
         try:
             if self._in_flight:
                 self._pages.withdraw(self._in_flight[0].plan.step)
@@ -176,16 +175,16 @@ class Scheduler:
                     self._seats.release(tenancy, step=self._num_steps)
             for sequence in reversed(tuple(self._running.values())):
                 self._retract(sequence, keeps_pages=False)
-        except Exception:  # whoever calls it has no use for the former books
+        except Exception:  # the bookkeeping is inconsistent and no longer needed: reset it
             LOGGER.exception("internal error; no request ends")
             self._totals.num_faults += 1
             self._in_flight.clear()
             self._start_again()
 
     def lose(self, *, most: int) -> list[str]:
-        """The runner failed and is begun anew: as `fail`, and nothing that was cached is found.
+        """Handle a runner restart: `fail`, and empty the prefix cache.
 
-        Returns the requests that were in the steps in flight, now and before, `most` times.
+        Returns the requests that have now been in lost steps `most` times.
         """
         lost = {
             tenancy.sequence.request.request_id: tenancy.sequence
@@ -204,14 +203,14 @@ class Scheduler:
     # The prefix cache.
 
     def flush_cache(self) -> bool:
-        """Empties it. False, and nothing happens, while there are requests."""
+        """Empty the prefix cache; return False, without effect, while there are requests."""
         if self._sequences:
             return False
         self._pages.flush()
         return True
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Rows find, add and keep nothing of other weights from now on. renames: only a name."""
+        """Use only cached pages of these weights from now on. renames: same weights, new name."""
         self._pages.set_weight_version(version, renames=renames)
         for sequence in () if renames else self._waiting:
             sequence.forget_prompt()
@@ -219,10 +218,10 @@ class Scheduler:
     # Plans out.
 
     def plan(self) -> StepPlan | None:
-        """The next step, to be dispatched at once: its rows count as in flight from here on.
+        """Return the next step, to be dispatched at once: it counts as in flight from here on.
 
-        None when nothing can be dispatched before a result is committed (overlap_depth steps are
-        already unread, or every row waits for one) or a request is submitted.
+        None if nothing can be dispatched before a result is committed (overlap_depth steps are
+        unread, or every row waits for one) or a request is submitted.
         """
         if len(self._in_flight) > self._limits.overlap_depth or self._num_lost:
             return None
@@ -248,7 +247,7 @@ class Scheduler:
         return None
 
     def _mark_in_flight(self, flight: Flight) -> None:
-        """What fails here is dispatched to no device: the step counts once all is done."""
+        """Update the state for a dispatched step, which counts only once all updates succeed."""
         plan, slots, table = flight.plan, flight.slots, self._table
         self._prefilling.count(plan)
         for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
@@ -269,14 +268,14 @@ class Scheduler:
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """As `read`, with the text made here and now."""
+        """Like `read`, but make the text here."""
         return tuple([piece.chunk() for piece in self.read(plan, result)])
 
     def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
-        """Applies the oldest step in flight; returns a piece for each row and round that emitted.
+        """Apply the oldest step in flight; return a piece for each row and round that emitted.
 
-        The rounds after a row's end are dropped: pieces and counters are those of single rounds.
-        Raises ResultError for a result out of order or of the wrong shape, which changes nothing.
+        Rounds after a row's end are dropped; pieces and counters are per round. Raises ResultError,
+        without any change, for a result out of order or of the wrong shape.
         """
         if self._num_lost:
             self._num_lost -= 1
@@ -308,14 +307,13 @@ class Scheduler:
                 blame(error, tenancy.sequence)
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """How long the device took for a step that is about to be read."""
+        """Record the device time of a step that is about to be read."""
         self._shapes.timed(plan, seconds)
         self._prefilling.timed(plan, seconds)
 
     # Ends.
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
-        """Back to the front of the queue, output kept; prompt and output will be filled again."""
         self._seats.end(sequence, step=self._num_steps, keeps_pages=keeps_pages)
         self._wait_again(sequence)
         self._waiting.push_back(sequence)
@@ -330,21 +328,24 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request.request_id]
 
-    # An invariant that does not hold.
+    # Recovery from broken invariants.
 
     def contain(self, error: Exception, *, most: int) -> tuple[list[Piece], list[str]]:
-        """Goes on after an error of `plan`, `read` or `end`: books of slots and pages, which cannot
-        be trusted any more, are made anew, and what ran is filled again from what was read of it.
-        The steps in flight are lost: `read` drops their results, and `plan` waits for them.
+        """Recover from an error of `plan`, `read` or `end`.
 
-        Returns the pieces that were read before it, and the requests that are to end: the one that
-        the error names, at once, unless pages were lost and it may have only missed them; else
-        those that ran, or would have run next, `most` times. Raises `error` where that led nowhere
-        before: no request was to blame, and no piece has come since.
+        Slots and pages can no longer be trusted: they are all reset, and what ran is prefilled
+        again with its output so far. The steps in flight are lost: `read` drops their results, and
+        `plan` waits for them.
+
+        Returns the pieces read before the error, and the requests to end. A request named by the
+            error ends at once, unless pages leaked and it may only be a victim of that. Otherwise
+            those that ran, or would have run next, end once they were suspected `most` times.
+            Raises `error` if recovery makes no
+        progress: there were no suspects twice, with no piece in between.
         """
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
-            if piece.finish is not None:  # it has ended for its reader
+            if piece.finish is not None:  # its reader sees it as finished
                 self._sequences.pop(piece.history.request_id, None)
         suspects, is_sure = self._suspects(error)
         leads_on = bool(suspects or pieces)
@@ -362,7 +363,7 @@ class Scheduler:
         ]
 
     def _suspects(self, error: Exception) -> tuple[list[Sequence], bool]:
-        """Who may be to blame for an error, and whether it is sure."""
+        """Return the sequences that may have caused an error, and whether this is certain."""
         if isinstance(error, SequenceError):
             sequence = self._sequences.get(error.request_id)
             return ([] if sequence is None else [sequence]), not self._seats.is_leaking
@@ -370,7 +371,7 @@ class Scheduler:
         return [each for each in alive if each.tenancy is not None] or alive[:1], False
 
     def _start_again(self) -> None:
-        """Nobody has a slot or a page. Who had comes before who waited."""
+        """Reset all slots and pages and requeue everything, running sequences first."""
         waiting, self._waiting = self._waiting, WaitingQueue(self._limits)
         queued = [each for each in waiting if each.tenancy is None]
         for sequence in queued:

@@ -1,8 +1,8 @@
-"""Which sequences hold a slot, and the pages of each: admission, end, and release.
+"""Slots, and which sequences have them: admission, end, and release.
 
-A tenancy ends at once; its slot and pages return when the last dispatched step that names it has
-been collected. All books of slots and pages are here, so that they can be replaced as a whole when
-they are found to be wrong (`Scheduler.contain`).
+A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
+has been collected. All bookkeeping of slots and pages is here, so that it can be replaced as a
+whole if it proves wrong (`Scheduler.contain`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from jspec.scheduler.stats import Totals
 
 
 class Seats:
-    """Owned by the scheduler. epochs: by slot, the last one that was given to it.
+    """The slots of one engine.
 
-    running: sequences that hold a slot, in order of arrival. tenancies: whatever still holds one.
-    num_changes: counts sequences that begin or cease to run.
+    epochs: by slot, the last epoch assigned.
+    running: sequences with a slot, in order of arrival.
+    tenancies: all tenancies that still occupy a slot, ended ones included.
+    num_changes: counts sequences that start or stop running.
     """
 
     def __init__(
@@ -53,20 +55,20 @@ class Seats:
 
     @property
     def num_leaked(self) -> int:
-        """Lent pages, of whatever space, that neither a row nor the cache holds; 0 always."""
+        """Lent pages, in any space, that neither a row nor the cache accounts for; always 0."""
         tenancies = tuple(self.tenancies.values())
         return self.pages.num_leaked(tenancies) + self.windows.num_leaked
 
     @property
     def is_leaking(self) -> bool:
-        """Whether pages were lost, or cannot even be counted."""
+        """True if pages are leaked or cannot be counted."""
         try:
             return self.num_leaked != 0
         except Exception:
             return True
 
     def hit_of(self, newcomer: Sequence) -> Hit | None:
-        """What the head of the queue finds cached if it may be admitted now, else None."""
+        """Return the cached prefix of the head of the queue if it may be admitted, else None."""
         running = tuple(self.running.values())
         hit = self.pages.find(newcomer)
         num_free = self.pages.num_free + hit.num_in_use
@@ -76,7 +78,7 @@ class Seats:
         return None if self.pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
 
     def admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
-        """Gives it the lowest free slot, and the pages of its fill and of its first decode."""
+        """Assign the lowest free slot and the pages of the fill and the first decode."""
         slot = heapq.heappop(self.free_slots)
         self._epochs[slot] += 1
         num_pages = budget.pages_for_admission(
@@ -94,7 +96,7 @@ class Seats:
         return tenancy
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """Ends its tenancy, if it has one. step: the last one dispatched."""
+        """End the tenancy of a sequence, if any. step: the last one dispatched."""
         if sequence.tenancy is None:
             return
         with blaming(sequence):
@@ -110,7 +112,7 @@ class Seats:
             self.release(tenancy, step=step)
 
     def release(self, tenancy: Tenancy, *, step: int) -> None:
-        """Takes back slot and pages of a row that ended and that no step in flight names."""
+        """Release slot and pages of an ended row that no step in flight names."""
         with blaming(tenancy.sequence):
             del self.tenancies[tenancy.row]
             self.pages.release(tenancy, step=step)

@@ -1,11 +1,11 @@
-"""One request on its way through the engine: what the scheduler remembers about it.
+"""The scheduler's state of one request.
 
 A Sequence lives from submit to its last chunk. A Tenancy is one stay of it in a slot: retraction
 ends a tenancy, not the sequence. Both are mutable and owned by the scheduler alone. Nothing here
 knows the queue, the pool, or the device.
 
-The cut also lives here: the one place where a round's ids are shortened, from which text, ids and
-counters all derive.
+`Sequence.absorb` is the only place where a round's ids are cut; text, ids and counters all derive
+from that cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.scheduler.row_table import RowTable
 
 
 class SequenceState(enum.Enum):
-    """RUNNING begins when the final prefill chunk is dispatched: the device then has the root."""
+    """RUNNING starts when the final prefill chunk is dispatched: the device then has the root."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -42,29 +42,22 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Tenancy:
-    """A sequence's stay in a slot, named (slot, epoch) in plans.
-
-    table: the columns of the row's numbers. fill_ids: prompt and what had been emitted at
-    admission. page_ids: in order of position, first those of the prefix cache. num_filled: fill
-    tokens dispatched, or cached. cached_len: those that were cached at admission. namespace,
-    last_cached: where in the cache the row is, and the last page that it holds there (None: it
-    keeps nothing). num_cached: how many of page_ids are in the cache.
-    """
+    """A sequence's stay in a slot, identified as (slot, epoch) in plans."""
 
     row: RowRef
     sequence: Sequence
     table: RowTable
-    fill_ids: tuple[int, ...]
-    page_ids: list[int]
-    num_filled: int = 0
-    cached_len: int = 0
-    namespace: Hashable = None
-    last_cached: CachedPage | None = None
-    num_cached: int = 0
+    fill_ids: tuple[int, ...]  # prompt, and output up to the admission
+    page_ids: list[int]  # in order of position, first those of the prefix cache
+    num_filled: int = 0  # fill tokens dispatched or cached
+    cached_len: int = 0  # fill tokens cached at admission
+    namespace: Hashable = None  # of the prefix cache
+    last_cached: CachedPage | None = None  # last page it has there; None: it caches nothing
+    num_cached: int = 0  # how many of page_ids are in the cache
 
     @classmethod
     def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
-        """Without pages yet; the row's numbers are written to `table`."""
+        """Make a tenancy without pages and initialize its row of `table`."""
         fill_ids, request = sequence.fill_ids, sequence.request
         table.seat(
             row.slot,
@@ -83,22 +76,21 @@ class Tenancy:
 
     @property
     def steps_in_flight(self) -> int:
-        """Dispatched, uncollected steps that name the row, whose slot and pages they keep taken."""
+        """Dispatched, uncollected steps that name the row and keep its slot and pages taken."""
         return int(self.table.steps[self.row.slot])
 
     @property
     def rounds_in_flight(self) -> int:
-        """Rounds of the decodes among them."""
         return int(self.table.rounds[self.row.slot])
 
     @property
     def tokens_in_flight(self) -> int:
-        """Most tokens that those rounds can emit."""
+        """Most tokens that the rounds in flight can emit."""
         return int(self.table.ahead[self.row.slot])
 
     @property
     def drafted_len(self) -> int:
-        """Of known_len, the tokens that the drafter has been told of as well."""
+        """Tokens of known_len that the drafter was also given."""
         told = self.known_len - int(self.table.pending[self.row.slot])
         return max(told, min(self.known_len, len(self.fill_ids)))
 
@@ -108,22 +100,21 @@ class Tenancy:
 
     @property
     def num_emitted(self) -> int:
-        """Ids that came in this tenancy."""
         return int(self.table.emitted[self.row.slot])
 
     @property
     def is_prefill_read(self) -> bool:
-        """The final chunk emits the first id of a tenancy."""
+        """True once the final chunk was read, which emits the first id of a tenancy."""
         return self.num_emitted > 0
 
     def ids_from(self, begin: int) -> tuple[int, ...]:
-        """Fill and what came since, from token `begin` on."""
+        """Return prompt and output from token `begin` on."""
         begin_out = max(begin - len(self.fill_ids), 0)
         return (*self.fill_ids[begin:], *self.table.output(self.row.slot, begin=begin_out))
 
     @property
     def admission(self) -> Admission:
-        """The message that writes this row to the device; it rides with the first chunk."""
+        """The message that writes this row to the device, sent with the first chunk."""
         return Admission(
             row=self.row,
             request=self.sequence.request,
@@ -141,8 +132,8 @@ class Tenancy:
     def committed_len(self) -> int:
         """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L.
 
-        The fill's length while its prefill is unread (the device will have written all of it),
-        then one less than the tokens known, since the root's KV is not written.
+        The fill's length while its prefill is unread (the device will have written all of it), then
+        one less than the known tokens, since the root's KV is not written.
         """
         if not self.is_prefill_read:
             return len(self.fill_ids)
@@ -150,49 +141,40 @@ class Tenancy:
 
     @property
     def known_len(self) -> int:
-        """What L is at least, whichever dispatched steps have run: no later step of the row has a
-        query before it. During a prefill this is what was dispatched, which is exact.
+        """A lower bound of L, whichever dispatched steps have run: no later query is before it.
+
+        During a prefill it is the dispatched length, which is exact.
         """
         return self.committed_len if self.is_prefill_read else self.num_filled
 
     @property
     def emitting_in_flight(self) -> int:
-        """What is unread and emits at least one token each: rounds and the final chunk."""
+        """Unread rounds and final chunk, each of which emits at least one token."""
         awaits_root = self.is_prefill_dispatched and not self.is_prefill_read
         return self.rounds_in_flight + awaits_root
 
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """One request: its output so far and, while it has a slot, its tenancy.
-
-    arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
-    to what the engine can hold. text_stream: what may end it by its text, None where nothing can.
-    watch: the same if that needs no text, else None: its reader makes the text where there is a
-    watch, or no text_stream. history: its reader's. former_ids: emitted before the present
-    tenancy. features: what its steps must have, asked for at every plan.
-    num_losses: times that it ran when the runner failed, or an invariant.
-    cached_tokens: of the prompt, found in the prefix cache when the weights that answer first
-    admitted it; None before.
-    weight_version: of the weights when it was last admitted. constraint: where its grammar stands
-    after the output so far, or who watches its trees; None without either.
-    """
+    """One request: its output so far and, while it has a slot, its tenancy."""
 
     request: Request
-    arrival: int
-    max_new_tokens: int
+    arrival: int  # order of submission, kept through retraction
+    max_new_tokens: int  # the request's, clipped to what the engine can store
+    # Finds stop strings, if there are any; the reader makes the text if it is None or a watch.
     text_stream: TextStream | StopWatch | None
-    history: TokenHistory
-    watch: StopWatch | None = None
+    history: TokenHistory  # the reader's side
+    watch: StopWatch | None = None  # text_stream, if it needs no text to find stop strings
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
-    former_ids: list[int] = field(default_factory=list)
+    former_ids: list[int] = field(default_factory=list)  # emitted before this tenancy
     num_retractions: int = 0
-    num_losses: int = 0
+    num_losses: int = 0  # times that it was lost with the runner, or suspected of an error
+    # Prompt tokens found in the prefix cache at the first admission with the answering weights.
     cached_tokens: int | None = None
-    weight_version: str = DEFAULT_VERSION
-    features: StepOptions = field(init=False)
-    constraint: Constraint | None = field(init=False)
+    weight_version: str = DEFAULT_VERSION  # at the last admission
+    features: StepOptions = field(init=False)  # that its steps must have
+    constraint: Constraint | None = field(init=False)  # grammar state, tree watcher, or both
     logprobs: SequenceLogprobs = field(init=False)
     hidden: SequenceHidden = field(init=False)
 
@@ -212,10 +194,10 @@ class Sequence:
         stream: TextStream,
         spec: SpeculativeConfig,
     ) -> Sequence:
-        """A new one. Its text is made by its reader, unless it is needed to find a stop string."""
+        """Make a sequence. The reader makes its text unless stop strings must be found."""
         params = request.sampling
         cuts = bool(params.stop or params.stop_regex)
-        # The reader is not told which ids are too early to stop at.
+        # The reader does not know which ids are too early to stop at.
         watch = stream.watch() if cuts and not params.min_new_tokens else None
         return cls(
             request=request,
@@ -228,12 +210,11 @@ class Sequence:
 
     @property
     def origin(self) -> Origin:
-        """Of what comes of its tenancy."""
         return Origin(self.num_retractions, self.cached_tokens or 0, self.weight_version)
 
     @property
     def held_tenancy(self) -> Tenancy:
-        """The tenancy of a sequence that must have one."""
+        """The tenancy. Raises InvariantError without one."""
         if self.tenancy is None:
             raise InvariantError(
                 f"request {self.request.request_id!r} is {self.state.value} and has no slot; "
@@ -247,19 +228,17 @@ class Sequence:
 
     @property
     def num_emitted(self) -> int:
-        """Output tokens so far."""
         return len(self.former_ids) + (0 if self.tenancy is None else self.tenancy.num_emitted)
 
     @property
     def emitted_ids(self) -> list[int]:
-        """The output so far; a copy."""
+        """A copy of the output so far."""
         if self.tenancy is None:
             return list(self.former_ids)
         return self.former_ids + self.tenancy.table.output(self.tenancy.row.slot)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
         return self.prompt_len + self.num_emitted
 
     @property
@@ -268,42 +247,42 @@ class Sequence:
 
     @property
     def fill_ids(self) -> tuple[int, ...]:
-        """What a prefill has to run: the prompt and, after a retraction, the output too."""
+        """The tokens to prefill: the prompt and, after a retraction, the output."""
         if not self.num_emitted:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
 
     def leave(self) -> Tenancy:
-        """Gives up its tenancy, and keeps what came in it."""
         tenancy, self.former_ids = self.held_tenancy, self.emitted_ids
         self.tenancy = None
         return tenancy
 
     def forget_prompt(self) -> None:
-        """Drop what former weights computed of the prompt, unless it went out with a token."""
+        """Drop what former weights computed for the prompt, unless a token was already emitted."""
         if not self.num_emitted:
             self.logprobs = SequenceLogprobs(self.request)
             self.hidden, self.cached_tokens = SequenceHidden(self.request), None
 
     @property
     def sharable_ids(self) -> tuple[int, ...]:
-        """The part of the fill that may come out of the prefix cache, all but its last token.
+        """The part of the fill that may come from the prefix cache, plus one token.
 
-        A prompt token of which a log-probability is asked for is preceded by one that is run, and
-        one whose hidden state is asked for is run.
+        Where prompt log-probabilities or hidden states are requested, the tokens that produce them
+            must be
+        computed: for a log-probability that is the token before.
         """
         firsts = self.logprobs.computed_from, self.hidden.computed_from
         asked = [first for first in firsts if first is not None]
         return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
-        """Cuts one round's ids once and appends what is left to the output.
+        """Cut one round's ids and append the rest to the output.
 
-        Order of the rules: a stop string, then a stop token or EOS, then the length. A stop token
-        on the last token allowed is a stop. A stop token is kept as an id and has no text (but for
-        Request.shows), unless the text before it, flushed, ends in a stop string. Neither a stop
-        token nor a stop string counts among the first min_new_tokens tokens, but for the EOS of a
-        grammar, which is there only where nothing else may follow.
+        Order of the rules: stop string, then stop token or EOS, then length. A stop token on the
+        last allowed token counts as a stop. A stop token is kept as an id without text (except for
+        Request.shows), unless the text before it, flushed, ends in a stop string. Neither kind of
+        stop applies to the first min_new_tokens tokens, except the EOS of a grammar, which is
+        allowed only where nothing else can follow.
         """
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
@@ -315,7 +294,7 @@ class Sequence:
         text, matched = None, None
         if self.text_stream is not None:
             pushed = self._push(self.text_stream, kept[:num_shown], num_barred=low - num_out)
-            # After a stop string nothing may follow; otherwise what was held back is now final.
+            # Nothing may follow a stop string; otherwise withheld text is now final.
             held_back = is_last and pushed.matched is None
             text = pushed.text + (self.text_stream.flush() if held_back else "")
             matched = self.text_stream.matched
@@ -349,7 +328,7 @@ class Sequence:
 
     @staticmethod
     def _push(stream: TextStream | StopWatch, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
-        """Pushes ids into the text; the first num_barred of them cannot complete a stop string."""
+        """Push ids into the text; the first num_barred of them cannot complete a stop string."""
         split = max(num_barred, 0)
         num_ids, text = 0, ""
         for part, allow_stop in ((ids[:split], False), (ids[split:], True)):
@@ -369,8 +348,11 @@ class Sequence:
         num_proposed: int | None = None,
         ids: tuple[int, ...] = (),
     ) -> Piece:
-        """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
-        verification, if it was one. ids: the round's, before the cut."""
+        """Make the reader's piece of `cut`.
+
+        num_emitted, num_proposed: ids and drafts of the verification, if there was one.
+        ids: those of the round, before the cut.
+        """
         return Piece(
             self.history,
             cut.ids,
@@ -387,13 +369,13 @@ class Sequence:
         )
 
     def abort(self, why: str) -> Piece:
-        """The last piece of a sequence that ends before its time: what was held back."""
+        """Return the last piece of a sequence that is aborted, with any withheld text."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         stream = self.text_stream if self.watch is None else None
         text = None if stream is None else stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
     def broken(self, why: str) -> Piece:
-        """The last piece of a sequence whose text raised; nothing more is asked of its text."""
+        """Return the last piece of a sequence whose text stream raised and is not called again."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         return self.piece(Cut(ids=(), text="", num_shown=0, finish=finish))

@@ -1,4 +1,4 @@
-"""What the scheduler says about itself, for metrics and logs."""
+"""Scheduler statistics, for metrics and logs."""
 
 from __future__ import annotations
 
@@ -14,60 +14,49 @@ from jspec.scheduler.shapes.shape_choice import NO_SHAPES, ShapeTotals
 class SchedulerStats:
     """A snapshot for metrics. Totals are since the start and count committed ids only.
 
-    num_pages, num_free_pages: of the full space; num_free_window_pages: of each other one. Free is
-    also what is cached and held by no row. num_cached_pages, num_cached_window_pages: in the prefix
-    cache, held or not.
-    num_leaked_pages: lent pages, of whatever space, that no tenancy and no cache holds; 0 always,
-    idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
-    tokens found in the prefix cache. counters: sums over all sequences.
-    num_slow_readers: of num_aborted, those whose chunks nobody read.
-    num_shared_keys: read by other rows of the same decodes for those that begin alike, as planned.
-    num_restarts: times that the runner failed and was to be begun anew. num_faults: times that an
-    invariant did not hold and slots and pages were counted anew. shapes: if they are chosen.
-    num_steps: steps that were read, which is progress also while a long prompt emits nothing.
+    Page counts without `window` are of the full space, the others of each window space in order.
+    Free pages include cached pages that no row uses.
     """
 
     num_running: int
     num_queued: int
     num_pages: int
     num_free_pages: int
-    num_leaked_pages: int
+    num_leaked_pages: int  # of any space, lent but in no tenancy and no cache; always 0
     num_steps_in_flight: int
     num_requests: int
     num_finished: int
     num_aborted: int
     num_retractions: int
     num_prompt_tokens: int
-    num_emitted: int
-    counters: SpecCounters
+    num_emitted: int  # all output tokens, prefill's included
+    counters: SpecCounters  # sums over all sequences
     num_free_window_pages: tuple[int, ...] = ()
-    num_cached_window_pages: tuple[int, ...] = ()
-    num_steps: int = 0
-    num_cached_pages: int = 0
-    num_cached_tokens: int = 0
-    num_slow_readers: int = 0
-    num_restarts: int = 0
-    num_faults: int = 0
-    num_shared_keys: int = 0
-    shapes: ShapeTotals = NO_SHAPES
+    num_cached_window_pages: tuple[int, ...] = ()  # in the prefix cache, in use or not
+    num_steps: int = 0  # steps read: they progress also while a long prompt emits nothing
+    num_cached_pages: int = 0  # in the prefix cache, in use or not
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_slow_readers: int = 0  # of num_aborted, those whose reader left too much unread
+    num_restarts: int = 0  # runner failures followed by a restart attempt
+    num_faults: int = 0  # broken invariants, after which slots and pages were reset
+    num_shared_keys: int = 0  # planned key reads saved by rows that share a prefix
+    shapes: ShapeTotals = NO_SHAPES  # if shapes are adaptive
 
     @property
     def num_used_pages(self) -> int:
-        """Of the full space, by sequences; what is only cached does not count."""
+        """Pages of the full space that sequences use; pages that are only cached do not count."""
         return self.num_pages - self.num_free_pages
 
     @property
     def token_usage(self) -> float:
-        """Share of the KV pool that sequences hold."""
         return self.num_used_pages / self.num_pages
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of all prompt tokens that were found in the prefix cache."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     def to_json(self) -> dict[str, Any]:
-        """What is live of SGLang's internal_states."""
+        """Return the live fields of SGLang's internal_states."""
         return {
             "avg_spec_accept_length": self.counters.acceptance_length,
             "num_running_reqs": self.num_running,
@@ -77,14 +66,13 @@ class SchedulerStats:
         }
 
     def _shape_now(self) -> dict[str, Any]:
-        """S of the moment, where it is chosen: SGLang's name for it is the argument's."""
         now = self.shapes.num_steps
         return {} if now is None else {"speculative_num_steps": now}
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What SchedulerStats adds up since the start; the scheduler's own, and it alone writes."""
+    """The totals of SchedulerStats; only the scheduler writes them."""
 
     tally: Tally
     num_requests: int = 0
@@ -99,6 +87,5 @@ class Totals:
     num_emitted: int = 0
 
     def by_name(self) -> dict[str, Any]:
-        """As SchedulerStats names them."""
         counts = {name: getattr(self, name) for name in self.__slots__ if name != "tally"}
         return {**counts, "counters": self.tally.counters}

@@ -1,8 +1,9 @@
-"""The queue: who is admitted next.
+"""The queue of waiting requests.
 
-First come, first served among requests of one rank; a higher rank goes first (`rank_of`). Nobody
-starves: whoever saw so many pass (PATIENCE for each slot, beyond those that were before it) is
-next, whatever its rank. A retracted sequence goes before all others of its rank.
+First come, first served among requests of one rank; a higher rank goes first (`rank_of`). To
+prevent starvation, a request goes next, whatever its rank, once PATIENCE per slot have overtaken
+it (not counting those that were already waiting when it came). A retracted sequence goes before all
+others of its rank.
 
 It knows no pages and no clock.
 """
@@ -19,7 +20,7 @@ PATIENCE = 4
 
 
 def rank_of(limits: ServeLimits, sequence: Sequence) -> int:
-    """A higher rank goes first; all have the same where priorities are off."""
+    """Return the rank: higher goes first; 0 for all if priorities are off."""
     priority = sequence.request.priority
     if limits.priority_order is PriorityOrder.OFF:
         return 0
@@ -27,12 +28,12 @@ def rank_of(limits: ServeLimits, sequence: Sequence) -> int:
 
 
 class WaitingQueue:
-    """Waiting sequences by rank. Iterated in the order in which they would go if no more came."""
+    """Waiting sequences by rank, iterated in admission order if no more came."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
         self._by_rank: dict[int, deque[Sequence]] = {}
-        self._latest: dict[int, int] = {}  # by arrival: how many may have gone before it goes
+        self._latest: dict[int, int] = {}  # by arrival: value of _num_gone at which it is overdue
         self._num_gone = 0
 
     def __len__(self) -> int:
@@ -43,19 +44,18 @@ class WaitingQueue:
             yield from self._by_rank[rank]
 
     def push(self, sequence: Sequence) -> None:
-        """At the end of its rank."""
         patience = PATIENCE * self._limits.num_slots
         self._latest[sequence.arrival] = self._num_gone + len(self) + patience
         self._of(sequence).append(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
-        """A retracted one, before all others of its rank."""
+        """Put a retracted sequence before all others of its rank."""
         self._latest[sequence.arrival] = self._num_gone + PATIENCE * self._limits.num_slots
         self._of(sequence).appendleft(sequence)
 
     @property
     def head(self) -> Sequence:
-        """Who is next. Raises ValueError if nobody waits."""
+        """The next sequence. Raises ValueError if the queue is empty."""
         firsts = [waiting[0] for waiting in self._by_rank.values()]
         if len(firsts) > 1:
             overdue = [each for each in firsts if self._latest[each.arrival] <= self._num_gone]
@@ -64,14 +64,14 @@ class WaitingQueue:
         return max(firsts, key=lambda each: rank_of(self._limits, each))
 
     def pop(self) -> Sequence:
-        """Takes the head, which is admitted now."""
+        """Remove and return the head, which is admitted now."""
         head = self.head
         self.remove(head)
         self._num_gone += 1
         return head
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out one that ends while it waits. Raises ValueError if it is not there."""
+        """Remove a sequence that ends while it waits. Raises ValueError if it is not queued."""
         rank = rank_of(self._limits, sequence)
         waiting = self._by_rank.get(rank, deque())
         waiting.remove(sequence)

@@ -1,4 +1,4 @@
-"""How far a batch is: one line that is rewritten on a terminal, a line every ten seconds else."""
+"""Progress of a batch: one rewritten line on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOG_SECONDS, SCREEN_SECONDS = 10.0, 0.2
 
 
 class Screen(Protocol):
-    """Where it is shown: standard error, or a test's buffer."""
+    """The output stream: standard error, or a test's buffer."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -22,9 +22,12 @@ class Screen(Protocol):
 
 
 class BatchProgress:
-    """Counts answers. total: lines of the file, or what `noun` says; before: of those, answered by
-    earlier runs, errors_before as errors. emitted_before: tokens of read_stats that are none of
-    theirs."""
+    """Counts answers.
+
+    total: number of all items (`noun`).
+    before: of those, answered by earlier runs, `errors_before` of them with errors.
+    emitted_before: tokens in read_stats that do not belong to this batch.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,6 @@ class BatchProgress:
         self.num_errors = errors_before
 
     def add(self, is_well: bool) -> None:
-        """One more answer."""
         self._now += 1
         self.num_errors += not is_well
         now = self._clock()
@@ -73,7 +75,6 @@ class BatchProgress:
         return ", ".join(parts)
 
     def close(self) -> None:
-        """Says the end of it, on a line of its own."""
         self._screen.write(f"{chr(13)}\x1b[K" if self._screen.isatty() else "")
         self._screen.write(f"{self.line()}\n")
         self._screen.flush()

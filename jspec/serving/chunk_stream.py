@@ -1,6 +1,6 @@
-"""A request as its one reader sees it: the chunks, and what happens when the reader goes away.
+"""The chunk stream of one request, for its reader.
 
-It knows the engine's loop only as something that can be told that a reader is gone.
+It knows the engine's loop only as the place to report that a reader is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class Abandons(Protocol):
-    """Ends the request of a reader that went away (jspec.serving.loop.EngineLoop)."""
+    """Aborts the request of a reader that is gone (jspec.serving.loop.EngineLoop)."""
 
     def abandon(self, request_id: str, queue: Mailbox) -> None: ...
 
@@ -31,12 +31,12 @@ class Abandons(Protocol):
 class ChunkStream(AsyncIterator[StreamChunk]):
     """The chunks of one request, up to and including the one with the finish reason.
 
-    Whoever goes away aborts the request: by aclose(), by cancelling the wait for a chunk, or by
-    dropping the last reference to the stream.
+    The request is aborted by aclose(), by cancelling the wait for a chunk, or by dropping the last
+    reference to the stream.
 
-    Raises EngineClosedError, after the chunks that were committed, if the engine ends first, and
+    Raises EngineClosedError, after the committed chunks, if the engine ends first;
     QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
-    if it ran whenever the runner failed, or if an internal error was in its state.
+    if it was running at repeated runner failures, or after an internal error in its state.
     """
 
     def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:
@@ -44,7 +44,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         self._request_id = request_id
         self._queue = queue
         self._is_done = False
-        # Holds the loop and the queue, never the stream itself, which could then not be dropped.
+        # References the loop and the queue, not the stream, which could then not be collected.
         self._on_drop = weakref.finalize(
             self, engine_loop.abandon_soon, asyncio.get_running_loop(), request_id, queue
         )
@@ -52,7 +52,6 @@ class ChunkStream(AsyncIterator[StreamChunk]):
 
     @property
     def is_done(self) -> bool:
-        """Whether its last chunk was read, or it was closed."""
         return self._is_done
 
     async def __anext__(self) -> StreamChunk:
@@ -66,7 +65,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return item
 
     async def receive(self) -> StreamChunk | None:
-        """The next chunk, on any event loop; None after the last. Cancelling it aborts nothing."""
+        """Return the next chunk, or None after the last. Cancelling aborts nothing."""
         if self._is_done:
             return None
         try:
@@ -81,7 +80,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return item
 
     def ready(self) -> list[StreamChunk]:
-        """Further chunks that need no waiting, for who reads more slowly than they come."""
+        """Return further chunks that are already available, for slow readers."""
         try:
             chunks = [] if self._is_done else self._queue.get_ready()
         except Exception as error:
@@ -91,13 +90,12 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return chunks
 
     async def aclose(self) -> None:
-        """Aborts the request unless it is finished. May be called twice."""
+        """Abort the request unless it is finished. May be called twice."""
         if not self._is_done:
             self._end()
             self._engine_loop.abandon(self._request_id, self._queue)
 
     def _broken(self, error: Exception) -> RequestFailedError:
-        """A chunk could not be made, which is this request's affair alone: it ends."""
         LOGGER.error("request %s was ended", self._request_id, exc_info=error)
         self._is_done = True
         self._on_drop()  # from whatever event loop this is

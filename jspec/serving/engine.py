@@ -1,7 +1,7 @@
-"""`jspec.Engine`: the composition root, for offline generation and for the server alike.
+"""`jspec.Engine`: the composition root, for offline generation and for the server.
 
-It loads a model pair, compiles, and joins tokenizer, scheduler, loop and runner; it decides
-nothing itself. Names are SGLang's: `generate(prompt=... | input_ids=..., sampling_params=...)`.
+It loads a model pair, compiles, and connects tokenizer, scheduler, loop and runner. Names are
+SGLang's: `generate(prompt=... | input_ids=..., sampling_params=...)`.
 
     engine = jspec.Engine()                       # the bundled pair, EAGLE-3, 3/1/4
     engine.generate("def fib(", {"max_new_tokens": 32, "temperature": 0})["text"]
@@ -56,15 +56,15 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class Engine(EngineCalls):
-    """One model pair, loaded and compiled, ready for requests.
+    """A model pair, loaded and compiled, ready for requests.
 
-    model: `model_path`, first or by this name; None: the bundled pair. Other keyword arguments are
-    those of `EngineArgs`, kept as `args`; `config` is what they came to.
-    The engine runs on an event loop in a thread of its own: any thread and any event loop, one
-    asyncio.run after the other, may use it.
+    model: `model_path`, as first argument or by this name; None: the bundled pair. Other keyword
+    arguments are those of `EngineArgs`, stored as `args`; `config` is the resolved configuration.
+    The engine runs on an event loop in its own thread, so any thread and any event loop, also one
+    asyncio.run after another, may use it.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
-    QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C while it starts is
+    QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C during startup raises
     KeyboardInterrupt.
     """
 
@@ -125,7 +125,6 @@ class Engine(EngineCalls):
         )
 
     def _start_runner(self, progress: Progress | None) -> PlanRunner:
-        """In this process, or in one of its own."""
         if self.args.engine_process:
             process = ProcessRunner.start(self.args, progress=progress)
             self.config = process.config
@@ -136,19 +135,19 @@ class Engine(EngineCalls):
         return runner
 
     def _on_process_end(self, why: str) -> None:
-        """On a thread that watches the process."""
+        """Report the end of the engine process; called on the thread that watches it."""
         self._loop_thread.start_thread()
         with suppress(EngineClosedError):  # we end, too
             self._loop_thread.run(self._loop_thread.ask(lambda: self._loop.runner_ended(why)))
 
     @functools.cached_property
     def profiler(self) -> Profiler | ProcessProfiler:
-        """Takes profiles of the process that has the devices."""
+        """Profiles the process that has the devices."""
         runner = self._runner
         return ProcessProfiler(runner) if isinstance(runner, ProcessRunner) else Profiler()
 
     def _shapes(self, runner: PlanRunner) -> ShapeChooser | None:
-        """Who chooses the shape of each decode; None: it is fixed. Another one may be put here."""
+        """Return the adaptive shape chooser, or None for a fixed shape. An override point."""
         if not self.config.speculative_adaptive:
             return None
         return AdaptiveShapes(runner.limits, step_costs=runner.step_costs)
@@ -156,7 +155,7 @@ class Engine(EngineCalls):
     def _build_runner(
         self, progress: Progress | None
     ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
-        """What the engine runs on, and what that was built from; another one may be put here."""
+        """Return the runner, its configuration and its weights. An override point."""
         return build_runner(self.args, progress=progress)
 
     @property
@@ -168,7 +167,7 @@ class Engine(EngineCalls):
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
-        """What each id stands for, alone. Raises RequestError as `tokenizer`."""
+        """The text of each single id. Raises RequestError like `tokenizer`."""
         return TokenTexts(self.tokenizer)
 
     @property
@@ -177,7 +176,7 @@ class Engine(EngineCalls):
 
     @property
     def served(self) -> ServedWeights:
-        """Models and weights as they serve, for whoever checks or measures them.
+        """The models and weights in service, to check or measure them.
 
         Raises ConfigError if they are in another process.
         """
@@ -189,7 +188,7 @@ class Engine(EngineCalls):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds during which a step was in flight, idle time left out."""
+        """Seconds during which a step was in flight."""
         return self._loop.busy_seconds
 
     @property
@@ -198,16 +197,16 @@ class Engine(EngineCalls):
 
     @property
     def is_restarting(self) -> bool:
-        """Whether what it runs on has failed and is begun anew; requests are taken, and wait."""
+        """True while a failed runner restarts; requests are accepted and wait."""
         return self._loop.is_restarting
 
     @property
     def process_id(self) -> int | None:
-        """Of the engine's own process, if it has one."""
+        """Process id of a separate engine process, else None."""
         return self._runner.process_id if isinstance(self._runner, ProcessRunner) else None
 
     def trace_requests(self, trace: RequestTrace) -> None:
-        """From now on marks in `trace` what requests pass in the engine."""
+        """Record the stages that requests pass in `trace` from now on."""
         self._loop.trace_requests(trace)
 
     def requests(
@@ -222,9 +221,9 @@ class Engine(EngineCalls):
         reasoning: ReasoningMarks | None = None,
         shown_ids: frozenset[int] = frozenset(),
     ) -> tuple[Request, ...]:
-        """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
+        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
-        reasoning: what may stand in front of a grammar's text. shown_ids: as of a Request.
+        reasoning: marks of the reasoning that may precede a grammar's text. shown_ids: see Request.
         """
         return self._intake.requests(
             prompt,
@@ -239,27 +238,26 @@ class Engine(EngineCalls):
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """Sampling parameters of a request that names none: the checkpoint's."""
+        """The checkpoint's default sampling parameters."""
         return self._intake.defaults
 
     def chat_prompt(
         self, messages: object, sampling_params: Params = None, **options: Any
     ) -> tuple[tuple[int, ...], SamplingParams]:
-        """Ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
+        """Return ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
         return self._intake.chat(messages, sampling_params, **options)
 
-    # Generation, beside what EngineCalls has.
+    # Generation; see also EngineCalls.
 
     async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """See EngineCalls."""
         if all(r.grammar is not None or not _asks_more(r.sampling) for r in requests):
             return requests
         return await asyncio.to_thread(self._prepared, tuple(requests))
 
     def _prepared(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with their grammars compiled, once the programs for them are there too.
+        """Compile the grammars of requests and build the programs that they need.
 
-        Raises RequestError for a grammar that is wrong.
+        Raises RequestError for an invalid grammar.
         """
         made: list[Request] = []
         for request in requests:
@@ -268,7 +266,7 @@ class Engine(EngineCalls):
             if grammar is not None and request.reasoning is not None:
                 grammar = self._grammars.after_reasoning(grammar, request.reasoning)
             made.append(replace(request, grammar=grammar))
-        # Two kinds that come at once must find the programs of both: the later one makes them.
+        # Two concurrent new kinds need programs for both together: the later call builds them.
         asked = PLAIN.union(request.sampling.features for request in requests)
         with self._asking:
             new = asked.members - self._asked.members
@@ -276,7 +274,7 @@ class Engine(EngineCalls):
             asked = self._asked
         try:
             self._runner.ensure(programs_on_demand(self._limits, asked))
-        except BuildError:  # which must not stand in the way of the other kind
+        except BuildError:  # must not block the other kind
             with self._asking:
                 self._asked = StepOptions(self._asked.members - new)
             raise
@@ -293,11 +291,11 @@ class Engine(EngineCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Any:
-        """As generate, for messages ({"role", "content"}) through the chat template.
+        """Like generate, for messages ({"role", "content"}) through the chat template.
 
-        Without max_new_tokens an answer may be as long as the context allows.
-        continue_final_message: the answer goes on with the assistant's last message.
-        tools: what the template shows of them; their calls are text of the answer.
+        Without max_new_tokens an answer may fill the context.
+        continue_final_message: the answer continues the assistant's last message.
+        tools: shown to the model through the template; its calls are part of the answer's text.
         """
         ids, sampling = self.chat_prompt(
             messages,
@@ -312,26 +310,25 @@ class Engine(EngineCalls):
     # The engine itself.
 
     async def abort(self, request_id: str) -> bool:
-        """Ends one request; its stream gets a last chunk. False if there is no such request."""
+        """End a request; its stream gets a last chunk. False if there is no such request."""
         return await self._loop_thread.ask(lambda: self._loop.abort(request_id))
 
     async def abort_all(self, *, why: str = ABORTED) -> int:
-        """Ends every request; returns how many. why: the message of their finish reason."""
+        """End every request; return how many. why: the message of their finish reason."""
         loop = self._loop
         return await self._loop_thread.ask(
             lambda: sum(loop.abort(name, why=why) for name in loop.request_ids)
         )
 
     async def pause_generation(self, *, abort: bool = False) -> int:
-        """Plans no further step until `continue_generation`; requests are taken, and wait.
+        """Plan no further step until `continue_generation`; requests are accepted and wait.
 
-        abort: ends those that are there, and returns how many.
+        abort: end the present requests, and return how many.
         """
         self._loop.pause()
         return await self.abort_all() if abort else 0
 
     async def continue_generation(self) -> None:
-        """Goes on where it was paused; nothing if it was not."""
         await self._loop_thread.ask(self._loop.resume)
 
     @property
@@ -339,7 +336,7 @@ class Engine(EngineCalls):
         return self._loop.is_paused
 
     def get_server_info(self) -> dict[str, Any]:
-        """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
+        """Return resolved arguments, flat, and live counters (SGLang's /server_info)."""
         resolved, stats = self.config.values(), self.stats
         return {
             **resolved,
@@ -354,17 +351,17 @@ class Engine(EngineCalls):
         }
 
     async def close(self) -> None:
-        """Ends every stream with EngineClosedError and waits for the device."""
+        """End every stream with EngineClosedError and wait for the device."""
         if self._loop_thread.is_running or not self._loop_thread.is_started:
-            with suppress(EngineClosedError):  # somebody else ends it at this moment
+            with suppress(EngineClosedError):  # closed concurrently
                 await self._loop_thread.call(self._loop.close())
             self._loop_thread.stop_soon()
 
     def shutdown(self) -> None:
-        """As close, for synchronous callers; has ended the engine's thread when it returns."""
+        """Like close, for synchronous callers; the engine's thread has ended when it returns."""
         self._loop_thread.start_thread()  # an engine that was never used is closed as well
         if self._loop_thread.is_running:
-            with suppress(EngineClosedError):  # somebody else ends it at this moment
+            with suppress(EngineClosedError):  # closed concurrently
                 self._loop_thread.run(self._loop.close())
         self._loop_thread.stop()
 
@@ -376,12 +373,11 @@ class Engine(EngineCalls):
 
 
 def _asks_more(sampling: SamplingParams) -> bool:
-    """Whether it needs programs that are made on demand."""
     return bool(set(sampling.features) & {StepOption.HIDDEN, StepOption.GRAMMAR})
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """`arguments` with `model` as model_path. Raises ConfigError for both at once."""
+    """Return `arguments` with `model` as model_path. Raises ConfigError if both are given."""
     if model is None:
         return dict(arguments)
     if arguments.get("model_path") is not None:

@@ -1,6 +1,6 @@
-"""What a user calls on an engine: one prompt or any number, whole or streamed; scores; tokens.
+"""The engine's calls: generation for one or many prompts, whole or streamed; scores; tokens.
 
-It knows the engine's parts and no device. A list is fed to the queue as others finish.
+It knows no device. The requests of a list are queued as earlier ones finish.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from jspec.text.tokenizer.encoding import encoded
 from jspec.text.tokenizer.token_texts import TokenTexts
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-INLINE_CHARS = 16_384  # of a prompt that is tokenized without leaving the event loop
-Answers = list[Any]  # of a prompt: one for each choice, or the one error
+INLINE_CHARS = 16_384  # longest prompt that is tokenized on the event loop
+Answers = list[Any]  # of a prompt: one per choice, or the error
 
 
 class EngineCalls(LiveWeights, ABC):
-    """Each call has a form for synchronous callers and one, `async_...`, for event loops."""
+    """Each call has a synchronous form and an asynchronous one, `async_...`."""
 
     _intake: Intake
     _limits: ServeLimits
@@ -49,18 +49,18 @@ class EngineCalls(LiveWeights, ABC):
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """Of the target's vocabulary."""
+        """The target's tokenizer."""
 
     @property
     @abstractmethod
     def token_texts(self) -> TokenTexts:
-        """What each id stands for."""
+        """The text of each id."""
 
     @abstractmethod
     async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """The requests, with a compiled grammar where one is asked for; then it may be checked.
+        """Return the requests with their grammars compiled.
 
-        Raises RequestError for a grammar that is wrong.
+        Raises RequestError for an invalid grammar.
         """
 
     # Sequences.
@@ -68,9 +68,9 @@ class EngineCalls(LiveWeights, ABC):
     async def submit(
         self, requests: Sequence[Request], *, max_unread: int | None = None
     ) -> tuple[EngineStream, ...]:
-        """Queues all requests or none, and returns the chunks of each, to be closed by the caller.
+        """Queue all requests or none; return their chunk streams, which the caller must close.
 
-        max_unread: chunks of one that may lie unread; then it is aborted. None: any number.
+        max_unread: unread chunks of a request after which it is aborted; None: no limit.
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
         streams = await self._loop_thread.call(self._submit(requests, max_unread))
@@ -86,12 +86,11 @@ class EngineCalls(LiveWeights, ABC):
         return self._loop.submit_call(requests, max_unread=max_unread)
 
     async def _check(self, requests: Sequence[Request], *, num_queued: int) -> None:
-        """Raises for a batch of which the scheduler would refuse any part."""
         in_use = self._loop.request_ids
         budget.check_batch(self._limits, requests, in_use=in_use, num_queued=num_queued)
 
     async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
-        """Chunks of one request, one a step. Closing the iterator aborts the request."""
+        """Yield the chunks of one request. Closing the iterator aborts the request."""
         (stream,) = await self.submit((request,))
         try:
             async for chunk in stream:
@@ -125,9 +124,9 @@ class EngineCalls(LiveWeights, ABC):
     async def _stream_all(
         self, requests: Sequence[Request], text: TokenText | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """What `_stream` says of each, as it comes, with its `index`.
+        """Yield the events of `_stream` of all requests as they come, with their `index`.
 
-        A sequence has one event unread at most, so a slow reader gets fewer, longer ones.
+        A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
         """
         events: asyncio.Queue[tuple[dict[str, Any], asyncio.Event] | None] = asyncio.Queue()
         submit = QueueRoom(self.submit).submit
@@ -164,10 +163,10 @@ class EngineCalls(LiveWeights, ABC):
         progress: bool = False,
         return_exceptions: bool = False,
     ) -> list[Answers]:
-        """The answers of each prompt, in order.
+        """Return the answers of each prompt, in order.
 
-        A long list is tokenized as it is needed. Unless errors are returned, all of it is checked
-        before the first one is queued.
+        A long list is tokenized on demand. Unless errors are returned, the whole list is checked
+        before the first request is queued.
         """
         found: list[dict[int, Any]] = [{} for _ in calls]
         bound = self._limits.max_queued_requests
@@ -190,7 +189,7 @@ class EngineCalls(LiveWeights, ABC):
                 screen.add(not isinstance(answer, Exception))
 
         num_sequences = sum(call.num_choices for call in calls)
-        if not return_exceptions and num_sequences > 1:  # one is checked as it is queued
+        if not return_exceptions and num_sequences > 1:  # a single one is checked when queued
             await self._check_all(calls)
         most = min(bound, num_sequences)
         submit = QueueRoom(self.submit).submit if is_list else self.submit
@@ -209,8 +208,7 @@ class EngineCalls(LiveWeights, ABC):
         )
 
     async def _check_all(self, calls: Sequence[PromptSource]) -> None:
-        """Raises what any of them would. They are made once more when they run, which costs less
-        than keeping them all."""
+        """Raise the error of any request; making them again later is cheaper than keeping them."""
         bound = self._limits.max_queued_requests
         for start in range(0, len(calls), bound):
             some = calls[start : start + bound]
@@ -226,14 +224,14 @@ class EngineCalls(LiveWeights, ABC):
     async def _requests_of(
         self, calls: Sequence[PromptSource], left: list[int]
     ) -> AsyncIterator[tuple[int, int, Request | RequestError]]:
-        """(prompt, choice, request or why there is none), made one prompt at a time."""
+        """Yield (prompt, choice, request or error), made one prompt at a time."""
         for index, call in enumerate(calls):
             try:
                 made: deque[Request | RequestError] = deque(
                     await self._make(call, index, len(calls))
                 )
             except RequestError as error:
-                made = deque([error] * call.num_choices)  # so that a place tells the prompt
+                made = deque([error] * call.num_choices)  # so that an index identifies the prompt
             left[index] = len(made)
             for choice, request in enumerate(made):
                 yield index, choice, request
@@ -265,15 +263,15 @@ class EngineCalls(LiveWeights, ABC):
         return_exceptions: bool = False,
         **logprobs: Unpack[LogprobOptions],
     ) -> Any:
-        """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
+        """Return one result for one prompt, a list for a list (or n > 1), an iterator if `stream`.
 
-        A list of results is flat: each prompt has n places in a row. A streamed result is
-        cumulative, as SGLang's: each dict holds all text so far, and of a list (or n > 1) the
-        `index` of its place. progress: a line on standard error. A list waits for room in the
-        queue, where one prompt gets QueueFullError. It is refused as a whole; with
-        return_exceptions what is wrong (RequestError, QueueTimeoutError) stands in its place
-        instead: all n of a prompt that is refused. Neither of the two goes with stream. logprobs:
-        return_logprob and what belongs to it, for all prompts; see `LogprobOptions`.
+        A list of results is flat: each prompt has n consecutive entries. A streamed result is
+        cumulative, like SGLang's: each dict has all text so far and, for a list (or n > 1), its
+        `index`. progress: write a progress line to standard error. A list waits for space in the
+        queue, where one prompt raises QueueFullError. An invalid list is refused as a whole; with
+        return_exceptions, errors (RequestError, QueueTimeoutError) replace results instead: all n
+        of a refused prompt. Neither of the two works with stream. logprobs: return_logprob and
+        related options, for all prompts; see `LogprobOptions`.
         """
         if stream:
             _check_whole(return_exceptions=return_exceptions, progress=progress)
@@ -300,7 +298,7 @@ class EngineCalls(LiveWeights, ABC):
         return_exceptions: bool = False,
         **logprobs: Unpack[LogprobOptions],
     ) -> Any:
-        """As async_generate, but waits; an iterator if `stream`."""
+        """Synchronous async_generate; an iterator if `stream`."""
         self._loop_thread.start_thread()
         if stream:
             _check_whole(return_exceptions=return_exceptions, progress=progress)
@@ -338,10 +336,10 @@ class EngineCalls(LiveWeights, ABC):
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> list[list[float]]:
-        """How likely each label is as the next token after query and item: a list for each item.
+        """Return, per item, how likely each label is as the token after query and item.
 
-        Probabilities over the vocabulary, or with apply_softmax over the labels, as SGLang's
-        /v1/score. item_first: the item stands before the query. Raises RequestError.
+        Probabilities over the vocabulary or, with apply_softmax, over the labels, like SGLang's
+        /v1/score. item_first: put the item before the query. Raises RequestError.
         """
         call = ScoreCall.of(
             query, items, label_token_ids, apply_softmax=apply_softmax, item_first=item_first
@@ -361,37 +359,39 @@ class EngineCalls(LiveWeights, ABC):
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> list[list[float]]:
-        """As async_score, but waits."""
+        """Synchronous async_score."""
         self._loop_thread.start_thread()
         options = {"apply_softmax": apply_softmax, "item_first": item_first}
         return self._loop_thread.run(self.async_score(query, items, label_token_ids, **options))
 
     def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
-        """The ids of a text, or of each text of a list, as a prompt has them."""
+        """Return the ids of a text, or of each text of a list, encoded like a prompt."""
         return encoded(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def check_ids(self, name: str, ids: Ids) -> tuple[int, ...]:
-        """The ids as Python's integers. Raises RequestError, which names them so, for the first
-        that is not of the vocabulary."""
+        """Return the ids as Python integers.
+
+        Raises RequestError, with `name`, for the first id outside the vocabulary.
+        """
         return self._intake.check_ids(name, ids)
 
     def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
-        """The text of ids. Raises RequestError for one that is not of the vocabulary."""
+        """Return the text of ids. Raises RequestError for an id outside the vocabulary."""
         known = self.check_ids("ids", ids)
         return self.tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     async def async_flush_cache(self) -> bool:
-        """Empties the prefix cache. False, and nothing happens, while requests are there."""
+        """Empty the prefix cache; return False, without effect, while there are requests."""
         return await self._loop_thread.ask(self._loop.flush_cache)
 
     def flush_cache(self) -> bool:
-        """As async_flush_cache, but waits."""
+        """Synchronous async_flush_cache."""
         self._loop_thread.start_thread()
         return self._loop_thread.run(self.async_flush_cache())
 
 
 def _check_whole(**asked: bool) -> None:
-    """Raises RequestError for what only whole results have, where they are streamed."""
+    """Raise RequestError for options that streaming does not support."""
     for name, value in asked.items():
         if value:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Many of one thing, a bounded number of them at a time; and one that is never left half done."""
+"""Bounded concurrency, and a cancellation-safe call in a thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 async def run_all(
     items: AsyncIterator[Item], run: Callable[[Item], Awaitable[None]], *, most: int
 ) -> None:
-    """run(item) of each, `most` of them at a time. The first error ends the others.
+    """Await run(item) for each item, at most `most` at a time. The first error cancels the others.
 
-    An item is taken when there is room for it, and not before: they may be any number.
+    Items are taken only when they can run, so there may be any number of them.
     """
     taking = asyncio.Lock()
 
@@ -41,19 +41,21 @@ async def run_all(
 
 
 async def each_of(items: Iterable[Item]) -> AsyncIterator[Item]:
-    """Items that are there already, as `run_all` takes them."""
+    """Yield items asynchronously, for `run_all`."""
     for item in items:
         yield item
 
 
 async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:
-    """run(*arguments) in a thread. If it is cancelled, it first waits for that thread, which knows
-    nothing of it: a lock that is held around this call is not free while the thread runs."""
+    """Run a function in a thread and, if cancelled, wait for it before the cancellation goes on.
+
+    So a lock around this call is not released while the thread still runs.
+    """
     running = asyncio.ensure_future(asyncio.to_thread(run, *arguments))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait({running})
         if not running.cancelled():
-            running.exception()  # nobody asks any more
+            running.exception()  # retrieve it, else asyncio logs it as never retrieved
         raise

@@ -1,8 +1,8 @@
-"""Other weights while an engine serves: when they are read, and what becomes of the requests.
+"""Weight updates of a serving engine.
 
-    read      files or arrays are read and checked, in a thread; steps go on with the old weights
-    wait      (if asked) requests end by themselves; newer ones are held back
-    switch    between two steps; what runs goes back to the queue, or ends
+    read      files or arrays are read and checked in a thread; steps go on with the old weights
+    wait      (if requested) running requests finish; newer ones wait
+    switch    between two steps; running requests return to the queue, or end
 
 It knows no device and no file: `messages.protocols.Weights` reads and switches.
 """
@@ -32,10 +32,10 @@ LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class LiveWeights:
-    """What a `jspec.Engine` can do about its weights. Names and answers are SGLang's.
+    """The weight operations of `jspec.Engine`. Names and answers are SGLang's.
 
-    Each call has a form for synchronous callers and one, `async_...`, for event loops. Updates come
-    one after the other. One that fails changes nothing, and its error names all that is wrong.
+    Each call has a synchronous form and an asynchronous one, `async_...`. Updates run one after the
+    other. A failed update changes nothing, and its error names everything that is wrong.
     """
 
     _loop_thread: LoopThread
@@ -56,7 +56,7 @@ class LiveWeights:
     def update_weights_from_disk(
         self, model_path: str | os.PathLike[str], **options: Any
     ) -> dict[str, Any]:
-        """As async_update_weights_from_disk, but waits."""
+        """Synchronous async_update_weights_from_disk."""
         self._loop_thread.start_thread()
         return self._loop_thread.run(self.async_update_weights_from_disk(model_path, **options))
 
@@ -69,14 +69,15 @@ class LiveWeights:
         speculative_draft_model_path: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """All weights of a directory of the served architecture; options as those of
-        `async_update_weights_from_tensor`.
+        """Load all weights from a directory of the served architecture.
 
-        model_path: the target's; the draft's too if that was read from the target's directory.
+        Options are those of `async_update_weights_from_tensor`.
+        model_path: the target's; also the draft's if that was read from the target's directory.
         selector: target, draft (model_path is then the draft's) or all (needs the draft's path, if
-        it has one of its own). load_format: auto, or SGLang's safetensors, which is the same.
+            it has a separate one).
+        load_format: auto, or SGLang's safetensors, which is the same.
 
-        Raises CheckpointError, ConfigError or RequestError, and nothing is changed.
+        Raises CheckpointError, ConfigError or RequestError, without any change.
         """
         model_path = _directory("model_path", model_path)
         if speculative_draft_model_path is not None:
@@ -116,7 +117,7 @@ class LiveWeights:
     def update_weights_from_tensor(
         self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], **options: Any
     ) -> dict[str, Any]:
-        """As async_update_weights_from_tensor, but waits."""
+        """Synchronous async_update_weights_from_tensor."""
         self._loop_thread.start_thread()
         return self._loop_thread.run(
             self.async_update_weights_from_tensor(named_tensors, **options)
@@ -129,18 +130,18 @@ class LiveWeights:
         selector: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Some weights, from arrays of numpy or jax (or torch's, through DLPack) by the names and
-        shapes that checkpoints have.
+        """Replace some weights by arrays of numpy or jax (or torch, through DLPack).
 
-        selector: target, draft, or all: a name is then the target's if that has it, else the
-        draft's. Options:
-        weight_version: what the weights are called from then on; None: as before.
-        abort_all_requests: requests that are there end; otherwise they are retracted, and go on
-            after the update with prompt and output filled again by the new weights. All numbers of
-            a prompt whose first token was not emitted before are those of the new weights.
-        wait_for_requests: they end by themselves first, and newer ones wait.
-        keep_pause: nothing is generated until continue_generation().
-        flush_cache: taken for SGLang's sake; no KV of former weights is ever found.
+        Names and shapes are those of checkpoints.
+        selector: target, draft, or all: a name is then the target's if it has that name, else the
+            draft's. Options:
+        weight_version: new name of the weights; None: unchanged.
+        abort_all_requests: end all requests; otherwise they are retracted and go on after the
+            update, with prompt and output prefilled again. Log-probabilities and hidden states of
+            a prompt whose first token was not yet emitted are then those of the new weights.
+        wait_for_requests: let requests finish first, while newer ones wait.
+        keep_pause: generate nothing until continue_generation().
+        flush_cache: accepted for compatibility with SGLang; KV of former weights is never used.
         Returns {"success": True, "message", "num_paused_requests": those that go on}.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -188,7 +189,7 @@ class LiveWeights:
         in_flight: InFlight,
         keep_pause: bool,
     ) -> int:
-        """How many requests go on. path: of the target's new weights, if they have one."""
+        """Switch the weights; return how many requests go on. path: of the new target, if any."""
         loop = self._loop
 
         async def visit(on_engine_thread: OnEngineThread) -> None:
@@ -229,7 +230,7 @@ class LiveWeights:
     def get_weights_by_name(
         self, name: str, truncate_size: int = 100, *, selector: str | None = None
     ) -> list[Any]:
-        """As async_get_weights_by_name, but waits."""
+        """Synchronous async_get_weights_by_name."""
         self._loop_thread.start_thread()
         return self._loop_thread.run(
             self.async_get_weights_by_name(name, truncate_size, selector=selector)
@@ -238,10 +239,10 @@ class LiveWeights:
     async def async_get_weights_by_name(
         self, name: str, truncate_size: int = 100, *, selector: str | None = None
     ) -> list[Any]:
-        """The first `truncate_size` rows of a tensor that checkpoints have, as nested lists.
+        """Return the first `truncate_size` rows of a checkpoint tensor as nested lists.
 
-        selector: target, draft, or None: the target's if it has one of that name, else the draft's.
-        Raises RequestError for a name that neither has.
+        selector: target, draft, or None: the target's if it has that name, else the draft's.
+        Raises RequestError for an unknown name.
         """
         if type(truncate_size) is not int or truncate_size < 0:
             raise RequestError(f"truncate_size is {shown(truncate_size)}; expected 0 or more rows")
@@ -250,7 +251,7 @@ class LiveWeights:
         return rows
 
     async def weight(self, name: str, *, selector: str | None = None) -> Any:
-        """The whole tensor, a numpy array in the served dtype. Raises RequestError."""
+        """Return a whole tensor, as a numpy array in the served dtype. Raises RequestError."""
         model = _models(selector)
 
         async def run() -> Any:
@@ -262,7 +263,7 @@ class LiveWeights:
     async def update_weight_version(
         self, new_version: str, *, abort_all_requests: bool = False
     ) -> None:
-        """The weights in force are called that; requests that were admitted before keep theirs."""
+        """Rename the current weights; requests admitted before keep the former name."""
         check_version(new_version)
         loop = self._loop
 
@@ -275,7 +276,7 @@ class LiveWeights:
 
 
 def _models(selector: str | None) -> Model | None:
-    """Whose weights; None for all."""
+    """Return the selected model; None for all."""
     if selector in (None, "all"):
         return None
     if selector not in [model.value for model in Model]:
@@ -284,7 +285,7 @@ def _models(selector: str | None) -> Model | None:
 
 
 def _directory(name: str, value: Any) -> str:
-    """A path as text; what is there is found by whoever reads it. Raises RequestError."""
+    """Return a path as text. Raises RequestError. It need not exist."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
         raise RequestError(f"{name} is {shown(value)}; expected a directory with a checkpoint")
@@ -296,7 +297,7 @@ def _directory(name: str, value: Any) -> str:
 
 
 def check_version(version: Any) -> None:
-    """Raises ConfigError for what is no name of a version."""
+    """Raise ConfigError for an invalid version name."""
     if version is None:
         return
     if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS:

@@ -1,8 +1,7 @@
-"""The engine's loop: the only asyncio of the project.
+"""The engine's loop: runs plan → dispatch → collect → commit and passes chunks to readers.
 
-It drives plan → dispatch → collect → commit and hands chunks to consumers. Every call to the
-runner happens on one engine thread; everything else, the scheduler included, on the event loop,
-which never blocks. It decides nothing about scheduling, and it sees no token.
+Every call to the runner happens on one engine thread; everything else, the scheduler included, on
+an event loop, which never blocks. The loop makes no scheduling decisions and sees no token.
 
     overlap depth 1        engine thread                        event loop
     turn n                 dispatch t+1, then collect t         publish t-1
@@ -49,12 +48,13 @@ LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class EngineLoop:
-    """Runs `scheduler` against `runner`. Call it from one event loop; the task starts by itself.
-    Only the chunks may be read elsewhere.
+    """Runs `scheduler` against `runner`.
 
-    trace: a list of the caller's, to which every call of the runner is appended.
-    queue_time_limit: seconds that a call may wait before its first request runs; None: any number.
-    restarts: how often a runner that fails is begun anew. Streams stay open meanwhile, and go on.
+    Call it from one event loop; its task starts on demand. Only chunks may be read elsewhere.
+
+    trace: a list to which every call of the runner is appended.
+    queue_time_limit: seconds that a call may wait before its first request runs; None: no limit.
+    restarts: how often a failed runner is restarted. Streams stay open and go on afterwards.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class EngineLoop:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds during which a step was in flight, idle time left out."""
+        """Seconds during which a step was in flight."""
         return self._busy.seconds
 
     @property
@@ -100,26 +100,25 @@ class EngineLoop:
 
     @property
     def num_queued(self) -> int:
-        """Of `stats`, which counts much more."""
+        """Number of queued requests; cheaper than `stats`."""
         return self._scheduler.num_queued
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Requests that are waiting or running."""
         return self._readers.names
 
     @property
     def is_closed(self) -> bool:
-        """Whether no request is taken any more: after close(), or after the runner failed."""
+        """True if requests are refused: after close(), or after a final failure."""
         return self._is_closing
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the runner is lost, and begun anew; requests are taken, and wait."""
+        """True while a lost runner restarts; requests are accepted and wait."""
         return self._loss is not None or self._recovery.is_running
 
     def runner_ended(self, why: str) -> None:
-        """The runner is known to be lost, though nothing may run."""
+        """Report that the runner is lost, also while no step runs."""
         if not self._is_closing:
             self._loss = RunnerError(why)
             self._start()
@@ -127,8 +126,10 @@ class EngineLoop:
     def submit_call(
         self, requests: Sequence[Request], *, max_unread: int | None = None
     ) -> list[ChunkStream]:
-        """Queues the requests of one call (`submit` of each), which wait as one: once one of them
-        has run, the others may wait for any time; else none is left of them after the limit."""
+        """Queue the requests of one call; the queue time limit applies to them together.
+
+        Once one of them has run, the others may wait without limit; otherwise all expire.
+        """
         streams = [self.submit(request, max_unread=max_unread) for request in requests]
         if self._queue_time_limit is not None:
             queues = {each.request_id: self._readers[each.request_id] for each in requests}
@@ -137,11 +138,10 @@ class EngineLoop:
         return streams
 
     def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
-        """Queues a request, without a time limit, and returns its chunks. Raises at once, not at
-        the first chunk:
+        """Queue a request, without a time limit, and return its chunks.
 
-        max_unread: chunks that its reader may leave unread; then it is aborted. None: any number.
-        RequestError and QueueFullError (Scheduler.submit), EngineClosedError.
+        max_unread: unread chunks after which it is aborted; None: no limit. Raises RequestError and
+        QueueFullError (Scheduler.submit) or EngineClosedError immediately, not at the first chunk.
         """
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
@@ -153,7 +153,7 @@ class EngineLoop:
         return ChunkStream(self, request.request_id, queue)
 
     def trace_requests(self, trace: RequestTrace) -> None:
-        """From now on marks in `trace` what requests pass here."""
+        """Record the stages that requests pass in `trace` from now on."""
         self._calls.first_tokens = FirstTokens(trace)
 
     def _start(self) -> None:
@@ -165,15 +165,14 @@ class EngineLoop:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step is planned until `resume`; requests are taken and wait."""
+        """True if no step is planned until `resume`; requests are accepted and wait."""
         return self._is_paused
 
     def pause(self) -> None:
-        """Plans no further step. Rows keep their slots and pages; steps in flight are read."""
+        """Plan no further step. Rows keep slots and pages; steps in flight are read."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Plans steps again."""
         self._is_paused = False
         self._wake.set()
 
@@ -193,9 +192,9 @@ class EngineLoop:
         return self._weight_version
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Other weights are in force, or (`renames`) the same under another name. In a visit.
+        """Set the version of new weights or (`renames`) rename them. Call it in a visit.
 
-        Rows go back to the queue: prompt and output are filled anew, by the new weights.
+        With new weights rows return to the queue, and prompt and output are prefilled again.
         """
         if not renames:
             self._scheduler.fail()  # which loses nothing here: no step is in flight
@@ -203,35 +202,35 @@ class EngineLoop:
         self._weight_version = version
 
     def abort(self, request_id: str, *, why: str = ABORTED) -> bool:
-        """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
+        """End a request; its stream gets a last chunk with ABORT. False if unknown."""
         return self._readers.abort(request_id, why=why)
 
     def _expire(self, limit: float, queues: dict[str, Mailbox]) -> None:
-        """Ends the requests of a call if all are still in the queue; later ones of an id stay."""
+        """End the requests of a call if all are still queued; later ones with a reused id stay."""
         is_whole = all(self._readers.has(name, queue) for name, queue in queues.items())
         if is_whole and self._scheduler.expire(tuple(queues)):
             self._readers.close({name: QueueTimeoutError(name, limit) for name in queues})
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""
+        """Empty the prefix cache; False if there are requests (Scheduler.flush_cache)."""
         return self._scheduler.flush_cache()
 
     def abandon(self, request_id: str, queue: Mailbox) -> None:
-        """Aborts the request of a consumer that went away; a later one of that id stays."""
+        """Abort the request of a reader that is gone; a later one with the same id stays."""
         if self._readers.has(request_id, queue):
             self.abort(request_id)
 
     def abandon_soon(
         self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
     ) -> None:
-        """`abandon` from a finaliser, which may run on any thread and at any time."""
+        """Call `abandon` from a finaliser, which may run on any thread at any time."""
         if not event_loop.is_closed():
             event_loop.call_soon_threadsafe(self.abandon, request_id, queue)
 
     async def close(self) -> None:
-        """Ends every stream with EngineClosedError, waits for the steps in flight, and stops.
+        """End every stream with EngineClosedError, wait for the steps in flight, and stop.
 
-        The runner has let go of the device when it returns.
+        The runner has released the device when it returns.
         """
         self._is_closing = True
         self._runner.give_up()
@@ -241,11 +240,10 @@ class EngineLoop:
         await asyncio.wait({asyncio.wrap_future(self._release())})
 
     def _release(self) -> Future[None]:
-        """Closes the runner after what its thread still does, and then ends that thread."""
         if self._released is None:
             try:
                 self._released = self._engine_thread.submit(self._runner.close)
-            except RuntimeError:  # the interpreter ends, and all that is held with it
+            except RuntimeError:  # the interpreter shuts down, which releases everything
                 self._released = Future()
                 self._released.set_result(None)
             self._engine_thread.shutdown(wait=False)
@@ -266,7 +264,7 @@ class EngineLoop:
                     await self._turn(None)
         except Exception as error:
             self._cause = error
-            clear_frames(error)  # they hold what the device was given
+            clear_frames(error)  # they reference device buffers
             self._scheduler.fail()
             self._end_streams("its loop died")
         finally:  # also when the event loop is torn down and cancels this task
@@ -276,7 +274,6 @@ class EngineLoop:
             self._release()
 
     async def _act(self) -> None:
-        """One turn, one visit, or the wait for something to do."""
         if self._loss is not None and not self._in_flight:
             raise self._loss
         is_held = self._is_paused or self._visits
@@ -284,7 +281,7 @@ class EngineLoop:
             plan = None if is_held else self._scheduler.plan()
         except Exception as error:
             self._readers.contain(error)
-            await asyncio.sleep(0)  # the next one may fail as well
+            await asyncio.sleep(0)  # the next plan may fail too: let other tasks run
             return
         if self._visits and not self._in_flight:
             self._readers.publish()
@@ -299,7 +296,6 @@ class EngineLoop:
             await self._turn(plan)
 
     async def _recover(self, error: RunnerError) -> None:
-        """Begins the runner anew; what ran goes on after what was read of it."""
         self._loss = None
         self._readers.publish()
         self._in_flight.clear()
@@ -315,12 +311,12 @@ class EngineLoop:
     async def _restart(self) -> None:
         run = asyncio.get_running_loop().run_in_executor
         await run(self._engine_thread, self._runner.restart)
-        self._loss = None  # of the one before
+        self._loss = None  # it concerned the former runner
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight.
+        """Dispatch `plan` on the engine thread, then collect if enough steps are in flight.
 
-        Meanwhile what the turn before has committed goes to its readers.
+        Meanwhile the chunks that the previous turn committed are published.
         """
         if plan is not None:
             self._in_flight.append(plan)
@@ -346,7 +342,6 @@ class EngineLoop:
                 self._calls.first_tokens.committed(result.step, time.monotonic())
 
     def _end_streams(self, why: str) -> None:
-        """Ends every stream and every sequence; the steps in flight then count for nothing."""
         self._readers.fail_all(
             lambda name: self._closed_error(f"request {name!r} was not finished: {why}")
         )

@@ -1,6 +1,6 @@
-"""The event loop of an engine, in a thread of its own, reachable from every other loop and thread.
+"""The event loop of an engine, in its own thread, usable from any loop and thread.
 
-All that touches the scheduler runs on this loop. Callers elsewhere hand coroutines over and wait.
+Everything that touches the scheduler runs on this loop. Other callers submit coroutines and wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.messages.request import StreamChunk
 from jspec.serving.chunk_stream import ChunkStream
 
 T = TypeVar("T")
-# Seconds for work to end by itself when the loop stops, or once it is cancelled.
+# Seconds that work may take to end when the loop stops, or after it is cancelled.
 PATIENCE = 5.0
 WOULD_BLOCK = (
     "this call would block the event loop that the engine runs on; "
@@ -29,16 +29,16 @@ class LoopThread:
     """An event loop in a background thread, on which all of an engine's tasks run.
 
     A caller's loop would end with its asyncio.run, and the engine with it. The thread starts with
-    the first call. What is handed over before it is told to stop is done; what comes later is
-    refused. So checking and handing over are one, under the lock, and so is telling it.
+    the first call. Work submitted before the stop request is finished; later work is refused. So
+    the check and the submission happen under one lock, and so does the stop request.
     """
 
     def __init__(
         self, *, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     ) -> None:
         self._new_loop = new_loop
-        # Two first callers must find one loop. A finaliser may run while its own thread holds
-        # this, and hand over itself: hence reentrant, and never waited for on the loop's thread.
+        # Concurrent first callers must get one loop. Reentrant, and never waited for on the loop's
+        # thread: a finaliser may submit work on a thread that has already acquired the lock.
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -54,7 +54,6 @@ class LoopThread:
         return self._loop is not None and self._loop.is_running()
 
     def start_thread(self) -> None:
-        """Starts the thread, unless there is one already."""
         with self._lock:
             if self._loop is not None:
                 return
@@ -68,7 +67,7 @@ class LoopThread:
             self._loop = loop
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on this loop, from whatever loop the caller is on.
+        """Run `work` on this loop, from any loop.
 
         Raises EngineClosedError if this loop is not running any more.
         """
@@ -85,7 +84,7 @@ class LoopThread:
             raise EngineClosedError("the engine was closed during this call") from None
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """Calls a function that does not wait on this loop, as `call` runs a coroutine."""
+        """Call a non-blocking function on this loop, as `call` runs a coroutine."""
 
         async def run() -> T:
             return function()
@@ -93,7 +92,7 @@ class LoopThread:
         return await self.call(run())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on this loop and waits; an interrupt of this wait cancels the work.
+        """Run `work` on this loop and wait; an interrupt of this wait cancels the work.
 
         Raises EngineClosedError if the loop is not running, RequestError on its own thread.
         """
@@ -111,7 +110,7 @@ class LoopThread:
             raise
 
     def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
-        """The items of a generator that runs on this loop, one by one; closes it at the end."""
+        """Iterate over a generator that runs on this loop; close it at the end."""
         try:
             while True:
                 item = self.run(next_or_none(stream))
@@ -119,14 +118,14 @@ class LoopThread:
                     return
                 yield item
         finally:
-            # Refused once the loop is not running, and if dropped on it: it ends by that.
+            # Refused once the loop has stopped, or on its own thread; the generator then ends too.
             with contextlib.suppress(EngineClosedError, RequestError):
                 self.run(close_unless_running(stream))
 
     def stop(self) -> None:
-        """Ends the background thread, if it was started, after what was handed over ended.
+        """End the background thread, if it was started, after the submitted work has ended.
 
-        May be called again, and by several at once: all wait for one end. Raises RequestError on
+        May be called again, and concurrently: all callers wait for one end. Raises RequestError on
         its own thread.
         """
         if self._thread is None or self._loop is None:
@@ -137,12 +136,12 @@ class LoopThread:
         self._thread.join()
 
     def stop_soon(self) -> None:
-        """As `stop`, without waiting for the end; from any thread, its own too."""
+        """Like `stop`, without waiting; from any thread, including its own."""
         if self._loop is None:
             return
         with self._lock:
             self._is_stopping = True
-        # Each call says it again: an earlier one may have been interrupted at this point.
+        # Repeated on each call: an earlier one may have been interrupted here.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end_soon)
 
@@ -151,26 +150,26 @@ class LoopThread:
             self._ending = asyncio.ensure_future(_drain_and_stop())
 
     def _is_here(self) -> bool:
-        """Whether this is the loop's own thread, which must not wait for itself."""
+        """Return whether this is the loop's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        """Starts `work` on this loop, from elsewhere. Raises EngineClosedError if none is taken."""
+        """Start `work` on this loop from another thread. Raises EngineClosedError if closed."""
         with self._lock:
             loop = self._loop
             if loop is not None and loop.is_running() and not self._is_stopping:
-                with contextlib.suppress(RuntimeError):  # it was closed just now
+                with contextlib.suppress(RuntimeError):  # closed concurrently
                     future = asyncio.run_coroutine_threadsafe(work, loop)
-                    # Closed by now, also by a finaliser's stop: then it is done, or never will be.
+                    # If the loop is closed by now, work that is not done will never run.
                     if future.done() or not loop.is_closed():
                         return future
         work.close()
         raise EngineClosedError("the engine is closed")
 
     def _cancel(self, work: Coroutine[Any, Any, T], future: futures.Future[T]) -> None:
-        """Cancels what was handed over, and waits for its end.
+        """Cancel submitted work and wait for its end.
 
-        The future itself, once cancelled, would not tell when the work has cleared up.
+        Cancelling the future would not show when the work has finished its cleanup.
         """
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -192,7 +191,7 @@ def _cancel_task_of(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def _drain_and_stop() -> None:
-    """Waits for all other tasks of this loop, cancels those that are late, and stops the loop."""
+    """Wait for all other tasks of this loop, cancel late ones, and stop the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         _, late = await asyncio.wait(others, timeout=PATIENCE)
@@ -200,7 +199,7 @@ async def _drain_and_stop() -> None:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     loop = asyncio.get_running_loop()
-    loop.call_soon(loop.stop)  # after the callbacks that tell callers of tasks done just now
+    loop.call_soon(loop.stop)  # after the callbacks that notify callers of finished tasks
 
 
 class EngineStream(AsyncIterator[StreamChunk]):
@@ -224,19 +223,19 @@ class EngineStream(AsyncIterator[StreamChunk]):
         return chunk
 
     def ready(self) -> list[StreamChunk]:
-        """Further chunks that need no waiting."""
+        """Return further chunks that are already available."""
         return self._stream.ready()
 
     async def aclose(self) -> None:
-        """May be called twice, and after the engine was closed."""
+        """Close the stream. May be called twice, and after the engine was closed."""
         if self._loop_thread.is_running and not self._stream.is_done:
-            # Shielded: whoever closes is often being cancelled, and the abort must still happen.
+            # Shielded: the closing task is often being cancelled, but must still abort the request.
             with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
                 await asyncio.shield(self._loop_thread.call(self._stream.aclose()))
 
 
 async def next_or_none(stream: AsyncIterator[T]) -> T | None:
-    """The next item, or None at the end (StopAsyncIteration cannot cross a thread)."""
+    """Return the next item, or None at the end (StopAsyncIteration cannot cross a thread)."""
     try:
         return await anext(stream)
     except StopAsyncIteration:
@@ -244,6 +243,6 @@ async def next_or_none(stream: AsyncIterator[T]) -> T | None:
 
 
 async def close_unless_running(stream: AsyncGenerator[Any]) -> None:
-    """Closes a generator. One that is run at this moment was cancelled, and ends by that."""
+    """Close a generator, unless it is running: then it was cancelled and ends by itself."""
     if not getattr(stream, "ag_running", False):
         await stream.aclose()

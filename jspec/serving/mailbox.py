@@ -1,7 +1,7 @@
-"""Chunks on their way from the engine's loop to their readers, on whatever event loops those are.
+"""Transport of chunks from the engine's loop to readers on any event loop.
 
-A step's pieces are put into the mailboxes of their requests one by one, and then each event loop
-that has a reader waiting is woken once, not once a request: waking costs a system call.
+The pieces of a step are put into mailboxes one by one; then each event loop with a waiting reader
+is woken once rather than once per request, since waking costs a system call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class Mailbox:
-    """Pieces of one request on their way to its one reader, who makes chunks of them.
+    """The pieces of one request for its single reader, who makes chunks of them.
 
-    No lock: it would stop the engine's loop while a reader holds it and waits for the interpreter.
-    The reader says that it waits and then looks again; who puts does so and then looks for the
-    reader. So one of the two sees the other. The reader alone writes `_waiting`.
+    There is no lock: it would block the engine's loop while a reader has it and waits for the GIL.
+    The reader announces that it waits and then checks again; the writer puts and then checks for a
+    waiting reader. So one of the two always notices. Only the reader writes `_waiting`.
     """
 
     def __init__(self, max_unread: int | None = None) -> None:
@@ -33,18 +33,16 @@ class Mailbox:
         self._waiting: Waiting | None = None
 
     def put(self, item: Piece | Failure) -> Waiting | None:
-        """From the engine's loop; never waits. Returns who is to be woken (`wake`)."""
+        """Add an item, on the engine's loop; never blocks. Returns the reader to `wake`."""
         self._items.append(item)
         waiting = self._waiting
         return None if waiting is None or waiting[1].done() else waiting
 
     @property
     def is_full(self) -> bool:
-        """Whether more lies here than its reader may leave unread."""
         return self._max_unread is not None and len(self._items) > self._max_unread
 
     async def get(self) -> StreamChunk | Failure:
-        """The oldest item, as soon as there is one."""
         while not self._items:
             event_loop = asyncio.get_running_loop()
             woken: asyncio.Future[None] = event_loop.create_future()
@@ -55,7 +53,7 @@ class Mailbox:
         return item.chunk() if isinstance(item, Piece) else item
 
     def get_ready(self) -> list[StreamChunk]:
-        """The chunks that are there already, up to an error, which stays for `get`."""
+        """Return the available chunks, up to an error, which stays for `get`."""
         chunks: list[StreamChunk] = []
         while self._items:
             item = self._items[0]
@@ -67,8 +65,10 @@ class Mailbox:
 
 
 def wake(readers: Iterable[Waiting | None]) -> None:
-    """Wakes readers, with one call for each of their event loops; on the caller's own at once, as
-    they run when the caller waits."""
+    """Wake readers, with one call per event loop.
+
+    On the caller's own loop this is direct: readers run when the caller next waits.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiting in readers:
         if waiting is not None:
@@ -78,7 +78,7 @@ def wake(readers: Iterable[Waiting | None]) -> None:
         if event_loop is own:
             _wake(futures)
             continue
-        with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
+        with suppress(RuntimeError):  # the reader's loop was closed
             event_loop.call_soon_threadsafe(_wake, futures)
 
 

@@ -1,4 +1,4 @@
-"""Requests of a list, which wait until a queue that others fill, too, has room for them."""
+"""Submission of a list's requests to a shared queue as space becomes free."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ POLL_SECONDS = 0.02
 
 
 class QueueRoom:
-    """Who submits to a queue that is full waits, and the others behind it: one asks at a time.
-    Belongs to one event loop. No time limit of the queue counts while it waits, and whoever does
-    not wait may come before it."""
+    """Waits while the queue is full; one submission polls at a time, in order.
+
+    It belongs to one event loop. The queue's time limit does not count this wait, and direct
+    submitters may overtake it.
+    """
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
         self._turn = asyncio.Lock()
 
     async def submit(self, requests: Sequence[Request]) -> tuple[EngineStream, ...]:
-        """As `Engine.submit`, but for QueueFullError."""
+        """Like `Engine.submit`, but wait instead of raising QueueFullError."""
         async with self._turn:
             while True:
                 try:

@@ -1,6 +1,6 @@
-"""The mailboxes of all unfinished requests: what their readers get, and how a request ends.
+"""The mailboxes of all unfinished requests: delivery of pieces, and the end of requests.
 
-It calls the scheduler to end requests, and no runner; it knows no event loop.
+It calls the scheduler to end requests, but not the runner; it knows no event loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ SLOW_READER = "aborted: its reader left too much unread"
 
 
 class Readers:
-    """By request id; owned by the engine's loop. unpublished: pieces in the order in which they
-    were committed."""
+    """Mailboxes by request id; owned by the engine's loop.
+
+    unpublished: committed pieces in order.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -39,21 +41,22 @@ class Readers:
         return tuple(self._mailboxes)
 
     def open(self, name: str, max_unread: int | None) -> Mailbox:
-        """The mailbox of a request that is queued now."""
         self._mailboxes[name] = Mailbox(max_unread)
         return self._mailboxes[name]
 
     def has(self, name: str, mailbox: Mailbox) -> bool:
-        """Whether it is still that request, not a later one of its name."""
+        """Return whether the id still belongs to that request, not to a later one."""
         return self._mailboxes.get(name) is mailbox
 
     def close(self, last: dict[str, Piece | Failure]) -> None:
-        """Closes the mailboxes of requests with the last that comes to them."""
+        """Put the last item into each of these mailboxes and close them."""
         wake([self._mailboxes.pop(name).put(item) for name, item in last.items()])
 
     def publish(self) -> None:
-        """What was committed goes to its readers; the last piece of a request closes its mailbox.
-        Whoever leaves too much unread is aborted."""
+        """Deliver committed pieces; a request's last piece closes its mailbox.
+
+        Requests with too many unread pieces are aborted.
+        """
         pieces, self.unpublished = self.unpublished, []
         if not pieces:
             return
@@ -74,7 +77,7 @@ class Readers:
                 self.close({name: last})
 
     def abort(self, name: str, *, why: str = ABORTED) -> bool:
-        """Ends a request with a last piece. False if it is not there."""
+        """End a request with a last piece. False if unknown."""
         piece = self._end(name, why=why)
         if piece is None:
             return False
@@ -88,16 +91,18 @@ class Readers:
         self.close({name: RequestFailedError(why, detail)})
 
     def fail_all(self, error: Callable[[str], EngineClosedError]) -> None:
-        """Ends every request with an error that is made from its id."""
+        """End every request with an error made from its id."""
         self.publish()
         for name in self._mailboxes:
-            with suppress(Exception):  # of a state that is broken: its stream must end all the same
+            with suppress(Exception):  # its state may be broken, but its stream must end
                 self._scheduler.end(name)
         self.close({name: error(name) for name in self._mailboxes})
 
     def contain(self, error: Exception) -> None:
-        """An invariant of the scheduler does not hold: who is to blame ends, the others go on.
-        Raises it where that leads nowhere (`Scheduler.contain`)."""
+        """Recover from a broken invariant of the scheduler: suspects end, the others go on.
+
+        Raises `error` if recovery makes no progress (`Scheduler.contain`).
+        """
         pieces, failed = self._scheduler.contain(error, most=MOST_LOSSES)
         LOGGER.error("internal error; requests that end: %s", failed or "none", exc_info=error)
         clear_frames(error)
@@ -107,7 +112,7 @@ class Readers:
             self.fail(name, f"request {name!r} was ended by an internal error: {error}")
 
     def _end(self, name: str, *, why: str, is_slow: bool = False) -> Piece | None:
-        """Scheduler.end. None too for who fails with an invariant that is found broken by it."""
+        """Call Scheduler.end; if that breaks an invariant, recover and try again."""
         try:
             return self._scheduler.end(name, why=why, is_slow=is_slow)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""What happens when the runner fails: how often, and how soon, it is begun anew.
+"""Restarts of a failed runner: how often and after which pauses.
 
-A runner that works again for a while has all its attempts again; one that keeps failing ends the
-engine. It knows no request: the scheduler has what each has emitted, and goes on from there.
+A runner that works again for a while regains all its attempts; one that keeps failing ends the
+engine. It knows no request: the scheduler has the output of each and continues from there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from jspec.errors import EngineClosedError, RunnerError, clear_frames
 
 LOGGER = logging.getLogger("jspec.scheduler")
-MOST_LOSSES = 2  # a request that ran in so many failures may be what causes them
+MOST_LOSSES = 2  # a request that was running in this many failures may be their cause
 POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """most: restarts in a row. The first is at once, the second after first_pause seconds, each
-    later one after twice as many, at most most_pause. After well_seconds without a failure they
-    are counted from the beginning."""
+    """Limits on consecutive restarts.
+
+    most: restarts in a row.
+    first_pause: seconds before the second one; the first is immediate. Pauses then double, up to
+        most_pause.
+    well_seconds: seconds without a failure after which the count starts over.
+    """
 
     most: int = 5
     first_pause: float = 1.0
@@ -31,14 +35,14 @@ class RestartLimits:
     well_seconds: float = 60.0
 
     def pause(self, attempt: int) -> float:
-        """Seconds before restart `attempt` of a row, from 1 on: 0, 1, 2, 4, ..."""
+        """Return the seconds before restart `attempt` in a row, from 1 on: 0, 1, 2, 4, ..."""
         if attempt <= 1:
             return 0.0
         return min(self.first_pause * 2.0 ** (attempt - 2), self.most_pause)
 
 
 class Recovery:
-    """Begins a runner anew. `clock` is time.monotonic."""
+    """Restarts a runner. `clock` is time.monotonic."""
 
     def __init__(
         self, limits: RestartLimits | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -46,7 +50,7 @@ class Recovery:
         self._limits = limits or RestartLimits()
         self._clock = clock
         self._num_in_row = 0
-        self._well_since: float | None = clock()  # None: it does not work
+        self._well_since: float | None = clock()  # None: not working
         self.is_running = False
 
     async def run(
@@ -56,10 +60,9 @@ class Recovery:
         *,
         is_closing: Callable[[], bool],
     ) -> None:
-        """Returns once the runner works again, or is not wanted any more.
+        """Return once the runner works again or the engine is closing.
 
-        Raises RunnerError, of the last failure, when it was tried as often as it may, and
-        EngineClosedError if the runner says that it cannot be begun anew.
+        Raises RunnerError after the most attempts, EngineClosedError if it cannot be restarted.
         """
         self.is_running = True
         try:
@@ -77,7 +80,7 @@ class Recovery:
                 except Exception as failure:
                     if is_closing():
                         return
-                    error = RunnerError(f"the runner could not be begun anew: {failure}")
+                    error = RunnerError(f"the runner could not be restarted: {failure}")
                     error.__cause__ = failure
                     clear_frames(failure)
                     LOGGER.error("%s", error)

@@ -1,6 +1,6 @@
-"""Where the time of a first token goes: when a request passed which border on its way.
+"""A trace of where the time to first token goes: when a request passed each stage.
 
-Off unless a server is told to keep it. It has no clock: who marks says when.
+Off unless a server enables it. It has no clock: callers pass times.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from jspec.messages.plan import StepPlan
 
 
 class Border(enum.Enum):
-    """In the order in which a request passes them. PLANNED: the step that admits it. DISPATCHED and
-    ENQUEUED: begin and end of the call that enqueues its last prefill chunk. COLLECTED: its first
-    token is on the host. READ: and where it is written. SENT: its first event is on the socket."""
+    """Stages in the order in which a request passes them."""
 
     RECEIVED = "received"
     PARSED = "parsed"
     TOKENIZED = "tokenized"
     SUBMITTED = "submitted"
-    PLANNED = "planned"
-    DISPATCHED = "dispatched"
-    ENQUEUED = "enqueued"
-    COLLECTED = "collected"
+    PLANNED = "planned"  # the step that admits it
+    DISPATCHED = "dispatched"  # start of the call that enqueues its last prefill chunk
+    ENQUEUED = "enqueued"  # end of that call
+    COLLECTED = "collected"  # its first token is on the host
     COMMITTED = "committed"
-    READ = "read"
-    SENT = "sent"
+    READ = "read"  # by the server, which writes it
+    SENT = "sent"  # its first event is on the socket
 
 
 class RequestTrace:
-    """Gives `write` a line of JSON for each request whose first event was sent.
+    """Writes a line of JSON for each request whose first event was sent.
 
     {"request_id": ..., "received": seconds of time.monotonic(), ...}
-    A border counts once, the first time. Marks come from several threads; no two of them mark the
-    same border.
+    Only the first mark of a stage counts. Marks come from several threads, each stage from one.
     """
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -46,19 +43,17 @@ class RequestTrace:
         self._open[request_id] = {}
 
     def mark(self, request_ids: Iterable[str], border: Border, when: float) -> None:
-        """Whoever did not begin, or has ended, is left out."""
         for request_id in request_ids:
             times = self._open.get(request_id)
             if times is not None:
                 times.setdefault(border.value, when)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """They were refused."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Writes the line, if the request passed all borders; it is forgotten."""
+        """Write the line if the request passed all stages, and drop the request."""
         times = self._open.pop(request_id, None)
         if times is not None and len(times) == len(Border):
             ordered = {border.value: round(times[border.value], 6) for border in Border}
@@ -66,12 +61,12 @@ class RequestTrace:
 
 
 class FirstTokens:
-    """Marks the borders between submission and commit, for requests and the steps that run them."""
+    """Marks the stages between submission and commit, for requests and the steps that run them."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace = trace
-        self._names: dict[int, str] = {}  # by slot: whoever was admitted there last
-        self._by_step: dict[int, list[str]] = {}  # whose last prefill chunk it has
+        self._names: dict[int, str] = {}  # by slot: the request admitted there last
+        self._by_step: dict[int, list[str]] = {}  # requests whose last prefill chunk it has
 
     def submitted(self, request_id: str, now: float) -> None:
         self._trace.mark((request_id,), Border.SUBMITTED, now)
@@ -93,7 +88,6 @@ class FirstTokens:
         self._trace.mark(self._by_step.get(step, ()), Border.COLLECTED, ended)
 
     def lose_steps(self) -> None:
-        """Of those that were planned none ends."""
         self._by_step.clear()
 
     def committed(self, step: int, now: float) -> None:

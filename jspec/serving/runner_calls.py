@@ -1,4 +1,4 @@
-"""The calls of the runner that make up a turn, on the engine's thread.
+"""The runner calls of a turn, on the engine's thread.
 
 It knows no request and no event loop.
 """
@@ -15,7 +15,7 @@ from jspec.serving.trace import StepClock, TraceEvent, TraceKind
 
 
 class RunnerCalls:
-    """trace: a list to which every call is appended. first_tokens: may be put there at any time."""
+    """Calls a runner and appends each call to `trace`. `first_tokens` may be set at any time."""
 
     def __init__(self, runner: Runner, trace: list[TraceEvent] | None) -> None:
         self._runner = runner
@@ -24,9 +24,9 @@ class RunnerCalls:
         self.steps = StepClock()
 
     def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
-        """Dispatches `plan`, then waits for the oldest step, if told to.
+        """Dispatch `plan`, then, if `collects`, wait for the oldest step.
 
-        Raises RunnerError for any error: it may be mended by beginning anew.
+        Raises RunnerError for any error, since a restart may fix it.
         """
         try:
             return self._run(plan, collects)
@@ -36,7 +36,7 @@ class RunnerCalls:
             raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error
 
     def lose_steps(self) -> None:
-        """The steps in flight were lost with the runner. While nothing runs on its thread."""
+        """Forget the steps in flight, lost with the runner. Call it while the thread is idle."""
         self.steps.lose_steps()
         if self.first_tokens is not None:
             self.first_tokens.lose_steps()

@@ -1,4 +1,4 @@
-"""What the loop tells of itself: its calls of the runner, and how long it was busy."""
+"""Timing of the loop: its runner calls, step times, and busy time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class TraceEvent:
 
 
 class StepClock:
-    """How long each step took the device: from its dispatch, or from when the step before it was
-    there, to its result. On the engine's thread; `seconds` once for each step, in order."""
+    """Device time of each step: from its dispatch, or the previous result if later, to its result.
+
+    Used on the engine's thread. Call `seconds` once per step, in order.
+    """
 
     def __init__(self) -> None:
         self._dispatched: dict[int, float] = {}
@@ -39,7 +41,6 @@ class StepClock:
         self._last = now
 
     def lose_steps(self) -> None:
-        """Of those that were dispatched none ends."""
         self._dispatched.clear()
         self._seconds.clear()
 
@@ -48,7 +49,7 @@ class StepClock:
 
 
 class BusyClock:
-    """Seconds during which it ran, the current run included. Readable from any thread."""
+    """Accumulated running time, including the current run. Readable from any thread."""
 
     def __init__(self) -> None:
         self._state: tuple[float, float | None] = (0.0, None)  # before this run, its start

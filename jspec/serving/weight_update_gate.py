@@ -1,4 +1,4 @@
-"""What runs between two steps, while none is in flight: who asked for it, and how it ended."""
+"""Work that must run between two steps, while none is in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Visit = Callable[[OnEngineThread], Awaitable[None]]
 
 
 class WeightUpdateGate:
-    """WeightUpdateGate in the order in which they were asked for. Belongs to one event loop."""
+    """A queue of visits, run in order between steps. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Visit, asyncio.Future[None]]] = deque()
@@ -23,10 +23,13 @@ class WeightUpdateGate:
         return bool(self._waiting)
 
     def ask(self, visit: Visit) -> Awaitable[None]:
-        """What ends with the visit, and raises its error. If it is cancelled, a visit that has not
-        begun never will, and one that has is waited for: it cannot be undone."""
+        """Queue a visit; the result ends with the visit and raises its error.
+
+        Cancelling it drops a visit that has not started; a started one is awaited, since it cannot
+        be undone.
+        """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.add_done_callback(_heard)  # also if nobody waits for it any more
+        done.add_done_callback(_heard)  # also if the caller no longer waits
         entry = (visit, done)
         self._waiting.append(entry)
         return self._ended(entry)
@@ -43,7 +46,7 @@ class WeightUpdateGate:
             raise
 
     async def run_next(self, on_engine_thread: OnEngineThread) -> None:
-        """Raises EngineClosedError if what the visit left cannot run a step."""
+        """Run the next visit. Raises EngineClosedError if no step can run after it."""
         visit, done = self._waiting.popleft()
         try:
             await visit(on_engine_thread)
@@ -59,12 +62,12 @@ class WeightUpdateGate:
             done.set_result(None)
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """All that wait end with an error of their own."""
+        """End all queued visits with an error."""
         while self._waiting:
             self._waiting.popleft()[1].set_exception(error())
 
 
 def _heard(done: asyncio.Future[None]) -> None:
-    """Its error is no news to the garbage collector."""
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not done.cancelled():
         done.exception()

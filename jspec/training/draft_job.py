@@ -168,7 +168,7 @@ def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
         if known.get(name) != asked.get(name):
             before = "it unset" if known.get(name) is None else repr(known[name])
             raise ConfigError(
-                f"{name} is {asked.get(name)!r}; expected {before}, with which {job.out} was begun"
+                f"{name} is {asked.get(name)!r}; expected {before}, with which {job.out} started"
             )
 
 

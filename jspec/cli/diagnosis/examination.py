@@ -114,7 +114,7 @@ class Examination:
         self._base = self._measure(head, self._evidence)
         if (count := int(self._base.anchors.sum())) < LEAST_TOKENS:
             raise RequestError(
-                f"the texts have {count} tokens after which the head's guesses can be judged; "
+                f"the texts have {count} tokens after which the head's guesses can be checked; "
                 f"expected at least {LEAST_TOKENS}: give more prompts or more --max-new-tokens"
             )
         shifted = [

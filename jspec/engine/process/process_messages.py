@@ -32,8 +32,11 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What was built. programs: with the seconds of a step, where measured. num_wanted: programs
-    there will be in the end."""
+    """The built runner.
+
+    programs: with the seconds of a step, where measured.
+    num_wanted: number of programs once all are built.
+    """
 
     config: ResolvedConfig
     limits: ServeLimits

@@ -236,7 +236,7 @@ def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramK
     """Return the cheapest ready program that can run `needed`: smallest bucket, fewest features.
 
     It has the same kind and shape, a bucket at least as large, and features that cover the needed
-    ones. Ties go to the first of `ready`. Raises InvariantError if there is none.
+    ones. Ties go to the first of `ready`. Raises InvariantError if no program fits.
     """
     ready = tuple(ready)
     fit = [key for key in ready if _serves(key, needed)]

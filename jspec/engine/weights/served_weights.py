@@ -67,7 +67,7 @@ class HoldsParams(Protocol):
     def replace_params(self, params: Any) -> None: ...
 
     def exclusively(self) -> AbstractContextManager[object]:
-        """While it is held no program begins, and none that was begun for its time is running."""
+        """Return a lock; while it is acquired no program starts or is being timed."""
         ...
 
 

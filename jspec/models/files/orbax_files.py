@@ -99,6 +99,6 @@ def without_tracebacks() -> Iterator[None]:
 
 
 def reason_of_orbax(error: Exception) -> str:
-    """What the system said, if an error of orbax's storage repeats it; else the error's start."""
+    """Return the system's message if an orbax storage error contains it, else the error's start."""
     found = _SYSTEM_ERROR.search(str(error))
     return found[1].strip() if found else f"{type(error).__name__}: {shown(str(error))}"

@@ -285,7 +285,7 @@ def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
 
 
 def copies_in(tensors: Tensors, config: MtpConfig, names: MtpNames) -> Copies:
-    """What a file may hold of the target's embedding and lm_head, none of which is read."""
+    """Return the copies of the target's embedding and lm_head in a file, none of which is read."""
     return {
         name: TargetCopy(path=EMBED if name.endswith(_EMBED) else HEAD, is_read=False)
         for name in sorted(copies_of_target(config, _numbered(tensors, names)))

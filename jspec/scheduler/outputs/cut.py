@@ -1,4 +1,4 @@
-"""Where a sequence ends among the ids of a round, and what is kept of them."""
+"""Find where a sequence ends among the ids of a round."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from jspec.messages.request import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What is left of one round's ids, and why the sequence ends, if so.
-
-    num_shown: of the ids, those that have text. text: theirs, None if the reader makes it.
-    """
+    """The ids kept of one round, and why the sequence ends, if it does."""
 
     ids: tuple[int, ...]
-    text: str | None
-    num_shown: int
+    text: str | None  # None: the reader makes it
+    num_shown: int  # leading ids that have text
     finish: FinishReason | None = None
 
 
 def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
-    """Index of the first stop id at or after `begin`; len(ids) without one.
+    """Return the index of the first stop id at or after `begin`, or len(ids).
 
     Worked example: min_new_tokens 3 with 2 tokens out gives begin = 1, since ids[0] is the third
     token and ids[1] the first one that may end the text.

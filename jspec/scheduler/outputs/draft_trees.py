@@ -1,9 +1,9 @@
-"""The draft trees of one sequence, for who asked to see them.
+"""The draft trees of a sequence, for requests with return_draft_trees.
 
-A row whose trees are wanted goes through the programs of rows with a grammar, which show the host
-every tree before it is judged (decision 23): a watcher stands in the grammar's place, allows what
-the grammar does, or all, and keeps what it was shown. So no program has another output, and nobody
-else pays. It knows no text.
+Such a row runs the programs of rows with a grammar, which show the host every tree before it is
+verified (decision 23): a watcher takes the grammar's place, allows what the grammar allows (or
+everything), and records the tree. So no program needs another output, and other requests pay
+nothing. It knows no text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TreeWatcher:
         return "" if self._inner is None else self._inner.failed
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """As `Constraint.fill`; the tree is kept until it is taken."""
+        """Implement `Constraint.fill` and keep the tree until `take`."""
         self._shown = tokens.tolist(), parents.tolist()
         if self._inner is None:
             allowed[:] = ALL_ALLOWED
@@ -43,7 +43,7 @@ class TreeWatcher:
             self._inner.accept(token_ids)
 
     def take(self, accepted_ids: Sequence[int]) -> VerifiedTree | None:
-        """The tree that was shown last, once: None for a root alone (a prompt's, a plain step's).
+        """Return the last tree once; None for a root alone (after a prefill or a plain step).
 
         accepted_ids: the drafts that its verification accepted, in order.
         """
@@ -52,11 +52,11 @@ class TreeWatcher:
 
 
 def constraint_of(request: Request) -> Constraint | None:
-    """What is to see a new sequence's trees: its grammar, a watcher, both, or nobody."""
+    """Return a new sequence's grammar, tree watcher, both in one, or None."""
     grammar = None if request.grammar is None else request.grammar.begin()
     return TreeWatcher(grammar) if request.sampling.return_draft_trees else grammar
 
 
 def tree_after(constraint: Constraint | None, ids: tuple[int, ...]) -> VerifiedTree | None:
-    """The tree of the round that emitted `ids`, if its row has a watcher; once for each round."""
+    """Return the tree of the round that emitted `ids`, if watched; call once per round."""
     return constraint.take(ids[:-1]) if isinstance(constraint, TreeWatcher) and ids else None

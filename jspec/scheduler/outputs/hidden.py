@@ -1,8 +1,7 @@
-"""Hidden states of one sequence on their way from steps to chunks.
+"""Hidden states of one sequence between steps and chunks.
 
-Those of a round wait for the cut of its ids; those of a prompt come chunk by chunk and wait for the
-first token. A row that is retracted fills its prompt again: what is known already is not taken
-twice.
+A round's states wait for the cut of its ids; a prompt's come chunk by chunk and wait for the first
+token. After a retraction the prompt is prefilled again, and known states are not taken twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from jspec.messages.request import Request
 
 
 class SequenceHidden:
-    """What the last round said, and what of the prompt has not been handed out yet."""
+    """Hidden states of the last round, and those of the prompt that were not yet returned."""
 
     __slots__ = ("_is_prompt_out", "_is_wanted", "_num_known", "_of_prompt", "_of_round", "_total")
 
@@ -28,14 +27,11 @@ class SequenceHidden:
 
     @property
     def computed_from(self) -> int | None:
-        """The first token that has to be run, and not found in the prefix cache; None: whichever.
-
-        It is the first one whose hidden state is still unknown.
-        """
+        """First token whose state is unknown and must be computed, not cached; else None."""
         return None if self._is_prompt_out else self._num_known
 
     def take(self, plan: StepPlan, row: int, result: RoundResult) -> None:
-        """What one round says of the plan's row."""
+        """Take the states of one round for the plan's row."""
         if not self._is_wanted or result.hidden is None:
             return
         self._of_round = tuple(result.hidden[row, : int(result.num_emitted[row])].copy())
@@ -49,8 +45,10 @@ class SequenceHidden:
             self._num_known = end
 
     def of_ids(self, count: int) -> tuple[np.ndarray, ...]:
-        """Of the ids that the cut left of the round, f32[E] each. In the first one's place stand
-        those of the prompt, whose last one chose it: f32[prompt, E]; they come without an id, too.
+        """Return the states of the ids that the cut kept, f32[E] each.
+
+        The first id's entry is replaced by the states of the whole prompt, f32[prompt, E], whose
+        last one chose that id; they are returned even without an id.
         """
         found, self._of_round = self._of_round[:count], ()
         if self._is_prompt_out or self._num_known < self._total:

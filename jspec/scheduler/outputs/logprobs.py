@@ -1,8 +1,7 @@
-"""Log-probabilities of one sequence on their way from steps to chunks.
+"""Log-probabilities of one sequence between steps and chunks.
 
-Those of a round wait for the cut of its ids; those of a prompt come chunk by chunk and wait for the
-first token. A row that is retracted fills its prompt again: what is known already is not taken
-twice.
+A round's values wait for the cut of its ids; a prompt's come chunk by chunk and wait for the first
+token. After a retraction the prompt is prefilled again, and known values are not taken twice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from jspec.messages.request import PromptToken, Request, TokenLogprob
 
 
 class SequenceLogprobs:
-    """What the last round said, and what of the prompt has not been handed out yet."""
+    """Log-probabilities of the last round, and those of the prompt that were not yet returned."""
 
     __slots__ = ("_is_prompt_out", "_is_wanted", "_of_prompt", "_of_round", "_request", "_start")
 
@@ -29,9 +28,9 @@ class SequenceLogprobs:
 
     @property
     def computed_from(self) -> int | None:
-        """The first token that has to be run, and not found in the prefix cache; None: whichever.
+        """The first token that must be computed rather than cached, or None.
 
-        It is the one before the first whose log-probability is still unknown.
+        It is the one before the first token whose log-probability is unknown.
         """
         return None if self._is_prompt_out else max(self._next_position - 1, 0)
 
@@ -40,7 +39,7 @@ class SequenceLogprobs:
         return self._start + len(self._of_prompt)
 
     def take(self, plan: StepPlan, row: int, result: RoundResult) -> None:
-        """What one round says of the plan's row."""
+        """Take the values of one round for the plan's row."""
         if not self._is_wanted or result.logprobs is None:
             return
         sampling = self._request.sampling
@@ -49,7 +48,7 @@ class SequenceLogprobs:
             return
         chunk, prompt_ids = plan.chunks[row], self._request.prompt_ids
         first = sum(len(other.token_ids) for other in plan.chunks[:row])
-        # The token at `position` is told of by the chunk's row of the one before it.
+        # The log-probability of a token is in the entry of the token before it.
         end = min(chunk.start + len(chunk.token_ids) + 1, len(prompt_ids))
         begin = self._next_position
         if begin < end:
@@ -58,12 +57,12 @@ class SequenceLogprobs:
             self._of_prompt += zip(prompt_ids[begin:end], known, strict=True)
 
     def of_ids(self, count: int) -> tuple[TokenLogprob, ...]:
-        """Of the ids that the cut left of the round."""
+        """Return the values of the first `count` ids of the round, which the cut kept."""
         known, self._of_round = self._of_round, ()
         return known[:count]
 
     def of_prompt(self) -> tuple[PromptToken, ...]:
-        """Of the prompt, once."""
+        """Return the values of the prompt, once."""
         if self._is_prompt_out:
             return ()
         known, self._of_prompt, self._is_prompt_out = tuple(self._of_prompt), [], True

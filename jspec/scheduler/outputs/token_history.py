@@ -1,9 +1,8 @@
-"""From what the scheduler committed to what a reader is told: text and counters, on the reader's
-side.
+"""Text and counters of a sequence, made on the reader's side from what the scheduler committed.
 
-The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if so. Their
-text is made when somebody reads them, on the reader's thread, so that no step waits for text. Only
-a row that its text may end, and of which ids alone do not tell, gets its text in the turn.
+The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if it does.
+Their text is made when they are read, on the reader's thread, so that no step waits for text. Only
+rows that may end by their text, in a way that ids do not show, get their text during the turn.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jspec.messages.verified_tree import VerifiedTree
 
 
 class Origin(NamedTuple):
-    """What is the same for all that comes of one stay in a slot (`StreamChunk` says what)."""
+    """Fields of `StreamChunk` that are the same throughout a tenancy."""
 
     num_retractions: int = 0
     cached_tokens: int = 0
@@ -38,22 +37,16 @@ class Origin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one round added to one sequence; `chunk` must be called in order, once for each.
-
-    ids: after the cut; of a verification's, past the first num_emitted, anything. num_emitted:
-    before the cut, 0 if this was no verification. num_proposed: drafts that were verified, 0 in a
-    plain step, None: N - 1. text: made already, or None: to be made of the first num_shown ids
-    (None: all) and, if there is a finish, of what was held back.
-    """
+    """The addition of one round to one sequence. Call `chunk` once for each, in order."""
 
     history: TokenHistory
-    ids: Ordered[int]
-    num_emitted: int = 0
+    ids: Ordered[int]  # after the cut; of a verification, undefined past the first num_emitted
+    num_emitted: int = 0  # by the verification, before the cut; 0: no verification
     origin: Origin = Origin()
-    num_proposed: int | None = None
+    num_proposed: int | None = None  # drafts verified; 0: a plain step; None: N - 1
     finish: FinishReason | None = None
-    text: str | None = None
-    num_shown: int | None = None
+    text: str | None = None  # None: to be made of the shown ids and, at the end, withheld text
+    num_shown: int | None = None  # leading ids that have text; None: all
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = ()
@@ -72,9 +65,9 @@ class Piece(NamedTuple):
         *,
         num_proposed: int | None,
     ) -> list[Piece]:
-        """Of rows that go on with the first counts[i] of ids[i].
+        """Make pieces of rows that go on with the first counts[i] of ids[i].
 
-        A step makes one for each row before the next step is planned: no Python runs for one.
+        A step makes one for each row before the next step is planned, so there is no Python loop.
         """
         rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
         rows = zip(histories, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
@@ -82,9 +75,9 @@ class Piece(NamedTuple):
 
 
 class TokenHistory:
-    """One sequence as its reader knows it; the reader's own, and it alone calls it.
+    """One sequence as its reader knows it; only the reader calls it.
 
-    stream: None where every piece comes with its text.
+    stream: None if every piece comes with its text.
     """
 
     def __init__(
@@ -97,7 +90,6 @@ class TokenHistory:
         self._tally = Tally(spec)
 
     def chunk(self, piece: Piece) -> StreamChunk:
-        """The message about `piece`."""
         ids = tuple(piece.ids[: piece.num_emitted] if piece.num_emitted else piece.ids)
         self._num_ids += len(ids)
         num_accepted = 0
@@ -133,10 +125,10 @@ class TokenHistory:
 
 
 class Tally:
-    """Counts verifications: of one sequence, or of all. Plain decoding verifies nothing.
+    """Verification counters of one sequence, or of all. Plain decoding verifies nothing.
 
     Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
-    always a sequence's last) is left out of the two `full_` counters, hence of the acceptance
+    always a sequence's last) is left out of the two `full_` counters, and so of the acceptance
     length.
     """
 
@@ -148,9 +140,9 @@ class Tally:
         self._full_verify_ct = self._full_num_emitted = 0
 
     def add(self, *, num_emitted: int, num_kept: int, num_proposed: int | None = None) -> None:
-        """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`.
+        """Count one verification that emitted `num_emitted` ids, of which the cut kept `num_kept`.
 
-        num_proposed: drafts that it verified; None: N - 1. With 0 it was a plain step.
+        num_proposed: drafts that it verified; 0: a plain step; None: N - 1.
         """
         if num_proposed == 0:
             return
@@ -166,9 +158,9 @@ class Tally:
     def add_whole(
         self, num_verifications: Ordered[int], *, num_proposed: int | None = None
     ) -> None:
-        """num_verifications[n] that emitted n ids each, none of them cut; n up to M.
+        """Count num_verifications[n] verifications that emitted n ids each, none of them cut.
 
-        num_proposed: drafts that each verified, as in `add`.
+        n goes up to M. num_proposed: drafts that each verified, as in `add`.
         """
         if num_proposed == 0:
             return
@@ -184,7 +176,6 @@ class Tally:
 
     @property
     def counters(self) -> SpecCounters:
-        """As of now."""
         if self._is_plain:
             return NO_COUNTERS
         return SpecCounters(
@@ -201,7 +192,8 @@ NO_COUNTERS = SpecCounters()
 
 
 def surviving_drafts(num_emitted: int, num_kept: int) -> int:
-    """Accepted drafts among the first num_kept of num_emitted ids: all but the bonus, which is
-    the last. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
+    """Return the accepted drafts among the first num_kept of num_emitted ids.
+
+    The last id is the bonus token. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
     """
     return min(num_emitted - 1, num_kept)

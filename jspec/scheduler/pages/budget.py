@@ -1,9 +1,9 @@
-"""How many pages a sequence needs, and how long it may become: arithmetic over `spec.indexing`.
+"""Page counts and length limits of sequences: arithmetic over `spec.indexing`.
 
-It knows the static limits of the engine and nothing of the current state of the pool or queue.
+It knows the static limits of the engine, not the current state of the pool or queue.
 
     worked example: S/K/N = 3/1/4, so M = 4 and scratch = 4; page_size 4, num_pages 6
-    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 rows of scratch after the last token
+    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 scratch tokens after the last token
     prompt of 10       fill 10 → first decode needs 10 + 4 = 14 positions = 4 pages
     one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
     longest output     the last token's KV is not written: max_new_tokens <= 20 - 10 + 1 = 11, and
@@ -21,19 +21,19 @@ from jspec.errors import QueueFullError, RequestError
 from jspec.messages.request import DEFAULT_NEW_TOKENS, Request
 from jspec.spec import indexing
 
-# A newcomer beside running rows must leave them pages for this many more rounds, else the next
-# few would retract it again and its prefill would be wasted.
+# A request admitted while rows run must leave them pages for this many more rounds; otherwise it
+# would soon be retracted and its prefill wasted.
 HEADROOM_ROUNDS = 8
 
 
 def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int, last: int) -> int:
-    """Pages that a row must own before a decode step, whatever its shape.
+    """Return the pages that a row must own before a decode step, whatever its shape.
 
-    unread_tokens: what its unread rounds can have emitted, the sum of their M.
+    unread_tokens: most tokens that its unread rounds can have emitted, the sum of their M.
 
-    For the first round of the step, and for those after it that can start at `last`
-    (`last_committed`) or before. A round that starts after `last` emits nothing that is kept: it
-    gets no pages, and what it writes is written to page 0.
+    Covers the first round of the step and later ones that can start at `last` (`last_committed`) or
+    before. A round that starts after `last` emits nothing that is kept: it gets no pages and writes
+    to page 0.
     """
     first = committed + unread_tokens
     final = first + (limits.num_rounds - 1) * limits.spec.max_emitted
@@ -43,7 +43,7 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
 
 
 def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
-    """Pages that a row gets with its first chunk: the fill and the scratch of its first decode.
+    """Return the pages for the fill of a row and the scratch of its first decode.
 
     With one token left the prefill emits it, nothing is decoded, and no scratch is needed.
     """
@@ -54,7 +54,7 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
 
 
 def last_committed(prompt_len: int, max_new_tokens: int) -> int:
-    """Largest L at which a decode with nothing unread can start; at least the prompt itself.
+    """Return the largest L at which a decode with nothing unread can start, at least prompt_len.
 
     At L the sequence has L + 1 tokens (the root's KV is not written), so L - prompt_len + 1 are
     emitted; a decode needs at least one token still to come.
@@ -63,7 +63,7 @@ def last_committed(prompt_len: int, max_new_tokens: int) -> int:
 
 
 def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
-    """Pages with which a row at `committed` runs HEADROOM_ROUNDS more rounds, or to its end."""
+    """Return the pages of a row after HEADROOM_ROUNDS more rounds, or at its end."""
     rounds = HEADROOM_ROUNDS + (limits.overlap_depth + 1) * limits.num_rounds - 1
     goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
     positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
@@ -73,9 +73,9 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
 def check_batch(
     limits: ServeLimits, requests: Sequence[Request], *, in_use: Iterable[str], num_queued: int
 ) -> None:
-    """Raises for requests that come together, and of which submit would refuse any.
+    """Raise RequestError or QueueFullError if submit would refuse any of these requests.
 
-    in_use: names of the unfinished ones. Raises RequestError and QueueFullError.
+    in_use: ids of the unfinished requests.
     """
     names = set(in_use)
     for request in requests:
@@ -95,8 +95,11 @@ def check_batch(
 
 
 def check_request(limits: ServeLimits, request: Request) -> int:
-    """Its max_new_tokens, clipped (`clip_max_new_tokens`). Raises RequestError for what can never
-    run here, for its length or because no program does it."""
+    """Return max_new_tokens, clipped (`clip_max_new_tokens`).
+
+    Raises RequestError for a request that can never run here, because of its length or because no
+    program supports it.
+    """
     if request.sampling.return_logprob and not limits.logprobs:
         raise RequestError(
             "return_logprob is true; expected false, since the engine was started with "
@@ -113,8 +116,7 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 
 
 def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> None:
-    """Raises QueueFullError where one more may not wait, RequestError for a priority without an
-    order of them."""
+    """Raise QueueFullError if the queue is full, RequestError for an unsupported priority."""
     _check_priority(limits, request)
     if num_queued >= limits.max_queued_requests:
         raise QueueFullError(
@@ -132,7 +134,7 @@ def _check_priority(limits: ServeLimits, request: Request) -> None:
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
-    """Raises RequestError for more requests than may ever wait together."""
+    """Raise RequestError for more requests than can ever wait together."""
     if num_requests > limits.max_queued_requests:
         raise RequestError(
             f"{num_requests} sequences at once; expected at most max_queued_requests "
@@ -141,16 +143,16 @@ def check_number(limits: ServeLimits, num_requests: int) -> None:
 
 
 def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:
-    """max_new_tokens, bounded by what the whole pool can hold; None: the default, bounded by both.
+    """Return max_new_tokens clipped to the pool; None: the default, clipped to the context too.
 
-    A sequence that reaches the bound finishes with "length". At least 1, because the prefill
-    alone emits one token and needs no scratch; 0 stays 0. As SGLang does: what was asked for
-    beyond the context is an error, what was not asked for is clipped, and a small pool clips both.
+    A sequence that reaches the bound finishes with "length". At least 1, because the prefill alone
+    emits one token and needs no scratch; 0 stays 0. As in SGLang, an explicit value beyond the
+    context is an error, a default is clipped, and a small pool clips both.
 
     Raises:
-        RequestError: the prompt is empty, leaves no room for a token or for max_new_tokens in the
-            context, or is longer than the whole pool: what can never run. Everything else runs,
-            if need be alone.
+        RequestError: the prompt is empty, has no space in the context for a token or for
+            max_new_tokens, or is longer than the whole pool. Every other request can run, if
+            necessary alone.
     """
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")

@@ -1,5 +1,4 @@
-"""What the prefix cache remembers of a page: of the full space, whose pages are the tree, and of
-the window spaces, whose pages lie beside those that hold the same tokens."""
+"""Pages in the prefix cache: nodes of the tree (full space), and attached window pages."""
 
 from __future__ import annotations
 
@@ -7,13 +6,16 @@ from collections.abc import Hashable, Iterator
 
 
 class CachedPage:
-    """A page of the full space and the path to it; the root of a tree has page 0 and depth 0.
+    """A page of the full space; its parents are the pages before it.
 
-    depth: pages from the root up to and including this one. num_users: rows that hold it or a page
-    after it. num_doubles: of these rows, those that have another page with the same tokens.
-    writer: the step from which on it may be read. windows: of each window space the page that holds
-    the same tokens, None where there is none. is_sought: a text ended at this page, or a little
-    after it, or began to differ from the others there.
+    The root of a tree has page 0 and depth 0.
+
+    depth: pages from the root up to and including this one.
+    num_users: rows that use it or a page after it.
+    num_doubles: of these rows, those whose own page with the same tokens is another one.
+    writer: first step that may read it.
+    windows: by window space, the page with the same tokens, or None.
+    is_sought: a text ended at or shortly after this page, or diverged from the others there.
     """
 
     __slots__ = (
@@ -53,7 +55,7 @@ class CachedPage:
         self.windows: list[WindowPage | None] = [None] * num_windows
 
     def path(self) -> Iterator[CachedPage]:
-        """This page and those before it, backwards, without the root."""
+        """Yield this page and those before it, backwards, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -68,8 +70,9 @@ class CachedPage:
 class WindowPage:
     """A lent page of a window space.
 
-    num_users: rows that hold it. node: beside which page of the tree it is found; None: nowhere.
-    writer: the step from which on it may be read there.
+    num_users: rows that use it.
+    node: the page of the tree to which it is attached, or None.
+    writer: first step that may read it there.
     """
 
     __slots__ = ("node", "num_users", "page", "writer")

@@ -1,19 +1,19 @@
-"""Pages of the full space: lent to rows, kept after them, found again by texts that begin alike.
+"""Pages of the full space: lent to rows, cached after use, shared by texts with a common prefix.
 
-A row begins after the cached pages of its text, which it shares and never writes: its first write
-is at the first token that it computes, on a page of its own. It gives its pages to the cache
+A row starts with the cached pages of its text, which it shares and never writes: its first write is
+at the first token that it computes, on a page of its own. It caches its pages
 
-    as soon as the step that completes them is dispatched, while it is prefilled: any later step may
-        read them, because the device runs steps in order
-    when it ends, whichever way, up to what is known to be committed; the rest is freed
+    during prefill, when the step that completes them is dispatched: any later step may read them,
+        because the device runs steps in order
+    at its end, however it ends, up to what is known to be committed; the rest is freed
 
-Cached pages that no row holds count as free: they are evicted when somebody needs room.
+Cached pages that no row uses count as free: they are evicted on demand.
 
-Pages of the window spaces (`windows.py`) are found with those that hold the same tokens. There a
-row gives pages back while it goes on: what it emitted is cached before the first page of it goes.
+Pages of the window spaces (`window_pages.py`) are found through those with the same tokens. There a
+row releases pages while it runs: its output is cached before the first such page is released.
 
-A newcomer whose text is being written at this moment by another row waits for that one: n siblings
-or a burst compute a long common prompt once.
+A new request whose prefix is being computed by another row waits for that row: n samples of a
+prompt, or a burst, compute a long common prefix once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ from jspec.scheduler.pages.prefix_cache import PrefixCache
 from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.sequence import Sequence, Tenancy
 
-# What waiting must save: at least one part in so many of what would be computed without it.
+# Waiting must save at least 1 / WORTH_WAITING of the tokens to compute.
 WORTH_WAITING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cached prefix of a text. last: its last page, or None. num_in_use: pages that rows hold,
-    which cost no room. reached: the last page that the text has in the tree; a row begins before it
-    where a window space lacks pages."""
+    """The cached prefix of a text.
+
+    last: its last page, or None.
+    num_in_use: its pages that rows use, which need no free pages.
+    reached: the last page that the text has in the tree; `last` comes before it if a window space
+        lacks pages.
+    """
 
     last: CachedPage | None = None
     num_in_use: int = 0
@@ -52,8 +56,10 @@ class Hit:
 
 
 class FullPages:
-    """The pool of the full space and the prefix cache, to which it also attaches the pages of the
-    window spaces. Without limits.prefix_cache nothing is kept."""
+    """The pool of the full space and the prefix cache, to which it also attaches window pages.
+
+    Without limits.prefix_cache no pages are cached.
+    """
 
     def __init__(
         self, limits: ServeLimits, windows: WindowPages, *, weight_version: str = DEFAULT_VERSION
@@ -68,11 +74,10 @@ class FullPages:
         self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = weight_version
         self._num_weights = 0
-        self._doubles: dict[RowRef, Tenancy] = {}  # rows that hold pages beside their own
+        self._doubles: dict[RowRef, Tenancy] = {}  # rows with duplicates of cached pages they use
 
     @property
     def weight_version(self) -> str:
-        """Of the weights in force."""
         return self._weight_version
 
     @property
@@ -81,26 +86,25 @@ class FullPages:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be lent: free ones, and cached ones that no row holds."""
+        """Pages that can be lent: free ones, and cached ones that no row uses."""
         return self._pool.num_free + self._cache.num_evictable
 
     @property
     def num_cached(self) -> int:
-        """Pages in the cache, held by rows or not."""
         return self._cache.num_pages
 
     def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
-        """Lent pages that neither a row nor the cache holds; 0 always."""
+        """Return the number of lent pages that no row and no cache accounts for; always 0."""
         held = sum(len(tenancy.page_ids) - tenancy.num_cached for tenancy in tenancies)
         return self._pool.num_leaked(held + self._cache.num_pages)
 
-    # A newcomer.
+    # Admission.
 
     def find(self, sequence: Sequence) -> Hit:
-        """The cached prefix of its text, as it is at this moment."""
+        """Return the cached prefix of a sequence as of now."""
         if not self._is_caching:
             return Hit()
-        # Not by name, which the next request may have too.
+        # Keyed by arrival: a later request may reuse the request id.
         asked = sequence.arrival, sequence.num_tokens, self._cache.version
         if self._found is None or self._found[0] != asked:
             reached = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
@@ -111,9 +115,9 @@ class FullPages:
         return Hit(last, in_use, reached)
 
     def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
-        """Whether another row is about to write much more of its prefix than it would hit now.
+        """Return whether to wait for another row that will soon cache much more of the prefix.
 
-        writers: rows whose prefill is not all dispatched, those of the plan in the making included.
+        writers: rows whose prefill is not fully dispatched, including those of the current plan.
         """
         if not self._is_caching:
             return False
@@ -132,7 +136,7 @@ class FullPages:
     def _common_pages(
         self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
     ) -> int:
-        """Pages, from `low` to `high`, that the two texts would share; by halving."""
+        """Return how many pages the texts share, between `low` and `high`; binary search."""
         high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
         while low < high:
             middle = (low + high + 1) // 2
@@ -144,7 +148,7 @@ class FullPages:
         return low
 
     def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> None:
-        """Gives a new row its first num_pages pages: the cached ones, then its own."""
+        """Give a new row its first num_pages pages: the cached ones, then its own."""
         tenancy.sequence.weight_version = self._weight_version
         if self._is_caching:
             tenancy.namespace = self._namespace(tenancy.sequence)
@@ -163,7 +167,7 @@ class FullPages:
         self._windows.admit(tenancy, hit.last)
 
     def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        """Lends a row num_pages pages more. Raises InvariantError for more than there can be."""
+        """Lend a row num_pages more pages. Raises InvariantError for more than is allowed."""
         first, limits = len(tenancy.page_ids), self._limits
         if num_pages > limits.grants_per_row or first + num_pages > limits.pages_per_row:
             raise InvariantError(
@@ -175,21 +179,23 @@ class FullPages:
         return [PageGrant(tenancy.row.slot, first + i, page) for i, page in enumerate(pages)]
 
     def allocate(self, num_pages: int) -> tuple[int, ...]:
-        """Lends pages, evicting what it must. Raises InvariantError for more than num_free."""
+        """Lend pages, evicting if necessary. Raises InvariantError for more than num_free."""
         missing = num_pages - self._pool.num_free
         if missing > 0:
             self._pool.release(self._cache.evict(min(missing, self._cache.num_evictable)))
         return self._pool.allocate(num_pages)
 
-    # What a row has written.
+    # Caching, growth and release.
 
     def publish(self, tenancy: Tenancy, *, step: int) -> None:
-        """Caches what the row's chunks up to this step, which is dispatched now, complete."""
+        """Cache the pages that the row's chunks complete, up to the step that is dispatched now."""
         self._publish(tenancy, tenancy.fill_ids, known=tenancy.num_filled, step=step)
 
     def trim(self, tenancy: Tenancy, *, step: int) -> None:
-        """Takes back pages of window spaces (`WindowPages.trim`) of a row that has emitted; what it
-        emitted is cached before, so that they can be found. step: the last one dispatched."""
+        """Release window pages of a row that has emitted (`WindowPages.trim`).
+
+        Its output is cached first, so that these pages can be found. step: the last one dispatched.
+        """
         if not self._windows.may_trim(tenancy):
             return
         last = tenancy.last_cached
@@ -202,11 +208,11 @@ class FullPages:
     def _publish(
         self, tenancy: Tenancy, ids: tuple[int, ...], *, known: int, step: int, begin: int = 0
     ) -> None:
-        """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on.
+        """Cache the first `known` tokens of a row that goes on. ids: its text from `begin` on.
 
-        Where windows give pages back it also goes on after a page of another row with the same
-        text, or what leaves the window later would be found no more. The row holds both pages as
-        long as that other row is there (`_hold`).
+        If window pages are released it continues after another row's page with the same text;
+        otherwise pages that leave the window later could not be found. The row uses both pages as
+        long as that other row exists (`_hold`).
         """
         before = tenancy.last_cached
         if before is None or not self._is_current(tenancy):
@@ -223,9 +229,9 @@ class FullPages:
                 self._cache.seek(reached)
 
     def keep(self, tenancy: Tenancy, *, step: int) -> None:
-        """Caches what an ending row has committed. It holds its pages until `release`.
+        """Cache what an ending row has committed. It uses its pages until `release`.
 
-        step: the last one dispatched, on all of which what is committed may depend.
+        step: the last one dispatched; the committed tokens may depend on all steps up to it.
         """
         last = tenancy.last_cached
         if last is None or not self._is_current(tenancy):
@@ -240,8 +246,11 @@ class FullPages:
             self._cache.seek(self._cache.attach(last, ids, held, known=known, writer=step))
 
     def _hold(self, tenancy: Tenancy, last: CachedPage, *, step: int) -> None:
-        """The row holds the cached pages up to `last` from now on. Where one of them is not its own
-        and no other row has it, its own takes that place: a row alone never holds two."""
+        """Make the row a user of the cached pages up to `last`.
+
+        Where a page is not its own and no other row uses it, the row's own page replaces it, so
+        that a row alone never occupies two.
+        """
         before = tenancy.last_cached
         assert before is not None
         for node in islice(last.path(), last.depth - before.depth):
@@ -261,10 +270,10 @@ class FullPages:
         tenancy.num_cached += 1
 
     def release(self, tenancy: Tenancy, *, step: int) -> None:
-        """Takes back all that an ended row holds: its own pages are free, the cached ones kept.
+        """Free an ended row's own pages and unlock its cached ones.
 
-        step: the last one dispatched. Where the row had a page that others hold beside one of their
-        own, theirs takes its place.
+        step: the last one dispatched. A page that only rows with a duplicate still use is replaced
+        by one of their duplicates.
         """
         own = [page for page in tenancy.page_ids if page not in self._cache]
         if tenancy.last_cached is not None:
@@ -275,8 +284,7 @@ class FullPages:
         self._windows.release(tenancy)
 
     def _undouble(self, tenancy: Tenancy) -> list[CachedPage]:
-        """Counts the row no more where it holds a page beside its own. Returns the pages of its
-        path that any row holds so."""
+        """Stop counting the row's duplicates; return the pages of its path that have any."""
         assert tenancy.last_cached is not None
         doubled = [node for node in tenancy.last_cached.path() if node.num_doubles]
         if self._doubles.pop(tenancy.row, None) is not None:
@@ -285,7 +293,7 @@ class FullPages:
         return doubled
 
     def _pass_on(self, nodes: set[CachedPage], *, step: int) -> None:
-        """Replaces pages that are held only beside others, each by one of these."""
+        """Replace pages that are used only by rows with duplicates, each by one of these."""
         for tenancy in self._doubles.values() if nodes else ():
             assert tenancy.last_cached is not None
             for node in tenancy.last_cached.path():
@@ -294,25 +302,26 @@ class FullPages:
                     nodes.remove(node)
 
     def withdraw(self, step: int) -> None:
-        """What that step or a later one wrote is found no more: the step failed, and every row
-        ends."""
+        """Remove pages written by that step or later: it failed, and every row ends."""
         for tenancy in tuple(self._doubles.values()):
-            self._undouble(tenancy)  # what it has may be lost: it takes no other page's place
+            self._undouble(tenancy)  # its duplicates may be lost: they must replace no page
         self._pool.release(self._cache.withdraw(step))
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Other weights are in force: texts are looked for, and added, among those of these alone,
-        also where former ones had the same name. renames: only the name is another."""
+        """Search and add only pages of the new weights, even if former weights had the same name.
+
+        renames: only the name changes.
+        """
         self._weight_version, self._found = version, None
         self._num_weights += not renames
 
     def flush(self) -> None:
-        """Nothing is found any more; what ended rows hold is free once their last step is read."""
+        """Empty the cache; pages of ended rows are free once their last step is read."""
         self._pool.release(self._cache.withdraw(0))
 
     def _namespace(self, sequence: Sequence) -> Hashable:
         return self._num_weights, sequence.request.extra_key
 
     def _is_current(self, tenancy: Tenancy) -> bool:
-        """Whether its KV is all of the weights that are in force."""
+        """Return whether all of its KV is from the current weights."""
         return tenancy.namespace == self._namespace(tenancy.sequence)

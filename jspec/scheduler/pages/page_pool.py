@@ -1,7 +1,7 @@
-"""The pool of KV pages: which page ids are free and which are lent out.
+"""The pool of KV pages: which page ids are free and which are lent.
 
-It hands out numbers. It knows neither what a page holds, nor who holds it, nor whether the device
-still writes to it: the scheduler returns a page only when no dispatched step names it.
+It knows neither contents nor owners of a page, nor whether the device still writes to it: the
+scheduler returns a page only when no dispatched step names it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ DUMMY_PAGE = 0
 class PagePool:
     """Pages 1..num_pages; page 0 is the dummy, to which stray writes go, and is never lent.
 
-    The page returned last is lent first. That keeps the working set small, and it makes a page
-    that was returned too early show up at once instead of after a long walk round the pool.
+    The page returned last is lent first. That keeps the working set small and makes a page that was
+    returned too early show up at once.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -40,7 +40,7 @@ class PagePool:
         return self._num_pages - len(self._free)
 
     def allocate(self, num_pages: int) -> tuple[int, ...]:
-        """Lends `num_pages` distinct pages. Raises InvariantError if fewer are free."""
+        """Lend `num_pages` distinct pages. Raises InvariantError if fewer are free."""
         if not 0 <= num_pages <= len(self._free):
             raise InvariantError(
                 f"asked for {num_pages} pages; expected from 0 to the {len(self._free)} free ones"
@@ -51,7 +51,7 @@ class PagePool:
         return pages
 
     def release(self, page_ids: Iterable[int]) -> None:
-        """Takes pages back. Raises InvariantError for a page that is not lent out (double free)."""
+        """Take pages back. Raises InvariantError for a page that is not lent (double free)."""
         for page in page_ids:
             if not 1 <= page <= self._num_pages:
                 raise InvariantError(f"page {page} released; expected 1 to {self._num_pages}")
@@ -61,5 +61,5 @@ class PagePool:
             self._free.append(page)
 
     def num_leaked(self, num_held: int) -> int:
-        """Pages lent out beyond the `num_held` that the holders account for; 0 without a leak."""
+        """Return the number of lent pages beyond the `num_held` known ones; 0 without a leak."""
         return self.num_lent - num_held

@@ -1,27 +1,25 @@
-"""Which pages hold the KV of which tokens: a tree of pages, shared by all rows that begin alike.
+"""A prefix tree of KV pages, shared by all rows whose texts begin alike.
 
-An edge is one page. It is named by the page's own tokens and the `lookahead` tokens after them:
-what a drafter keeps for a token may depend on tokens that follow it (EAGLE's row i is made of
-token i + 1), so a page is right only for a text that goes on as its writer's did. What came before
-the page is the path to it.
+An edge is one page. Its key is the page's own tokens and the `lookahead` tokens after them: what a
+drafter stores for a token may depend on later tokens (EAGLE's slot i is computed from token i + 1),
+so a page fits only texts that continue like its writer's. The path to a page is its prefix.
 
     worked example: page_size 2, lookahead 1, a text 5 6 7 8 9 in pages 11, 12 and a part of 13
     root --(5 6 7)--> page 11 --(7 8 9)--> page 12
     5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 after it
 
-A page is in use while a row holds it or one after it. Others may be evicted, the least recently
-used first, and never one with pages after it. It hands out numbers: it knows no row, no device and
-of pools only those of windows. Whoever adds a page gives it away; eviction and withdrawal hand it
-back.
+A page is in use while a row uses it or one after it. Others may be evicted, least recently used
+first, and never a page with pages after it. It knows no rows, no device, and only the pools of the
+windows. A page added belongs to the cache; eviction and withdrawal return it.
 
-Where layers have windows the tree is of the pages of the full space, and beside each lie those of
-the window spaces that hold the same tokens (`window_pool.py`), as long as they last. A row may
-begin after a page if in each window space those pages are there that hold the window before it:
+With window layers the tree is of full-space pages, and each node has attached window pages with the
+same tokens (`window_pool.py`), as long as they last. A row may start after a page if every window
+space has the pages of the window before that point:
 
-    page_size 2, window 4, a text in pages 11 12 13 14: what is beside them is  -  21 22  -
-    after 12  the first query, at 4, sees 1..4: 11 and 12, and beside 11 there is nothing
-    after 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: here a row may begin
-    after 14  nothing is beside 14
+    page_size 2, window 4, a text in pages 11 12 13 14, attached window pages  -  21 22  -
+    after 12  the first query, at 4, sees 1..4: 11 and 12, and 11 has no window page
+    after 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: a row may start here
+    after 14  14 has no window page
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ Ids = tuple[int, ...]
 
 
 class PrefixCache:
-    """Trees of pages, one for each namespace: texts of different namespaces share nothing.
+    """One tree of pages per namespace: texts of different namespaces share nothing.
 
     windows: the pools of the window spaces, in the order of their index.
     """
@@ -55,7 +53,7 @@ class PrefixCache:
         self._num_evictable = 0
         self._clock = 0
         self._serial = count()  # breaks ties in the heap
-        # Leaves that nobody uses, by last use. An entry is stale once its node was used again.
+        # Unused leaves, by last use. An entry is stale once its node was used again.
         self._leaves: list[tuple[int, int, CachedPage]] = []
         self._version = 0
 
@@ -64,28 +62,27 @@ class PrefixCache:
 
     @property
     def version(self) -> int:
-        """Of what can be found: changes with each page added or gone."""
+        """Changes whenever a page is added or removed."""
         return self._version + sum(pool.version for pool in self._windows)
 
     @property
     def num_pages(self) -> int:
-        """Pages that were given to it and not handed back."""
+        """Pages added and not yet returned."""
         return len(self._nodes)
 
     @property
     def num_evictable(self) -> int:
-        """Pages that nobody uses."""
         return self._num_evictable
 
     def num_full(self, num_known: int) -> int:
-        """Pages of a text that can be named once num_known tokens of it are known."""
+        """Return how many pages of a text have a key once num_known tokens are known."""
         return max(num_known - self._lookahead, 0) // self._page_size
 
     def match(self, namespace: Hashable, ids: Ids) -> CachedPage | None:
-        """The last page of the longest cached prefix, or None. At least one token is left over.
+        """Return the last page of the longest cached prefix, or None. At least one token remains.
 
-        Whoever reads the pages must `lock` it before anything else is asked of the cache. Windows
-        are not looked at (`usable`).
+        The caller must `lock` the page before any other call. Windows are not considered
+        (`usable`).
         """
         node = self._roots.get(namespace)
         if node is None:
@@ -99,21 +96,20 @@ class PrefixCache:
         return node if node.depth else None
 
     def usable(self, last: CachedPage) -> CachedPage | None:
-        """The last page of the path to `last` after which a row may begin: every window space has
-        what its first query sees. None: it begins at the beginning."""
+        """Return the last page up to `last` after which all windows are cached, or None."""
         for node in last.path():
             if all(pool.has_tail(node) for pool in self._windows):
                 return node
         return None
 
     def root(self, namespace: Hashable) -> CachedPage:
-        """The root of a tree, made if it is not there; it stays while somebody holds it."""
+        """Return the root of a tree, made if missing; it stays while a row uses it."""
         if namespace not in self._roots:
             self._roots[namespace] = CachedPage(None, namespace, 0, 0)
         return self._roots[namespace]
 
     def lock(self, node: CachedPage) -> None:
-        """One more row holds the page and all before it."""
+        """Add a user to the page and all before it."""
         self._clock += 1
         self._use(node)
         for before in node.path():
@@ -121,7 +117,7 @@ class PrefixCache:
                 self._use(before.parent)
 
     def unlock(self, node: CachedPage) -> list[int]:
-        """A row lets go of it. Returns pages that were withdrawn and that nobody uses now."""
+        """Remove a user; return withdrawn pages that are now unused."""
         self._clock += 1
         gone: list[int] = []
         step: CachedPage | None = node
@@ -146,11 +142,12 @@ class PrefixCache:
         beside: bool,
         begin: int = 0,
     ) -> CachedPage:
-        """Adds a row's pages after `last`, which it holds, and returns the last one it holds now.
+        """Add a row's pages after `last`, which it uses, and return the last page it uses now.
 
-        ids: the row's text from token `begin` on, which is not after `last`. page_ids: all of its
-        pages, of which those that num_full(known) counts are complete. beside: where another row's
-        page is there already, go on after that one (the row's own is not taken); else stop before.
+        ids: the row's text from token `begin` on, which is not after `last`.
+        page_ids: all of its pages, of which the first num_full(known) are complete.
+        beside: if another row's page is already there, continue after it (the row's own page is not
+            added); otherwise stop before it.
         """
         node = last
         if node.is_withdrawn:
@@ -168,9 +165,9 @@ class PrefixCache:
         return node
 
     def replace(self, node: CachedPage, page: int, *, writer: int) -> int:
-        """Puts a row's page of the same tokens in the place of a node's own, which is handed back.
+        """Replace a node's page by a row's page of the same tokens and return the former page.
 
-        The row holds the node, and no row has the node's own page.
+        The row uses the node, and no row has the node's former page in its page table.
         """
         if page in self._nodes:
             raise InvariantError(f"page {page} added twice; expected one that is not cached")
@@ -190,11 +187,11 @@ class PrefixCache:
         writer: int,
         begin: int = 0,
     ) -> CachedPage:
-        """Attaches a row's pages of the window spaces to the pages with the same tokens, also to
-        those of other rows, and returns the last page of the tree that its text has.
+        """Attach a row's window pages to the nodes with the same tokens.
 
-        last, ids, known, begin: as for `extend`. held: of each space, the index of the row's first
-        page there, and its pages.
+        Nodes may be of other rows. Returns the last node of the row's text. last, ids, known,
+            begin: as for `extend`.
+        held: for each space, the index of the row's first page there, and its pages.
         """
         node = last
         if node.is_withdrawn:
@@ -212,8 +209,10 @@ class PrefixCache:
         return node
 
     def seek(self, last: CachedPage) -> None:
-        """A text ended after this page, or began to differ there from those that are cached: what
-        a row would need to begin here is evicted later than the rest."""
+        """Mark that a text ended or diverged after this page.
+
+        The window pages that a row needs to start here are then evicted later than others.
+        """
         for node in islice(last.path(), self._longest_tail):
             if not node.is_sought:
                 for pool in self._windows:
@@ -221,10 +220,7 @@ class PrefixCache:
                 node.is_sought = True
 
     def evict(self, num_pages: int) -> list[int]:
-        """Hands back pages that nobody uses, the least recently used first.
-
-        Raises InvariantError if there are fewer.
-        """
+        """Evict and return the least recently used pages. Raises InvariantError for too many."""
         if num_pages > self._num_evictable:
             raise InvariantError(
                 f"{num_pages} pages to evict; expected at most the {self._num_evictable} unused"
@@ -245,12 +241,12 @@ class PrefixCache:
         return gone
 
     def withdraw(self, writer: int) -> list[int]:
-        """No page of that step or of a later one is found any more; returns those in no use.
+        """Remove all pages written by that step or later; return the unused ones.
 
-        The others are handed back by the `unlock` of their last user.
+        The others are returned by the `unlock` of their last user.
         """
         gone: list[int] = []
-        for pool in self._windows:  # what lies beside a page came there later
+        for pool in self._windows:  # window pages may be newer than their node
             pool.withdraw(writer)
         for top in [node for node in self._nodes.values() if node.writer >= writer]:
             if top.is_withdrawn:
@@ -299,7 +295,6 @@ class PrefixCache:
         self._offer(node)
 
     def _offer(self, node: CachedPage) -> None:
-        """Puts a leaf that nobody uses among those to be evicted; forgets an empty root."""
         if node.parent is None:
             if not node.num_users and not node.children:
                 self._roots.pop(node.key, None)
@@ -316,7 +311,6 @@ class PrefixCache:
         heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
 
     def _is_leaf(self, node: CachedPage) -> bool:
-        """Whether it can be evicted: found, in no use, nothing after it."""
         is_there = not node.is_withdrawn and self._nodes.get(node.page) is node
         return is_there and not node.num_users and not node.children
 
@@ -325,7 +319,6 @@ class PrefixCache:
         self._version += 1
 
     def _drop_windows(self, node: CachedPage) -> None:
-        """What lies beside a page that goes is found no more."""
         for pool, page in zip(self._windows, node.windows, strict=False):
             if page is not None:
                 pool.detach(page)

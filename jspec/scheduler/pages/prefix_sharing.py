@@ -1,8 +1,8 @@
-"""Which rows of a decode begin in the same pages, so that keys there are read once for several.
+"""Groups of decode rows that start with the same pages, whose keys are then read once.
 
-Rows that were admitted after the same cached pages have these as the first of their own. Which
-rows read together, and how much, is chosen to read the least in all: rows may share a short prefix
-with many and a longer one with few. It changes only as rows come and go.
+Rows admitted after the same cached pages start with these pages. The groups are chosen to minimize
+reads: rows may share a short prefix with many rows or a longer one with few. They change only when
+rows come and go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = tuple[int, int, int]  # rows [begin, end) of those given, and how many p
 
 
 def common_length(first: Pages, second: Pages) -> int:
-    """Pages with which both begin; by halving."""
+    """Return the length of the common prefix; binary search."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -35,13 +35,14 @@ def common_length(first: Pages, second: Pages) -> int:
 
 
 def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
-    """The groups of sorted page tables that save most pages; a row in none has nothing to share.
+    """Return the groups of sorted page tables that save most page reads.
 
     In:  1 2 3 4 | 1 2 3 5 | 1 6 | 7, two rows a pack
     Out: [(0, 2, 3)]: saves 3 pages, where all of page 1 in packs of two, (0, 3, 1), would save 1
 
-    Bottom up over the tree of texts: at each branching, all rows after it read together what they
-    have in common up to there, or those of each branch do, which have more.
+    Works bottom up over the tree of texts: at each branching, either all rows below read their
+    common prefix together, or the rows of each branch read their longer one. Rows in no group share
+    nothing.
     """
     common = [common_length(a, b) for a, b in pairwise(tables)]
     # pages, begin, saved, groups
@@ -62,12 +63,12 @@ def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
 
 
 def saved_rows(count: int, *, rows_a_pack: int) -> int:
-    """Readings less of a prefix that `count` rows share. In: 5 rows, 4 a pack   Out: 3"""
+    """Return the reads saved when `count` rows share a prefix. In: 5 rows, 4 a pack   Out: 3"""
     return count - -(-count // rows_a_pack)
 
 
 class PrefixSharing:
-    """The groups of what runs, by slot; `regroup` must be called when a row begins or ends."""
+    """The groups of the running rows, by slot; call `regroup` when a row starts or ends."""
 
     def __init__(self, limits: ServeLimits, sharing: SharingLimits) -> None:
         self._page_size = limits.page_size
@@ -77,7 +78,6 @@ class PrefixSharing:
         self._found: tuple[Ints, Shared] | None = None  # of a decode, mostly the next one's
 
     def regroup(self, tenancies: Collection[Tenancy]) -> None:
-        """Finds the groups of all rows that run."""
         self._keys[:], self._found = 0, None
         unit = self._sharing.unit
         by_first: dict[int, list[Tenancy]] = {}
@@ -96,8 +96,10 @@ class PrefixSharing:
                 self._keys[slots] = pages * self._page_size // unit * unit
 
     def among(self, slots: Ints) -> Shared:
-        """(What each row of a decode shares with others of it, keys that need not be read in all);
-        nothing where that is too little. slots: not changed afterwards."""
+        """Return (prefix that each row of a decode shares, number of keys not read again).
+
+        Empty if too little is shared. `slots` must not change afterwards.
+        """
         if self._found is None or self._found[0] is not slots:
             self._found = slots, self._among(slots)
         return self._found[1]

@@ -1,25 +1,24 @@
-"""Pages of the window spaces: lent as a row grows, given back as its window leaves them.
+"""Pages of the window spaces: lent as a row grows, released as its window moves past them.
 
 A layer with a window of w sees, from position p, the keys p - w + 1 .. p. So a row needs few pages
-there, however long it becomes: those from the oldest key that its next query sees to the end of
-what is reserved for it. Pages of the full space stay with their row (`scheduler.py`); here a page
-goes back to its pool as soon as
+there, however long it becomes: from the oldest key that its next query sees to the end of its
+reservation. Pages of the full space stay with their row; here a page is released as soon as
 
     its end <= committed length as the host knows it - (w - 1) - the drafter's lag
 
-Never the upper bound: the device may have committed less. During a prefill the known length is
-what was dispatched, for that is exact: every later step of the row begins there. Steps that are
-dispatched and unread may still look back at the page. They run before any step that writes to it
-for its next owner, and what they read before their window is masked.
+Never the upper bound: the device may have committed less. During a prefill the known length is the
+dispatched one, which is exact: every later step of the row starts there. Dispatched, unread steps
+may still read the page. They run before any step of its next owner writes to it, and what they read
+before their window is masked.
 
-What is lent can never run short: a row is promised at its admission the most that it will ever
-hold, one prefill's chunks come on top (of all rows together, whatever their number), and nobody is
-admitted whose promise does not fit. So a window space knows neither waiting rows nor retraction.
+Lent pages never run short: admission reserves the most that a row will ever have, plus one
+prefill's chunks (for all rows together), and a request whose reservation does not fit is not
+admitted. So a window space knows neither waiting rows nor retraction.
 
-With a prefix cache a page that a row has filled is attached to the tree (`pages.py`), and stays
-there when the row gives it back, until somebody needs room. A row that begins after cached pages
-holds those of its first window with the rows that hold them already. So rows together hold at most
-what they were promised, and everything else can be lent.
+With a prefix cache, a page that a row has filled is attached to the tree (`prefix_cache.py`) and
+stays there after the row releases it, until it is evicted. A row that starts after cached pages
+shares those of its first window with their other users. So rows together use at most what was
+reserved for them, and everything else can be lent.
 
     worked example: page_size 4, window 8, a prompt of 20 in chunks of 8
     chunk 0..7    pages 0 1        lent; the next query is at 8 and sees 1..8: both stay
@@ -46,9 +45,9 @@ from jspec.spec import indexing
 
 @dataclass(slots=True)
 class HeldPages:
-    """What a row holds in one window space: `pages` of the indices first, first + 1, ...
+    """A row's pages in one window space, of the indices first, first + 1, ...
 
-    promised: the most that it holds between two plans.
+    promised: the most that it has between two plans.
     """
 
     promised: int
@@ -57,12 +56,11 @@ class HeldPages:
 
     @property
     def end(self) -> int:
-        """The index after its last page."""
         return self.first + len(self.pages)
 
 
 class WindowPages:
-    """The pools of all window spaces of `limits`, and who holds what of them."""
+    """The pools of all window spaces of `limits`, and the pages of each row in them."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
@@ -74,17 +72,17 @@ class WindowPages:
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Pages of each window space that can be lent: free ones, and cached ones no row holds."""
+        """Pages of each window space that can be lent: free ones, and unused cached ones."""
         return tuple(pool.num_free for pool in self.pools)
 
     @property
     def num_cached(self) -> tuple[int, ...]:
-        """Pages of each window space that texts can find, held by rows or not."""
+        """Pages of each window space attached to the tree, in use or not."""
         return tuple(pool.num_attached for pool in self.pools)
 
     @property
     def num_leaked(self) -> int:
-        """Lent pages that neither a row nor the cache holds; 0 always."""
+        """Lent pages that neither a row nor the cache accounts for; always 0."""
         rows = tuple(self._held.values())
         return sum(
             pool.num_leaked(page.page for row in rows for page in tuple(row[i].pages))
@@ -92,7 +90,7 @@ class WindowPages:
         )
 
     def may_admit(self, sequence: Sequence) -> bool:
-        """Whether what `sequence` may ever hold is left in every space."""
+        """Return whether every space has the pages that `sequence` may ever have."""
         of_chunks = self._limits.pages_of_chunks(self._limits.chunk_size)
         for i, needed in enumerate(self._most(sequence)):
             promised = sum(row[i].promised for row in self._held.values())
@@ -101,8 +99,10 @@ class WindowPages:
         return True
 
     def admit(self, tenancy: Tenancy, last: CachedPage | None) -> None:
-        """Promises the row its pages. After a cached prefix, which ends with `last` and is usable,
-        it holds those of its first window; else it has none yet."""
+        """Reserve the row's pages; after a cached prefix ending with `last`, take its first window.
+
+        `last` must be usable (`PrefixCache.usable`).
+        """
         promised = self._most(tenancy.sequence)
         self._held[tenancy.row] = tuple(HeldPages(most) for most in promised)
         if last is None:
@@ -116,7 +116,7 @@ class WindowPages:
             held.first = last.depth - len(held.pages)
 
     def grants(self, tenancy: Tenancy) -> list[PageGrant]:
-        """All that the row holds: of one that is admitted now, what it found cached."""
+        """Return grants for all pages of a row that is admitted now, which it found cached."""
         return [
             PageGrant(tenancy.row.slot, index, page.page, space=i + 1)
             for i, held in enumerate(self._held[tenancy.row])
@@ -124,7 +124,7 @@ class WindowPages:
         ]
 
     def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        """Lends what the row lacks of the first num_pages pages of its sequence, in every space."""
+        """Lend the pages missing among the row's first num_pages, in every space."""
         grants = []
         for i, (pool, held) in enumerate(self._spaces(tenancy)):
             begin = held.end
@@ -134,11 +134,10 @@ class WindowPages:
         return grants
 
     def held(self, tenancy: Tenancy) -> list[tuple[int, deque[WindowPage]]]:
-        """Of each space, the index of the row's first page, and its pages."""
+        """Return, for each space, the index of the row's first page, and its pages."""
         return [(held.first, held.pages) for held in self._held[tenancy.row]]
 
     def may_trim(self, tenancy: Tenancy) -> bool:
-        """Whether `trim` would take anything back."""
         ends = self._seen_from(tenancy)
         return any(
             held.pages and held.first < end
@@ -146,8 +145,11 @@ class WindowPages:
         )
 
     def trim(self, tenancy: Tenancy) -> None:
-        """Takes back the pages that no query from `tenancy.known_len` on can see, nor one of a
-        drafter that is told of earlier tokens later (`drafted_len`) or whose layers lag behind."""
+        """Release the pages that no later query can see.
+
+        That is no query from `tenancy.known_len` on, and none of a drafter that gets earlier tokens
+        later (`drafted_len`) or whose layers lag.
+        """
         ends = self._seen_from(tenancy)
         spaces = zip(self._limits.windows, ends, self._spaces(tenancy), strict=True)
         for space, end, (pool, held) in spaces:
@@ -161,14 +163,13 @@ class WindowPages:
                 )
 
     def release(self, tenancy: Tenancy) -> None:
-        """Takes back all that an ended row holds."""
         for pool, held in self._spaces(tenancy):
             for page in held.pages:
                 pool.let_go(page)
         del self._held[tenancy.row]
 
     def _seen_from(self, tenancy: Tenancy) -> list[int]:
-        """Of each space, the index of the first page that a query of the row may still see."""
+        """Return, for each space, the index of the first page that later queries may see."""
         if not self.pools:
             return []
         length, size = tenancy.drafted_len - self._limits.spec.lag, self._limits.page_size
@@ -178,7 +179,7 @@ class WindowPages:
         return zip(self.pools, self._held[tenancy.row], strict=True)
 
     def _most(self, sequence: Sequence) -> tuple[int, ...]:
-        """Pages of each space that the row may hold between two plans: bounded also by its end."""
+        """Return the most pages of each space that the row may have between two plans."""
         limits = self._limits
         if not limits.windows:
             return ()

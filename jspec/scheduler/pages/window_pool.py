@@ -1,16 +1,15 @@
-"""The pages of one window space: held by rows, and found by texts that begin alike.
+"""The pages of one window space: used by rows, and cached for texts with a common prefix.
 
-A row holds a page for as long as its queries see it, and several rows may hold the same one. A page
-that is attached to the tree of the prefix cache stays when its last row lets go of it, and is
-evicted when somebody needs room; another one is free at once. If its place in the tree goes first,
-it is found no more, and free with its last row.
+A row uses a page for as long as its queries see it; several rows may use the same one. A page
+attached to the prefix tree stays when its last row releases it, until it is evicted; an unattached
+one is free at once. A page whose node is removed first is free when its last row releases it.
 
-    evicted first   pages at which no text ended and none began to differ from the others: most of a
-                    long text, of which only a few places are ever begun after
+    evicted first   pages at which no text ended or diverged: most of a long text, of which only a
+                    few places are ever continued
     then            the others
-    among these     the one that was let go of first
+    among these     the one released first
 
-It hands out pages. It knows no row, no token and no device.
+It knows no row, no token and no device.
 """
 
 from __future__ import annotations
@@ -25,17 +24,19 @@ from jspec.scheduler.pages.page_pool import PagePool
 
 
 class WindowPool:
-    """The pages of window space `index`; `tail` of them before a boundary are what a row needs that
-    begins there (fewer at the very beginning)."""
+    """The pages of window space `index`.
+
+    tail: pages before a boundary that a row needs to start there (fewer near the beginning).
+    """
 
     def __init__(self, num_pages: int, *, index: int, tail: int) -> None:
         self._pool = PagePool(num_pages)
         self._index = index
         self._attached: dict[int, WindowPage] = {}
-        # Those in no use, by whether somebody sought their place, the first to go first.
+        # Unused attached pages, by node.is_sought, in eviction order.
         self._unused: tuple[OrderedDict[int, WindowPage], ...] = (OrderedDict(), OrderedDict())
         self.tail = tail
-        self.version = 0  # of what can be found
+        self.version = 0  # changes with each page attached or detached
 
     @property
     def num_pages(self) -> int:
@@ -48,11 +49,10 @@ class WindowPool:
 
     @property
     def num_attached(self) -> int:
-        """Pages that can be found, held by rows or not."""
         return len(self._attached)
 
     def num_leaked(self, held: Iterable[int]) -> int:
-        """Lent pages that neither rows, which hold those of these numbers, nor the tree have."""
+        """Return the number of lent pages that are neither in `held` nor in the tree."""
         return self._pool.num_leaked(len(set(held)) + self._num_unused)
 
     @property
@@ -60,23 +60,20 @@ class WindowPool:
         return sum(map(len, self._unused))
 
     def allocate(self, num_pages: int) -> list[WindowPage]:
-        """Lends pages, each to one row, evicting what it must.
-
-        Raises InvariantError for more than num_free.
-        """
+        """Lend pages, evicting if necessary. Raises InvariantError for more than num_free."""
         for _ in range(min(num_pages - self._pool.num_free, self._num_unused)):
             self._evict()
         return [WindowPage(page) for page in self._pool.allocate(num_pages)]
 
     def hold(self, page: WindowPage) -> None:
-        """One more row holds it. Raises InvariantError for a page that nobody could have found."""
+        """Add a user. Raises InvariantError for a page that is not in the tree."""
         if page.node is None:
             raise InvariantError(f"page {page.page} held by a second row; expected one in the tree")
         self._unused[page.node.is_sought].pop(page.page, None)
         page.num_users += 1
 
     def let_go(self, page: WindowPage) -> None:
-        """A row lets go of it. Raises InvariantError if no row holds it."""
+        """Remove a user. Raises InvariantError if it has none."""
         if page.num_users < 1:
             raise InvariantError(f"page {page.page} let go by a row that does not hold it")
         page.num_users -= 1
@@ -90,19 +87,18 @@ class WindowPool:
     # The tree.
 
     def has_tail(self, node: CachedPage) -> bool:
-        """Whether the pages that a row needs which begins after this node are there."""
+        """Return whether the pages exist that a row needs to start after this node."""
         return all(each.windows[self._index] for each in islice(node.path(), self.tail))
 
     def attach(self, page: WindowPage, node: CachedPage, *, writer: int) -> None:
-        """A row's page is found beside `node` from step `writer` on, unless one is there already,
-        or the page is found elsewhere."""
+        """Attach a page to `node` for steps from `writer` on, unless either is already attached."""
         if page.node is None and node.windows[self._index] is None:
             page.node, page.writer = node, writer
             node.windows[self._index] = self._attached[page.page] = page
             self.version += 1
 
     def detach(self, page: WindowPage) -> None:
-        """It is found no more, and is free if no row holds it."""
+        """Remove a page from the tree; it is free if no row uses it."""
         node = page.node
         assert node is not None
         self._unused[node.is_sought].pop(page.page, None)
@@ -113,13 +109,12 @@ class WindowPool:
             self._pool.release((page.page,))
 
     def seek(self, node: CachedPage) -> None:
-        """Somebody's text ended or began to differ here, which is said once."""
+        """Mark that a text ended or diverged here; called once per node."""
         page = node.windows[self._index]
         if page is not None and not page.num_users:
             self._unused[1][page.page] = self._unused[0].pop(page.page)
 
     def withdraw(self, writer: int) -> None:
-        """No page of that step or of a later one is found any more."""
         for page in [page for page in self._attached.values() if page.writer >= writer]:
             self.detach(page)
 

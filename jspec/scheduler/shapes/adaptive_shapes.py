@@ -1,19 +1,19 @@
-"""The chooser of an adaptive engine: for each decode the draft shape that is worth most.
+"""Adaptive draft shapes: for each decode, choose the shape with the most tokens per second.
 
-A step that emits E tokens a row in c seconds is worth E / c. E is 1 and, for each depth, the share
-of verifications that got so far; c is what the runner measured when the shape's program became
-ready, corrected by how long its steps take under load. Both drift, so both forget.
+A step that emits E tokens per row in c seconds is worth E / c. E is 1 plus, for each depth, the
+share of verifications that got so far; c is what the runner measured when the shape's program was
+built, corrected by the measured step times under load. Both drift, so both estimates decay.
 
     worked example, chain 3/1/4, one row, milliseconds of an H200: plain 4.14, 3/1/4 4.85
     of 100 verifications 60 accepted one draft or more, 40 two, 30 three: E = 1 + 0.6 + 0.4 + 0.3
     worth of 3/1/4: 2.3 / 4.85 = 0.47 tokens a millisecond; of plain: 1 / 4.14 = 0.24
 
-Only a shape that runs says what it accepts and costs. Therefore a shape that might be worth more,
-as far as what was seen of it allows, is tried for a few steps, once PROBE_SHARE of the time has
-been saved up for what that loses. So probes cost no more than that share of all time, whatever they
-find and however much a change of programs costs.
+Only running a shape shows what it accepts and costs. So a shape that might, by optimistic
+estimates, be worth more is probed for a few steps, once PROBE_SHARE of the time has been saved up
+to pay for the expected loss. Probes thus cost at most that share of all time, whatever they find
+and however much a change of programs costs.
 
-Statistics are the engine's: all rows of a step have one shape.
+Statistics are engine-wide: all rows of a step have one shape.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ HOPE = 2.0  # verifications that might have gone well, beyond those that were se
 # Share of a cost by which one that was never corrected might be too high: whatever else a host did
 # while it was measured, compiling above all, only added to it.
 HOPED_COST = 0.3
-COST_GAIN, COST_CLIP = 0.05, 0.05  # of a deviation of a step's time, which counts up to this share
-# The same of a probe that took less time: its steps are few, and a slow host only adds to them.
+COST_GAIN, COST_CLIP = 0.05, 0.05  # gain, and cap on the relative deviation, of a cost correction
+# The same for probes that took less time: they have few steps, and a slow host only adds time.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
 PROBE_SHARE = 0.008  # of all time may be lost by probes
 LEAST_LOSS = 0.1  # share of a probe's time that counts as lost
 MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or pending
 FIRST_SAVED = 6.0
-# Of a probe, at least: only steps after the first say what a shape costs.
+# Least size of a probe: the first step does not show the cost of a shape.
 PROBE_STEPS, PROBE_VERIFICATIONS = 4, 8
-MOST_CHARGED = 1.5  # steps that a change of shape is held to lose: a slow moment may add to it
+MOST_CHARGED = 1.5  # most steps charged for a change of shape, since a slow moment may add time
 
-Place = tuple[int, StepOptions]  # what costs belong to: the batch's bucket, what its rows need
+Place = tuple[int, StepOptions]  # key of a cost: the batch's bucket, and the options of its rows
 
 
 class Acceptance:
-    """How far verifications got. reached[d]: weight of those that got to depth d and had a draft
-    there; passed[d]: of those that accepted it; idle[d]: decode steps since there was one."""
+    """Decaying acceptance statistics by depth.
+
+    reached[d]: weight of verifications that reached depth d and had a draft there.
+    passed[d]: weight of those that accepted it.
+    idle[d]: decode steps since the last such verification.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self.reached = np.zeros(num_steps)
@@ -66,8 +70,10 @@ class Acceptance:
         return 0.5 ** (self.idle / HALF_HOPE)
 
     def see(self, counts: Sequence[int]) -> None:
-        """Count a decode step: counts[i] of its verifications accepted i drafts, of
-        len(counts) - 1 at most; none where it verified nothing."""
+        """Count a decode step: counts[i] verifications accepted i of len(counts) - 1 drafts.
+
+        Empty if the step verified nothing.
+        """
         aged, left = 0.5 ** (self.idle / HALF_STEPS), sum(counts)
         self.idle += 1
         for depth, rejected in enumerate(counts[:-1]):
@@ -80,8 +86,7 @@ class Acceptance:
 
 
 class AdaptiveShapes:
-    """A `ShapeChooser`. step_costs: what can be chosen, and its measured seconds. Called from one
-    thread, but for `totals`."""
+    """A `ShapeChooser` for one thread. step_costs: available shapes and measured seconds."""
 
     def __init__(self, limits: ServeLimits, *, step_costs: StepCosts) -> None:
         self._limits = limits
@@ -103,7 +108,6 @@ class AdaptiveShapes:
 
     @property
     def totals(self) -> ShapeTotals:
-        """A snapshot; from any thread."""
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
@@ -121,7 +125,6 @@ class AdaptiveShapes:
         return 1.0 + float(np.cumprod(rates[:num_steps]).sum())
 
     def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        """See ShapeChooser."""
         place = self._place(num_rows, features)
         given = self._step_costs(num_rows, features)
         if given is not self._given.get(place):  # programs were added
@@ -141,8 +144,7 @@ class AdaptiveShapes:
         return self._probe if is_probe else self._current
 
     def _plan_probe(self, place: Place, worth: dict[SpeculativeConfig, float]) -> None:
-        """Begin a probe of the shape that might be worth most, if that is more than the present
-        one is worth and what the probe loses is saved up."""
+        """Start a probe of the most promising other shape if its loss is covered by the savings."""
         if self._num_probes_left and self._probe in worth:
             return
         self._num_probes_left = 0
@@ -167,14 +169,17 @@ class AdaptiveShapes:
         return core_shapes.bucket(num_rows, self._limits.decode_buckets), features
 
     def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """Seconds of a step; never less than half of what was measured."""
+        """Return the seconds of a step, at least half of the measured ones."""
         measured = self._measured[place][shape]
         shift = self._shift.get(place, 0.0) + self._own_shift.get((place, shape), 0.0)
         return max(measured + shift, measured / 2)
 
     def _hoped_cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """The least that may be true. What other shapes' steps have taken longer since it ran may
-        be no matter of it."""
+        """Return an optimistic cost.
+
+        A rise of the shared correction since the shape last ran may not apply to it, so it is
+        removed.
+        """
         risen = self._shift.get(place, 0.0) - self._seen_shift.get((place, shape), 0.0)
         cost = self._cost(place, shape) * (
             1 - HOPED_COST / (1 + self._num_seen.get((place, shape), 0))
@@ -182,7 +187,6 @@ class AdaptiveShapes:
         return max(cost - max(risen, 0.0), cost / 2)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        """See ShapeChooser."""
         shape = plan.spec(self._limits)
         emitted = np.concatenate([of_round.num_emitted for of_round in result.rounds])
         expected = self.expected_tokens(shape) * len(emitted)
@@ -194,9 +198,12 @@ class AdaptiveShapes:
             accepted.see(verified if topk == shape.topk else ())
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """See ShapeChooser. Steps after another program's are longer, or seem shorter, and so are
-        those that wait for the host or tell the drafter more than their own tokens: they do not
-        correct costs. But what a change of shape takes is paid out of what is saved for probes."""
+        """Implement ShapeChooser.timed.
+
+        Some steps do not correct costs: those after another program, whose times are off, those
+        that wait for the host, and those that give the drafter more than their own tokens. The cost
+        of a change of shape is taken from the savings for probes.
+        """
         before, self._ran = self._ran, None
         if plan.kind is not StepKind.DECODE:
             return
@@ -227,7 +234,7 @@ class AdaptiveShapes:
 
 
 def _capped(costs: Mapping[SpeculativeConfig, float]) -> dict[SpeculativeConfig, float]:
-    """A shape that does no more than another one, level by level, costs no more."""
+    """Cap each cost: a shape with no more work than another one costs no more."""
 
     def work(of: SpeculativeConfig) -> tuple[int, int, int]:
         return of.num_steps, of.topk, of.num_draft_tokens

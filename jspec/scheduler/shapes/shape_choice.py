@@ -1,8 +1,7 @@
-"""Who decides which draft shape a decode step has. The scheduler asks; it knows no cost and no
-acceptance.
+"""The interface by which the scheduler chooses the draft shape of a decode step.
 
-Whatever is chosen, and in whatever order, the text is the same: a shape says only how much is
-drafted and verified in one step.
+The text does not depend on the choice: a shape determines only how much is drafted and verified in
+one step.
 """
 
 from __future__ import annotations
@@ -17,31 +16,30 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.messages.plan import RoundResult, StepPlan, StepResult
 from jspec.messages.step_options import StepOptions
 
-# Seconds of a decode of so many rows with these features, by the shapes whose programs are there
-# and measured.
+# (rows, options) -> seconds of a decode, by shape, of the programs that exist and were measured.
 StepCosts = Callable[[int, StepOptions], Mapping[SpeculativeConfig, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTotals:
-    """What a chooser expected of the decodes that were read, and what came: tokens of all rows, and
-    seconds of those steps that correct a cost. num_changes: of the shape that is worth most.
-    num_probes: steps of another one."""
+    """Expected and actual totals of the decodes read.
+
+    Tokens are of all rows; seconds are of the steps that correct a cost.
+    """
 
     num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
     expected_tokens: float = 0.0
     emitted_tokens: int = 0
     expected_seconds: float = 0.0
     measured_seconds: float = 0.0
-    num_changes: int = 0
-    num_probes: int = 0
+    num_changes: int = 0  # of the preferred shape
+    num_probes: int = 0  # steps of other shapes
 
     def steps_now(self, spec: SpeculativeConfig) -> int:
-        """S of the shape that is chosen now; spec's where none is."""
+        """Return S of the current shape, or spec's if shapes are fixed."""
         return spec.num_steps if self.num_steps is None else self.num_steps
 
     def plus(self, *, num_steps: int, **more: float) -> ShapeTotals:
-        """Those of `more` added, by name."""
         added = {name: getattr(self, name) + value for name, value in more.items()}
         return replace(self, num_steps=num_steps, **added)
 
@@ -50,28 +48,28 @@ NO_SHAPES = ShapeTotals()
 
 
 class ShapeChooser(Protocol):
-    """Asked once for each decode that is planned; told of each that was read, in order."""
+    """Called once for each planned decode, then with each decode read, in order."""
 
     @property
     def totals(self) -> ShapeTotals:
-        """What it expected and what came; from any thread."""
+        """Totals; readable from any thread."""
         ...
 
     def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        """One of the engine's shapes for the next decode, of programs that are there."""
+        """Return one of the engine's shapes whose program exists, for the next decode."""
         ...
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        """What a decode emitted, of the rows whose drafts may be accepted (`tell`)."""
+        """Record a decode, restricted to the rows whose drafts may be accepted (`tell`)."""
         ...
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """How long the device took for a step, prefills included."""
+        """Record the device time of a step, prefills included."""
         ...
 
 
 class FixedShape:
-    """Always the engine's own."""
+    """Always chooses the engine's own shape."""
 
     def __init__(self, shape: SpeculativeConfig) -> None:
         self._shape = shape
@@ -92,8 +90,11 @@ class FixedShape:
 
 
 def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
-    """chooser.read of a decode. drafts: bool of each row: a request that switched speculation off
-    says nothing of what drafts are worth, and a decode of nothing else is not told."""
+    """Call chooser.read for a decode, without the rows that have speculation off.
+
+    Those show nothing of what drafts are worth; without other rows, `read` is not called.
+    drafts: bool per row, whether its drafts may be accepted.
+    """
     if not drafts.all():
         plan = replace(
             plan, rows=tuple(row for row, own in zip(plan.rows, drafts, strict=True) if own)

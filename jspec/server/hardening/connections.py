@@ -185,7 +185,7 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
-        elif self._timer is None:  # the head of another request has begun
+        elif self._timer is None:  # the head of another request has started
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -91,7 +91,7 @@ class ChatShape:
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """See AnswerShape; the first delta of a sequence has the role."""
+        """Implement AnswerShape.delta; the first delta of a sequence has the role."""
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if text or is_first:
             delta["content"] = text

@@ -176,7 +176,7 @@ class ParsedChatShape(ChatShape):
         self._parts: dict[int, AnswerParts] = {}
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape; content is null for an answer of calls only."""
+        """Implement AnswerShape.choice; content is null for an answer of calls only."""
         parts = self._parts[index] = AnswerParts(self._reading)
         said = self._said(parts.take(text, is_last=True))
         calls = said.get("tool_calls")

@@ -38,7 +38,7 @@ class ChatTemplates:
     def from_directory(cls, path: str | os.PathLike[str]) -> ChatTemplates | None:
         """Load from chat_template.jinja and its folder, else chat_template.json, else CONFIG.
 
-        Returns None if there is none. Raises CheckpointError.
+        Returns None without a template. Raises CheckpointError.
         """
         directory = Path(path)
         files = {file.stem: file for file in sorted((directory / MORE).glob("*.jinja"))}
@@ -92,7 +92,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """Render one template; raises RequestError if all are for tools and there are none."""
+        """Render one template; raises RequestError without tools if all templates need them."""
         chosen = self.tool_use if tools and self.tool_use is not None else self.default
         if chosen is None:
             raise RequestError(

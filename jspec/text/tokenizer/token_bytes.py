@@ -57,7 +57,7 @@ class TokenAlphabet:
 
     @functools.cached_property
     def _letters(self) -> int:
-        """The shortest token of letters alone; if there is none, an id without a token."""
+        """The shortest token of letters alone, else an id without a token."""
         vocab = self._backend.get_vocab(with_added_tokens=False)
         words = [(len(token), i) for token, i in vocab.items() if token.isalnum()]
         return min(words)[1] if words else 1 + max(vocab.values(), default=0)

@@ -216,7 +216,7 @@ def _replies(
         through = render(messages[: i + 1], add_generation_prompt=False)
         if not through.startswith(before):
             raise ConfigError(
-                f"the chat template writes the messages before number {i + 1} anew with it, so "
+                f"the chat template changes the messages before number {i + 1} with it, so "
                 "what the assistant says cannot be told apart; expected a loss on all tokens"
             )
         yield through, len(before)
