@@ -53,7 +53,7 @@ from benchmarks.step_timing import largest_operations, on_mesh, part_ms
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.device.state import EngineState, take_rows
 from jspec.engine.memory.pool_sizes import size_pool
 from jspec.engine.programs.compilation import compile_all, compiler_options, enable_persistent_cache
@@ -90,7 +90,7 @@ class Bench:
         K and V are random: a chip that reads zeros takes less power, and keeps a higher clock.
         """
         empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
-        state = place_state(empty, self.mesh)
+        state = place_state(empty, self.program, self.mesh)
         state = replace(state, kv=tuple(randomized(pages, i) for i, pages in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
         each = min(self.limits.num_pages // self.limits.num_slots, width)
@@ -108,7 +108,7 @@ class Bench:
             seq_lens=jnp.asarray(lens),
             root_ids=1 + jnp.arange(slots, dtype=jnp.int32),
         )
-        return place_state(replace(state, rows=rows), self.mesh)
+        return place_state(replace(state, rows=rows), self.program, self.mesh)
 
 
 def prepare(
@@ -130,7 +130,7 @@ def prepare(
     if cache != "":
         enable_persistent_cache(Path(cache or Path.home() / ".cache" / "jspec" / "programs"))
     devices = jax.devices()[:1]
-    mesh = sharding.make_mesh(devices)
+    mesh = Parallel(tensor=len(devices)).mesh(devices)
     models = load_models(args, resolve_paths(args), mesh=mesh)
     groups = models.target.cache_groups + models.drafter.cache_groups
     limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
@@ -207,7 +207,7 @@ class DecodeRuns:
             name: np.full(shape, values.get(name, 0), np.int32) for name, shape in packed.fields
         }
         fields["slots"][:] = np.arange(1, batch + 1)
-        flat = jnp.asarray(packed.pack(fields))
+        flat = jnp.asarray(packed.pack(fields)[None])
 
         def run(count: int) -> None:
             rows, params = self.state.rows, self._bench.models.params
@@ -264,7 +264,9 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
         limits=bench.limits,
         params=bench.models.params,
         state=place_state(
-            init_state(bench.program, bench.limits, shards=1, kv_dtype=bench.dtype), bench.mesh
+            init_state(bench.program, bench.limits, shards=1, kv_dtype=bench.dtype),
+            bench.program,
+            bench.mesh,
         ),
         executables=bench.executables,
         mesh=bench.mesh,

@@ -12,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jspec.device.parallel import partition_spec
 from jspec.device.pytree import pytree
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import rows_of
+from jspec.spec.cache_groups import CacheGroup
 
 
 @pytree
@@ -44,10 +47,13 @@ class SamplingBatch:
 
 @pytree
 class Seen:
-    """Token ids in output and prompt of each row, for penalties; sharded over V."""
+    """Token ids in output and prompt of each row, for penalties."""
 
     output_counts: jax.Array  # i32[slots, V], how often each id was emitted
     prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
+
+
+SEEN_SPEC = partition_spec((None, "vocab"))
 
 
 @pytree
@@ -81,6 +87,25 @@ class EngineState:
     draft: Any
     rows: RowState
     pending: Any = None
+
+
+def pool_specs(groups: tuple[CacheGroup, ...]) -> tuple[PartitionSpec, ...]:
+    """Return the PartitionSpec of each array of the groups' pools."""
+    return tuple(partition_spec(g.entry.axes) for g in groups for _ in range(g.num_layers))
+
+
+def state_specs(
+    state: EngineState, groups: tuple[CacheGroup, ...], draft_groups: tuple[CacheGroup, ...]
+) -> EngineState:
+    """Return the PartitionSpec of every array. groups, draft_groups: of target and drafter."""
+    specs = jax.tree.map(lambda _: PartitionSpec(), state)
+    seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
+    return dataclasses.replace(
+        specs,
+        kv=pool_specs(groups),
+        draft_kv=pool_specs(draft_groups),
+        rows=dataclasses.replace(specs.rows, seen=seen),
+    )
 
 
 def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingBatch:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine import interrupts
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.memory.memory_report import check_scratch_fits, held_bytes, scratch_bytes
@@ -73,7 +73,7 @@ def _build_runner(
             f"{available[0].platform} devices"
         )
     devices = available[: args.tp_size]
-    mesh = sharding.make_mesh(devices)
+    mesh = Parallel(tensor=args.tp_size).mesh(devices)
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups

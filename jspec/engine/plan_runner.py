@@ -1,4 +1,7 @@
-"""The device-independent half of a runner: one flat array per step to the programs, one back."""
+"""The device-independent half of a runner: one packed array per step to the programs, one back.
+
+Both have a leading axis with one entry for each data rank, of which there is one.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,7 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def _read(self, output: Any) -> np.ndarray:
-        """Wait for a program's output, i32."""
+        """Wait for a program's output, i32[data, ...]."""
 
     @abstractmethod
     def _check_open(self) -> None:
@@ -192,7 +195,7 @@ class PlanRunner(ABC):
     def _packed(
         self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None = None
     ) -> np.ndarray:
-        return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
+        return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)[None]
 
     def _run_cut(self, plan: StepPlan) -> tuple[ProgramKey, Any]:
         """Run a decode as PROPOSE, SCORE and SETTLE; return the last key and its output.
@@ -207,21 +210,22 @@ class PlanRunner(ABC):
         batch = self._packed(plan, propose)
         tree = self._enqueue(propose, batch, is_kept=True)
         scored = self._enqueue(score, batch, tree, is_read=False, is_kept=True)
-        masks = self._packed(plan, settle, self._read(tree))
+        masks = self._packed(plan, settle, self._read(tree)[0])
         return settle, self._enqueue(settle, masks, tree, scored, drops=(tree, scored))
 
     def _recall(self, plan: StepPlan) -> None:
         """Replay the ids of cached prefixes for admitted rows that need them."""
         for flat in pack_recalls(plan, self._limits):
             (key,) = recall_programs(self._limits)
-            self._enqueue(key, flat, is_read=False)
+            self._enqueue(key, flat[None], is_read=False)
 
     def _draft_prefill(self, plan: StepPlan) -> None:
         """Advance the drafter over tokens that plain steps left pending."""
         key = self._programs.nearest(ProgramKey(StepKind.DRAFT_PREFILL, len(plan.rows), PLAIN))
-        self._enqueue(key, pack_draft_prefill(plan, key, self._limits), is_read=False)
+        self._enqueue(key, pack_draft_prefill(plan, key, self._limits)[None], is_read=False)
 
     def collect(self) -> StepResult:
         """Wait for the oldest dispatched step. Raises IndexError if none is in flight."""
         plan, key, output = self._in_flight.popleft()
-        return unpack_result(plan, self._read(output), self._limits, features=key.features)
+        (own,) = self._read(output)
+        return unpack_result(plan, own, self._limits, features=key.features)

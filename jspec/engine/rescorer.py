@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspec.device import sharding
-from jspec.device.state import SamplingBatch, Seen
+from jspec.device.parallel import Parallel, shardings
+from jspec.device.state import SEEN_SPEC, SamplingBatch, Seen, pool_specs
 from jspec.engine.runner import empty_pools
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import RequestError
@@ -175,20 +175,18 @@ class Rescorer:
             self._target.cache_groups,
             num_pages=self._num_pages + 1,
             page_size=PAGE_SIZE,
-            shards=self._mesh.size,
+            shards=Parallel.of(self._mesh).tensor,
             dtype=jnp.dtype(models.config.dtype),
             ops=self._target.ops,
         )
-        split = NamedSharding(self._mesh, PartitionSpec(None, None, sharding.TENSOR_AXIS, None))
-        return tuple(jax.device_put(pool, split) for pool in pools)
+        return jax.device_put(pools, shardings(self._mesh, pool_specs(self._target.cache_groups)))
 
     def _program(self) -> Any:
         """Jit (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""
         params = {"target": self._served.params["target"]}
         tables = {"target": self._target.table}
-        pools = PartitionSpec(None, None, sharding.TENSOR_AXIS, None)
-        by_id = PartitionSpec(None, sharding.TENSOR_AXIS)
-        in_specs = (placement.param_specs(tables, params), pools, by_id, PartitionSpec())
+        pools = pool_specs(self._target.cache_groups)
+        in_specs = (placement.param_specs(tables, params), pools, SEEN_SPEC, PartitionSpec())
 
         def run(params: Any, kv: Any, seen: Seen, chunk: TextChunk) -> Any:
             return rescore_chunk(
@@ -199,10 +197,10 @@ class Rescorer:
             run,
             mesh=self._mesh,
             in_specs=in_specs,
-            out_specs=(pools, by_id, PartitionSpec()),
+            out_specs=(pools, SEEN_SPEC, PartitionSpec()),
             check_vma=False,
         )
-        place = partial(sharding.shardings, self._mesh)
+        place = partial(shardings, self._mesh)
         column_major = self._target.ops.column_major
         return jax.jit(
             step,
@@ -210,7 +208,7 @@ class Rescorer:
                 placement.param_places(self._mesh, tables, params, column_major=column_major),
                 *(place(spec) for spec in in_specs[1:]),
             ),
-            out_shardings=(place(pools), place(by_id), place(PartitionSpec())),
+            out_shardings=(place(pools), place(SEEN_SPEC), place(PartitionSpec())),
             donate_argnums=(1,),
         )
 

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jspec.config.limits import ServeLimits
-from jspec.device import sharding
-from jspec.device.state import EngineState, empty_rows
+from jspec.device.parallel import Parallel, shardings
+from jspec.device.state import EngineState, empty_rows, state_specs
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
+from jspec.engine.programs.entries import BY_RANK
 from jspec.engine.programs.program_growth import Maker, ProgramGrowth
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import ProgramStore
@@ -74,7 +75,7 @@ class DeviceRunner(PlanRunner):
         self._growth: ProgramGrowth | None = None
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
-        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._by_rank = NamedSharding(mesh, BY_RANK)
         # A CPU executable takes host arrays without device_put, which costs 0.2 ms. A GPU's does
         # too, but slower: a prefill of 128 tokens took 11% longer.
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -96,8 +97,8 @@ class DeviceRunner(PlanRunner):
         """Allocate the state; load stored programs and compile the others, or only `first`."""
 
         def make_state() -> EngineState:
-            made = init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype)
-            return place_state(made, mesh)
+            made = init_state(program, limits, shards=Parallel.of(mesh).tensor, kv_dtype=kv_dtype)
+            return place_state(made, program, mesh)
 
         state = make_state()
         executables = compile_all(
@@ -125,7 +126,7 @@ class DeviceRunner(PlanRunner):
 
     @property
     def device_kind(self) -> str:
-        return str(self._replicated.mesh.devices.flat[0].device_kind)
+        return str(self._by_rank.mesh.devices.flat[0].device_kind)
 
     @property
     def executables(self) -> Mapping[ProgramKey, Any]:
@@ -160,7 +161,7 @@ class DeviceRunner(PlanRunner):
         is_chosen = key.kind is StepKind.DECODE and key.features in (PLAIN, SAMPLING)
         if not (is_chosen and self._limits.other_shapes):
             return None
-        batch = np.zeros(layout_of(key, self._limits).size, np.int32)
+        batch = np.zeros((1, layout_of(key, self._limits).size), np.int32)
         found = []
         try:
             for _ in range(1 + TIMED_PAIRS):  # the first two runs are slower, and wait for others
@@ -227,8 +228,8 @@ class DeviceRunner(PlanRunner):
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
         """Start one program, and the copy of its output to the host if it is to be read there.
 
-        operands: host arrays, and outputs of earlier programs. Raises EngineClosedError after
-        close().
+        operands: host arrays [data, ...], and outputs of earlier programs. Raises EngineClosedError
+        after close().
         """
         with self._owning:
             output = self._run(self._programs.executables[key], operands)
@@ -240,7 +241,7 @@ class DeviceRunner(PlanRunner):
         """Begins a program, by whoever owns the state."""
         if not self._is_cpu:
             operands = tuple(
-                jax.device_put(each, self._replicated) if isinstance(each, np.ndarray) else each
+                jax.device_put(each, self._by_rank) if isinstance(each, np.ndarray) else each
                 for each in operands
             )
         self._state, output = executable(self._params, self.state, *operands)
@@ -367,5 +368,6 @@ def empty_pools(
     return tuple(pools)
 
 
-def place_state(state: EngineState, mesh: Mesh) -> EngineState:
-    return jax.device_put(state, sharding.shardings(mesh, sharding.state_specs(state)))
+def place_state(state: EngineState, program: StepProgram, mesh: Mesh) -> EngineState:
+    specs = state_specs(state, program.target.cache_groups, program.drafter.cache_groups)
+    return jax.device_put(state, shardings(mesh, specs))

@@ -1,4 +1,7 @@
-"""Flat i32 layouts of a step's input (one transfer instead of a dozen) and output (one get)."""
+"""Flat i32 layouts of a step's input (one transfer instead of a dozen) and output (one get).
+
+On the device both have a leading axis of data ranks, each with a batch of its own.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from jspec.models.params import (
     ParamTable,
     Part,
     Path,
-    Split,
     prefixed,
 )
+from jspec.spec.axes import Axes
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -41,7 +41,7 @@ def product(
     in_size: int,
     parts: Iterable[tuple[str, int, int]],
     *,
-    split: Split = Split.NONE,
+    axes: Axes = (None, None),
     bias: bool = False,
     bias_is_optional: bool = False,
     column_major: bool = False,
@@ -50,8 +50,8 @@ def product(
 ) -> ParamTable:
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
-    A row-parallel bias is not split. repeated: names of parts that may have fewer blocks than there
-    are shards.
+    axes: of the kernel; the bias has the second. repeated: names of parts that may have fewer
+    blocks than there are shards.
     """
     parts = tuple(parts)
     kernel = tuple(
@@ -59,10 +59,10 @@ def product(
             name=f"{name}.weight",
             shape=(rows, in_size),
             size=rows,
-            units=units,
+            num_blocks=num_blocks,
             repeats=name in repeated,
         )
-        for name, rows, units in parts
+        for name, rows, num_blocks in parts
     )
     size = sum(rows for _, rows, _ in parts)
     table = [
@@ -70,7 +70,7 @@ def product(
             path=(*path, "kernel"),
             shape=(in_size, size),
             layouts=(kernel,),
-            split=split,
+            axes=axes,
             column_major=column_major,
             op=op,
         )
@@ -81,18 +81,18 @@ def product(
                 name=f"{name}.bias",
                 shape=(rows,),
                 size=rows,
-                units=units,
+                num_blocks=num_blocks,
                 repeats=name in repeated,
                 form=Form.AS_HELD,
             )
-            for name, rows, units in parts
+            for name, rows, num_blocks in parts
         )
         table.append(
             ParamSpec(
                 path=(*path, "bias"),
                 shape=(size,),
                 layouts=(vectors,),
-                split=split if split is Split.OUT else Split.NONE,
+                axes=axes[-1:],
                 init=Init.ZEROS,
                 optional=bias_is_optional,
             )
@@ -111,7 +111,7 @@ def attention_params(
             ("qkv",),
             in_size,
             heads,
-            split=Split.OUT,
+            axes=("embed", "heads"),
             bias=spec.qkv_bias,
             repeated=("k_proj", "v_proj"),
         ),
@@ -119,24 +119,25 @@ def attention_params(
             ("out",),
             H * Dv,
             (("o_proj", out_size, 1),),
-            split=Split.IN,
+            axes=("heads", "embed"),
             bias=spec.out_bias,
             bias_is_optional=True,  # some checkpoints with attention_bias have none on o_proj
         ),
     ]
     if spec.gate is HeadGate.OF_HEADS:
-        table += product(("gate",), in_size, (("g_proj", H, H),), split=Split.OUT)
+        table += product(("gate",), in_size, (("g_proj", H, H),), axes=("embed", "heads"))
     if spec.gate is HeadGate.OF_NUMBERS:
         table = _with_gate_in_queries(table, spec, in_size=in_size)
     if spec.qk_norm:
         table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
     if spec.sinks:
         layouts = tuple(
-            (Part(name=name, shape=(H,), size=H, units=H, form=Form.AS_HELD),) for name in sinks
+            (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD),)
+            for name in sinks
         )
         table.append(
             ParamSpec(
-                path=("sinks",), shape=(H,), layouts=layouts, split=Split.OUT, init=Init.ZEROS
+                path=("sinks",), shape=(H,), layouts=layouts, axes=("heads",), init=Init.ZEROS
             )
         )
     return prefixed(table, path=("attention",), stored="self_attn.")
@@ -152,14 +153,17 @@ def _with_gate_in_queries(
             name="q_proj.weight",
             shape=(2 * H * D, in_size),
             size=H * D,
-            units=H,
+            num_blocks=H,
             first=first,
             stride=2 * D,
         )
         for first in (0, D)
     )
     own = ParamSpec(
-        path=("gate", "kernel"), shape=(in_size, H * D), layouts=((gate,),), split=Split.OUT
+        path=("gate", "kernel"),
+        shape=(in_size, H * D),
+        layouts=((gate,),),
+        axes=("embed", "heads"),
     )
     qkv, *others = table
     return [replace(qkv, layouts=((query, *qkv.layouts[0][1:]),)), *others, own]
@@ -177,12 +181,12 @@ def dense_params(
             ("gate_up",),
             size,
             halves,
-            split=Split.OUT,
+            axes=("embed", "mlp"),
             bias=spec.bias,
             column_major=True,
             op=Op.GATED,
         ),
-        *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
+        *product(("down",), inner, down, axes=("mlp", "embed"), bias=spec.bias),
     )
     return prefixed(table, path=path, stored=stored)
 
@@ -199,7 +203,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             name=f"experts.{{}}.{name}.weight",
             shape=(inner, size),
             size=inner,
-            units=inner,
+            num_blocks=inner,
             stack=X,
         )
         for name in ("gate_proj", "up_proj")
@@ -209,7 +213,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             name="experts.gate_up_proj",
             shape=(X, 2 * inner, size),
             size=inner,
-            units=inner,
+            num_blocks=inner,
             first=first,
         )
         for first in (0, inner)
@@ -232,14 +236,14 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
             layouts=(single, fused),
-            split=Split.OUT,
+            axes=("experts", "embed", "mlp"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,), (down_fused,)),
-            split=Split.IN,
+            axes=("experts", "mlp", "embed"),
             op=Op.EXPERTS,
         ),
     )
@@ -297,13 +301,13 @@ def decoder_params(
 
 
 def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:
-    """Declare lm_head [E, V], split by vocabulary; tied: the transposed embedding table."""
-    part = Part(name=name, shape=(vocab_size, size), size=vocab_size, units=vocab_size)
+    """Declare lm_head [E, V], sharded by vocabulary; tied: the transposed embedding table."""
+    part = Part(name=name, shape=(vocab_size, size), size=vocab_size, num_blocks=vocab_size)
     return ParamSpec(
         path=("lm_head", "kernel"),
         shape=(size, vocab_size),
         layouts=((part,),),
-        split=Split.OUT,
+        axes=("embed", "vocab"),
         tied_to=("embed", "table") if tied else None,
         op=Op.LOGITS,
     )

@@ -1,11 +1,12 @@
 """The parameter table: every weight of a model, declared once. Host data; no arrays, no jax.
 
-A ParamSpec gives a weight's path in the params tree, its shape, its split over tensor shards, the
-names under which checkpoints store it, and how to draw a random one. Reading, writing, dummy
-weights, placement and training all derive from the table.
+A ParamSpec gives a weight's path in the params tree, its shape and logical axes, the names under
+which checkpoints store it, and how to draw a random one. Reading, writing, dummy weights,
+placement and training all derive from the table.
 
 Products are [in, out]; projections of the same input are fused along `out`. With several shards a
-fused weight has, shard by shard, each part's share (`deal`). For H = 4 heads, G = 2 kv heads:
+fused weight has, shard by shard, each part's share (`shard_columns`). For H = 4 heads and G = 2 kv
+heads:
 
     1 shard    q0 q1 q2 q3 k0 k1 v0 v1
     2 shards   q0 q1 k0 v0 | q2 q3 k1 v1
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import ConfigError
+from jspec.spec.axes import TENSOR, Axes, mesh_axis
 from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
 Path = tuple[str | int, ...]
@@ -45,25 +47,17 @@ class Init(enum.Enum):
     IDS = "target ids that ascend evenly over the vocabulary"
 
 
-class Split(enum.Enum):
-    """How a weight is split over tensor shards."""
-
-    NONE = "every shard holds all of it"
-    OUT = "the last axis, part by part (column-parallel)"
-    IN = "the axis before the last (row-parallel): the product is summed over the shards"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A part of a weight: entries first, first + step, ... of a stored tensor's output axis.
 
-    It consists of `units` equal blocks (such as heads), which are never split over shards.
+    It consists of `num_blocks` equal blocks (such as heads), which are never split over shards.
     """
 
     name: str  # may contain "{}", the index in the stack; with a format, a prefix of names
     shape: Shape  # of the stored tensor; with a format, of the unpacked one
     size: int  # number of entries
-    units: int = 1
+    num_blocks: int = 1
     repeats: bool = False  # allow fewer blocks than shards, each repeated on several shards
     first: int = 0
     step: int = 1
@@ -91,8 +85,8 @@ class Part:
     def rows(self) -> slice | list[int]:
         """The index of this part (all blocks) into the stored output axis."""
         if self.stride:
-            begins = range(self.first, self.first + self.units * self.stride, self.stride)
-            return [begin + row for begin in begins for row in range(self.size // self.units)]
+            begins = range(self.first, self.first + self.num_blocks * self.stride, self.stride)
+            return [begin + row for begin in begins for row in range(self.size // self.num_blocks)]
         return slice(self.first, self.first + self.size * self.step, self.step)
 
 
@@ -103,7 +97,7 @@ class ParamSpec:
     path: Path
     shape: Shape  # unsharded
     layouts: tuple[tuple[Part, ...], ...] = ()  # parts in order; empty: the weight's owner reads it
-    split: Split = Split.NONE
+    axes: Axes = ()  # of each dimension; empty: all replicated
     init: Init = Init.FAN_IN
     tied_to: Path | None = None  # without a stored tensor, the weight is this one, transposed
     column_major: bool = False  # column-major where the backend reads weights along their inputs
@@ -126,11 +120,15 @@ class ParamSpec:
         """Return the weight's format in a model of `dtype`."""
         return self.format or Dense(np.dtype(dtype).name)
 
+    def column_shards(self, shards: int) -> int:
+        """Return over how many of the tensor shards the last dimension is sharded, part by part."""
+        return shards if self.axes and mesh_axis(self.axes[-1]) == TENSOR else 1
+
     def physical_shape(self, shards: int) -> Shape:
-        """Return the shape over all shards, repeated blocks included."""
-        if self.split is not Split.OUT or not self.layouts:
+        """Return the shape over all tensor shards, repeated blocks included."""
+        if not self.layouts:
             return self.shape
-        columns = sum(count for _, _, count in deal(self.layouts[0], shards))
+        columns = sum(n for _, _, n in shard_columns(self.layouts[0], self.column_shards(shards)))
         return (*self.shape[:-1], columns)
 
 
@@ -145,22 +143,22 @@ def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
     )
 
 
-def deal(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
+def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
     """Yield (part, first entry, number of entries) for the columns, shard by shard.
 
     Raise ConfigError if a part's blocks can be neither divided among nor repeated over the shards.
     """
     for part in parts:
-        if part.units % shards and not (part.repeats and shards % part.units == 0):
+        if part.num_blocks % shards and not (part.repeats and shards % part.num_blocks == 0):
             raise ConfigError(
                 f"tp_size is {shards}; expected a divisor{' or a multiple' * part.repeats} of "
-                f"{part.units}, the blocks of {part.name}"
+                f"{part.num_blocks}, the blocks of {part.name}"
             )
     for shard in range(shards):
         for i, part in enumerate(parts):
-            unit = part.size // part.units
-            count = max(part.units // shards, 1)
-            yield i, shard * part.units // shards * unit, count * unit
+            size = part.size // part.num_blocks
+            count = max(part.num_blocks // shards, 1)
+            yield i, shard * part.num_blocks // shards * size, count * size
 
 
 def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTable:

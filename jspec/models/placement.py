@@ -1,7 +1,7 @@
 """Arrays from a parameter table: their placement on a mesh, abstract arrays, random arrays.
 
-A whole step runs inside one shard_map over the mesh (device.sharding); a weight's PartitionSpec
-follows from its split in the table. Params that no table declares are replicated.
+A whole step runs inside one shard_map over the mesh (device.parallel); a weight's PartitionSpec
+follows from its logical axes in the table. Params that no table declares are replicated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jspec.device.sharding import TENSOR_AXIS
+from jspec.device.parallel import partition_spec
 from jspec.device.weights import abstract_weight
-from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
+from jspec.models.params import Init, ParamSpec, ParamTable, Path
 
 Tables = Mapping[str, ParamTable]
 
@@ -29,20 +29,10 @@ def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     return tree
 
 
-def partition_spec(spec: ParamSpec) -> PartitionSpec:
-    """Return a weight's split over the mesh."""
-    rank = len(spec.shape)
-    if spec.split is Split.NONE:
-        return PartitionSpec()
-    axes: list[str | None] = [None] * rank
-    axes[rank - (1 if spec.split is Split.OUT else 2)] = TENSOR_AXIS
-    return PartitionSpec(*axes)
-
-
 def param_specs(tables: Tables, params: Any) -> Any:
     """Return the PartitionSpec of every array of {"target": ..., "draft": ...}."""
     known = {
-        (model, *spec.path): partition_spec(spec) for model in tables for spec in tables[model]
+        (model, *spec.path): partition_spec(spec.axes) for model in tables for spec in tables[model]
     }
     return _by_path(known, params, other=PartitionSpec())
 
@@ -54,7 +44,7 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedShardin
     stays (`Ops.column_major`). Embedding tables are always row-major: a TPU would transpose
     [201088, 2880], which then needs less padding, and transpose all of it back in every step.
     """
-    split = NamedSharding(mesh, partition_spec(spec))
+    split = NamedSharding(mesh, partition_spec(spec.axes))
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)
     if not (column_major and spec.column_major):

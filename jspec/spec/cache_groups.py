@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jspec.errors import ConfigError
+from jspec.spec.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
 class KVEntry:
     """K and V of one token in one layer: num_heads kv heads (G), of dimensions qk_dim and v_dim."""
+
+    axes: ClassVar[Axes] = (None, None, "kv_heads", None)  # of a pool [num_pages, page_size, 2G, D]
 
     num_heads: int
     qk_dim: int

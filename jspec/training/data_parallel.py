@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.device.sharding import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from jspec.device.parallel import Parallel, partition_spec
 from jspec.errors import ConfigError
 
 
@@ -27,8 +26,7 @@ class Placement:
                 f"batch_size is {batch_size}; expected a multiple of {len(devices)}, the devices "
                 "that share a batch"
             )
-        axes = (DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS)
-        return cls(Mesh(np.array(devices).reshape(-1, 1, 1), axes))
+        return cls(Parallel(data=len(devices)).mesh(devices))
 
     @classmethod
     def single(cls) -> Placement:
@@ -36,7 +34,7 @@ class Placement:
 
     def batch(self, tree: Any) -> Any:
         """Shard arrays [B, ...] over the data axis."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(DATA_AXIS)))
+        return jax.device_put(tree, NamedSharding(self.mesh, partition_spec(("rank",))))
 
     def whole(self, tree: Any) -> Any:
         """Replicate arrays on every device."""

@@ -48,7 +48,8 @@ from benchmarks.workloads import (
     mtp_of,
 )
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, shardings
+from jspec.device.state import state_specs
 from jspec.engine.programs.compilation import ProgramShape, compiler_options, lower
 from jspec.engine.programs.program_keys import ProgramKey, program_keys
 from jspec.engine.runner import init_state
@@ -61,6 +62,7 @@ from jspec.models.heads.mtp import MtpHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import Eagle3Config, ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.eagle import EagleDrafter
@@ -142,7 +144,7 @@ class Case:
 
     def local(self, tree: Any, specs: Any) -> list[jax.ShapeDtypeStruct]:
         """One device's part of each array of `tree`."""
-        placed = sharding.shardings(self.mesh, specs)
+        placed = shardings(self.mesh, specs)
         return jax.tree.leaves(
             jax.tree.map(
                 lambda x, at: jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype), tree, placed
@@ -153,7 +155,8 @@ class Case:
         return self.local(self.params, param_specs(self.program.tables, self.params))
 
     def local_pools(self) -> list[jax.ShapeDtypeStruct]:
-        specs = sharding.state_specs(self.state)
+        target, drafter = self.program.target, self.program.drafter
+        specs = state_specs(self.state, target.cache_groups, drafter.cache_groups)
         pools = (self.state.kv, self.state.draft_kv)
         return self.local(pools, (specs.kv, specs.draft_kv))
 
@@ -177,7 +180,8 @@ def make_case(
     rows: int = 64,
 ) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
-    mesh = sharding.make_mesh(list(devices_of(topology)))
+    devices = list(devices_of(topology))
+    mesh = Parallel(tensor=len(devices)).mesh(devices)
     program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = ServeLimits(
         spec=program.spec,
@@ -223,7 +227,7 @@ def _program(
 ) -> tuple[StepProgram, Any]:
     """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
-    shard = Shard(shards, sharding.TENSOR_AXIS)
+    shard = Shard(shards, TENSOR)
     ops = ops.with_columns(num_steps > 0)  # as an engine has it
     spec = SpeculativeConfig.plain()
     made: Drafter = NoDrafter()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.programs import compilation
 from jspec.engine.programs.compilation import ProgramShape, compiler_options
 from jspec.engine.programs.program_keys import ProgramKey, program_keys
@@ -113,7 +113,7 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
 
     monkeypatch.setattr(compilation, "lower", lower)
     limits = limits_of("0/1/1")
-    mesh = sharding.make_mesh(jax.devices()[:1])
+    mesh = Parallel().mesh(jax.devices()[:1])
     target = Decoder(tiny_target_config(), OPS["xla"])
     program = StepProgram(target=target, drafter=NoDrafter(), spec=limits.spec)
     keys = program_keys(limits)

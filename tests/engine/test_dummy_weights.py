@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, shardings
 from jspec.engine.weights.dummy_weights import STD, dummy_params
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
@@ -50,7 +50,7 @@ def arguments(tmp_path: Path) -> dict[str, Any]:
 
 def load(arguments: dict[str, Any], *, shards: int = 1) -> LoadedModels:
     args = EngineArgs.from_mapping(arguments)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return load_models(args, resolve_paths(args), mesh=mesh)
 
 
@@ -64,8 +64,8 @@ def test_every_array_has_its_shape_its_dtype_and_its_place(
         abstract = abstract_params(table, dtype=jnp.bfloat16, shards=shards)
         like = jax.tree.map(lambda x: (x.shape, x.dtype), models.params[name])
         assert like == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
-    places = sharding.shardings(mesh, param_specs(tables, models.params))
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
+    places = shardings(mesh, param_specs(tables, models.params))
     own = {**models.params, "draft": {**models.params["draft"]}}
     jax.tree.map(lambda x, place: x.sharding.is_equivalent_to(place, x.ndim) or 1 / 0, own, places)
     kernel = models.params["target"]["layers"][0]["mlp"]["down"]["kernel"]
@@ -88,7 +88,7 @@ def test_the_draft_vocabulary_is_valid_and_the_embedding_is_the_targets(
 def make(
     tables: Tables, *, vocab_size: int, shards: int = 1, dtype: Any = jnp.float32
 ) -> dict[str, Any]:
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return dummy_params(tables, mesh=mesh, vocab_size=vocab_size, dtype=dtype)
 
 

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
-from jspec.errors import CheckpointError
+from jspec.errors import CheckpointError, ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama" / "plain"
 
@@ -30,8 +30,16 @@ def copy_of(source: Path, path: Path, **changes: Any) -> str:
 
 def load(**arguments: Any) -> None:
     args = EngineArgs(**arguments)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    mesh = Parallel().mesh(jax.devices("cpu")[:1])
     load_models(args, resolve_paths(args), mesh=mesh)
+
+
+@pytest.mark.parametrize("axis", ["data", "expert"])
+def test_an_engine_over_another_axis_than_tensor_is_refused(axis: str) -> None:
+    args = EngineArgs()
+    mesh = Parallel(**{axis: 2}).mesh(jax.devices("cpu")[:2])
+    with pytest.raises(ConfigError, match=f"{axis} is 2; expected 1"):
+        load_models(args, resolve_paths(args), mesh=mesh)
 
 
 @pytest.mark.parametrize(

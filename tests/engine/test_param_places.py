@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.programs.compilation import ProgramShape, lower
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.loading import place
@@ -33,7 +33,7 @@ def orders(params: Any) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("made", [False, True])
 def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: bool) -> None:
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     tables = {"target": table_of(CONFIG)}
     make = partial(dummy_params, tables, mesh=mesh, vocab_size=CONFIG.vocab_size, dtype=jnp.float32)
     plain = make()
@@ -61,7 +61,7 @@ class TurnedOps(Ops):
 
 def test_a_step_reads_them_where_they_lie() -> None:
     """The program takes that order, copies nothing into another, and emits the same token."""
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    mesh = Parallel().mesh(jax.devices("cpu")[:1])
     weights = init_params(table_of(CONFIG), seed=0)
     program, _ = make_program()
     shape = ProgramShape.of(KEY, LIMITS)
@@ -81,7 +81,7 @@ def test_a_step_reads_them_where_they_lie() -> None:
         for path, chosen in formats:
             name = jax.tree_util.keystr(path)
             assert name not in taken or chosen.layout.major_to_minor == taken[name]
-        _, output = step(params, state, jnp.asarray(packed.pack(fields)))
-        emitted.append(np.asarray(output))
+        _, output = step(params, state, jnp.asarray(packed.pack(fields)[None]))
+        emitted.append(np.asarray(output)[0])
     np.testing.assert_array_equal(emitted[0], emitted[1])
     assert emitted[0][:, 0].tolist() == [1, 1]

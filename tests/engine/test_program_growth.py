@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.programs import build_programs
 from jspec.engine.programs.compilation import Recipe
 from jspec.engine.programs.program_growth import (
@@ -48,6 +48,7 @@ from jspec.models.placement import abstract_params
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.choose import OPS
 from jspec.serving.engine import Engine
+from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.support.tiny_models import tiny_target_config
@@ -66,11 +67,11 @@ LIMITS = ServeLimits(
 )
 KEY = ProgramKey(StepKind.DECODE, 2, PLAIN)
 OTHER = ProgramKey(StepKind.DECODE, 2, ALL)
-MESH = sharding.make_mesh(jax.devices("cpu")[:1])
+MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 
 def recipe() -> Recipe:
-    target = Decoder(CONFIG, OPS["xla"], Shard(1, sharding.TENSOR_AXIS))
+    target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
     program = StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec)
     return Recipe.of(
         program,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.programs import compilation, program_store, source_digest
 from jspec.engine.programs.compilation import ProgramShape, compile_all
 from jspec.engine.programs.program_keys import ProgramKey
@@ -32,6 +32,7 @@ from jspec.messages.plan import StepKind
 from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.support.tiny_models import tiny_target_config
@@ -48,11 +49,11 @@ LIMITS = ServeLimits(
     prefill_rows=2,
 )
 KEY = ProgramKey(StepKind.DECODE, 2, PLAIN)
-MESH = sharding.make_mesh(jax.devices("cpu")[:1])
+MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 
 def static_program() -> StepProgram:
-    target = Decoder(CONFIG, OPS["xla"], Shard(1, sharding.TENSOR_AXIS))
+    target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
     return StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec)
 
 
@@ -64,7 +65,7 @@ def make_program() -> tuple[StepProgram, Any]:
 
 
 def fresh_state(program: StepProgram) -> Any:
-    return place_state(init_state(program, LIMITS, shards=1, kv_dtype=jnp.float32), MESH)
+    return place_state(init_state(program, LIMITS, shards=1, kv_dtype=jnp.float32), program, MESH)
 
 
 def start(store: ProgramStore, *, reports: list[str] | None = None) -> Any:
@@ -84,9 +85,10 @@ def start(store: ProgramStore, *, reports: list[str] | None = None) -> Any:
     packed = layout_of(KEY, LIMITS)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = (1, 2)
-    state, output = found[KEY](params, state, jnp.asarray(packed.pack(fields)))
-    _, output = found[KEY](params, state, jnp.asarray(packed.pack(fields)))
-    return np.asarray(output)
+    state, output = found[KEY](params, state, jnp.asarray(packed.pack(fields)[None]))
+    _, output = found[KEY](params, state, jnp.asarray(packed.pack(fields)[None]))
+    (emitted,) = np.asarray(output)
+    return emitted
 
 
 def test_a_second_start_traces_nothing_and_emits_the_same(

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
 from jspec.errors import CheckpointError
 from jspec.serving.engine import Engine
@@ -136,7 +136,7 @@ def test_a_head_that_cannot_be_read_leaves_nothing_of_its_target_though_its_erro
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=str(tmp_path / "draft"),
     )
-    mesh = sharding.make_mesh(jax.devices()[:1])
+    mesh = Parallel().mesh(jax.devices()[:1])
     gc.collect()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.engine.weights.weight_checks import is_finite
@@ -56,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyPair, TinyPair]
 
 def load(shards: int = 1, **arguments: Any) -> LoadedModels:
     args = EngineArgs(dtype="float32", tp_size=shards, **arguments)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return load_models(args, resolve_paths(args), mesh=mesh)
 
 
@@ -72,7 +72,7 @@ def load_pair(pair: TinyPair, shards: int) -> LoadedModels:
 def serving(models: LoadedModels, **options: Any) -> tuple[ServedWeights, Params]:
     runner = Params(models.params)
     shards = models.target.shard.size
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return ServedWeights(replace(models, params={}), runner, mesh=mesh, **options), runner
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.cli.diagnosis.readings import target_readings
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.messages.weight_update import DiskUpdate
@@ -68,7 +68,7 @@ def load(target: Path, draft: Path, *, algorithm: str = "EAGLE3", shards: int = 
         dtype="float32",
         tp_size=shards,
     )
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return load_models(args, resolve_paths(args), mesh=mesh)
 
 

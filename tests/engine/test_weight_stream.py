@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.layout import Format
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def test_every_shard_holds_its_columns_of_the_host_form(name: Path, shards: int)
             load_target(GOLDEN / name, spec, dtype=np.float32, shards=shards)
         return
     expected = load_target(GOLDEN / name, spec, dtype=np.float32, shards=shards)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     put = put_on(mesh, column_major=False)
     found = load_target(
         GOLDEN / name,
@@ -77,7 +77,7 @@ def test_some_of_them_have_fewer_kv_heads_than_shards() -> None:
 
 def test_a_head_shares_the_placed_embedding_of_its_target() -> None:
     args = EngineArgs()
-    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
+    mesh = Parallel(tensor=2).mesh(jax.devices("cpu")[:2])
     params = load_models(args, resolve_paths(args), mesh=mesh).params
     assert params["draft"]["embed"]["table"] is params["target"]["embed"]["table"]
     assert params["draft"]["draft_ids"].dtype == jnp.int32
@@ -209,7 +209,7 @@ class Recorded:
     def __init__(self, fail: Callable[[ParamSpec], Any] = bool) -> None:
         self.arrays: list[jax.Array] = []
         self._fail = fail
-        self._put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), column_major=False)
+        self._put = put_on(Parallel().mesh(jax.devices("cpu")[:1]), column_major=False)
 
     def __call__(self, spec: ParamSpec, value: HostArray) -> jax.Array:
         self._fail(spec)
@@ -265,7 +265,7 @@ def test_an_interrupt_ends_the_load() -> None:
 
 def test_a_placed_weight_is_not_written_again() -> None:
     """A CPU device may use the host array's very memory."""
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    mesh = Parallel().mesh(jax.devices("cpu")[:1])
     value = np.ones((64, 64), np.float32)
     spec = ParamSpec(path=("w",), shape=(64, 64))
     placed = put_on(mesh, column_major=False)(spec, value)
@@ -277,7 +277,7 @@ def test_a_placed_weight_is_not_written_again() -> None:
 def test_the_bundled_target_is_read_into_both_forms_alike() -> None:
     spec = load_model_spec(BUNDLED / "target")
     expected = load_target(BUNDLED / "target", spec, dtype=ml_dtypes.bfloat16)
-    put = put_on(sharding.make_mesh(jax.devices("cpu")[:1]), column_major=True)
+    put = put_on(Parallel().mesh(jax.devices("cpu")[:1]), column_major=True)
     found = load_target(
         BUNDLED / "target",
         spec,

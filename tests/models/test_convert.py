@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.cli.main import main
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.convert import Format, convert
@@ -68,7 +68,7 @@ def params_of(target: Path, draft: Path, *, shards: int) -> Any:
         dtype="float32",
         tp_size=shards,
     )
-    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return load_models(args, resolve_paths(args), mesh=mesh).params
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import GPT_OSS_20B_JSON, PACKED
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.weights import dense
 from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError
@@ -42,6 +42,8 @@ from jspec.models.params import with_formats
 from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.axes import TENSOR
+from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import (
     AttentionSpec,
     Gate,
@@ -368,10 +370,10 @@ def pools_of(spec: ModelSpec, *, ops: str, shards: int = 1) -> Any:
 def test_two_shards_give_the_logits_of_one() -> None:
     spec = load_model_spec(GOLDEN)
     golden = arrays_of(GOLDEN / "outputs.npz")
-    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
-    decoder = Decoder(spec, OPS["xla"], Shard(2, sharding.TENSOR_AXIS))
+    mesh = Parallel(tensor=2).mesh(jax.devices("cpu")[:2])
+    decoder = Decoder(spec, OPS["xla"], Shard(2, TENSOR))
     params = {"target": load_target(GOLDEN, spec, dtype=np.float32, shards=2)}
-    pages = PartitionSpec(None, None, sharding.TENSOR_AXIS, None)
+    pages = partition_spec(KVEntry.axes)
     run = jax.jit(
         jax.shard_map(
             partial(chunked_logits, decoder),
@@ -381,7 +383,7 @@ def test_two_shards_give_the_logits_of_one() -> None:
                 pages,
                 PartitionSpec(),
             ),
-            out_specs=PartitionSpec(None, sharding.TENSOR_AXIS),
+            out_specs=partition_spec((None, "vocab")),
             check_vma=False,
         )
     )

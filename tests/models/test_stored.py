@@ -17,7 +17,7 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.layer_params import attention_params, dense_params, expert_params
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, deal
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.placement import abstract_params, nested
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
@@ -44,7 +44,7 @@ def columns_by_name(spec: ParamSpec, *, shards: int) -> list[str]:
     """The name and stored row that each fused column takes, as in `q3`."""
     columns = []
     parts = spec.layouts[0]
-    for index, first, count in deal(parts, shards):
+    for index, first, count in shard_columns(parts, shards):
         name = parts[index].name.split(".")[-2].removesuffix("_proj")
         columns += [f"{name}{row}" for row in range(first, first + count)]
     return columns
@@ -187,7 +187,7 @@ def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:
 
     def parts(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         return tuple(
-            Part(name=name, shape=shape, size=4, units=4, first=f, step=2, form=Form.AS_HELD)
+            Part(name=name, shape=shape, size=4, num_blocks=4, first=f, step=2, form=Form.AS_HELD)
             for f in (0, 1)
         )
 

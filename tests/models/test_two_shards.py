@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, partition_spec
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
@@ -23,6 +23,8 @@ from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.placement import param_specs
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.axes import TENSOR
+from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import cache_groups
 from tests.models.family_checkpoints import (
     FAMILY_CHECKPOINTS,
@@ -39,8 +41,8 @@ def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     path = checkpoint_of(name, tmp_path)
     spec = load_model_spec(path)
     golden = arrays_of(path / "outputs.npz")
-    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
-    decoder = Decoder(spec, OPS["xla"], Shard(2, sharding.TENSOR_AXIS))
+    mesh = Parallel(tensor=2).mesh(jax.devices("cpu")[:2])
+    decoder = Decoder(spec, OPS["xla"], Shard(2, TENSOR))
     params = {"target": load_target(path, spec, dtype=np.float32, shards=2)}
     pools = empty_pools(
         cache_groups(spec, name="target"),
@@ -56,10 +58,10 @@ def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
             mesh=mesh,
             in_specs=(
                 param_specs({"target": decoder.table}, params)["target"],
-                PartitionSpec(None, None, sharding.TENSOR_AXIS, None),
+                partition_spec(KVEntry.axes),
                 PartitionSpec(),
             ),
-            out_specs=PartitionSpec(None, sharding.TENSOR_AXIS),
+            out_specs=partition_spec((None, "vocab")),
             check_vma=False,
         )
     )

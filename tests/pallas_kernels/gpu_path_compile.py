@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, shardings
 from jspec.pallas_kernels.compaction.gpu import compact_paths
 from tests.engine.pool_copies import pool_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
@@ -37,7 +37,7 @@ def report(
     step = jax.shard_map(
         compact_paths, mesh=mesh, in_specs=(whole,) * 5, out_specs=whole, check_vma=False
     )
-    placed = sharding.shardings(mesh, whole)
+    placed = shardings(mesh, whole)
     started = time.monotonic()
     compiled = (
         jax.jit(step, donate_argnums=0, in_shardings=placed, out_shardings=placed)
@@ -71,7 +71,7 @@ def main() -> None:
     devices = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices
-    compact = partial(report, sharding.make_mesh(list(devices)))
+    compact = partial(report, Parallel(tensor=len(devices)).mesh(list(devices)))
     compact("8b", layers=32, heads=16)
     compact("8b, pools of 5 GB, 9 levels, one row", layers=16, heads=16, batch=1, num_path=10,
             num_pages=20011)  # fmt: skip

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, shardings
 from jspec.pallas_kernels.bonus_token.tpu import gather_emitted
 from jspec.pallas_kernels.compaction.tpu import compact_paths
 from tests.engine.pool_copies import pool_copies
@@ -51,7 +51,7 @@ def report(
     step = jax.shard_map(
         function, mesh=mesh, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False
     )
-    placed = sharding.shardings(mesh, whole)
+    placed = shardings(mesh, whole)
     text = (
         jax.jit(step, donate_argnums=donate, in_shardings=placed, out_shardings=placed)
         .lower(*args)
@@ -94,7 +94,7 @@ def gathering(
 
 def main(topology: str) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = sharding.make_mesh(list(devices))
+    mesh = Parallel(tensor=len(devices)).mesh(list(devices))
     compact, gather = partial(compaction, mesh), partial(gathering, mesh)
     compact("8b tp4", layers=32, heads=4)
     compact("8b tp4, pages of 64, 8 levels", layers=32, heads=4, page_size=64, num_path=9)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
 from jspec.config.shared_prefixes import SharingLimits
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_keys import program_keys, recall_programs
 from jspec.engine.runner import DeviceRunner, init_state, place_state
@@ -47,6 +47,7 @@ from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
+from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.eagle import EagleDrafter
@@ -134,7 +135,7 @@ class Compiled:
         return DeviceRunner(
             limits=self.limits,
             params=params,
-            state=place_state(state, mesh),
+            state=place_state(state, self.program, mesh),
             executables=self.executables,
             mesh=mesh,
             vocab_size=self.program.target.vocab_size,
@@ -144,7 +145,7 @@ class Compiled:
 def mesh_of(shards: int) -> jax.sharding.Mesh:
     """The default device, or as many fake CPU devices (tests/conftest.py makes four)."""
     devices = jax.devices() if shards <= jax.device_count() else jax.devices("cpu")
-    return sharding.make_mesh(devices[:shards])
+    return Parallel(tensor=shards).mesh(devices[:shards])
 
 
 def build(
@@ -173,7 +174,7 @@ def build(
     spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
     program for each of variants.
     """
-    mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
+    mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
     has_model = spec.algorithm is Algorithm.EAGLE3
     ops = ops or Ops()

@@ -131,7 +131,7 @@ def log_softmax(logits: F64) -> F64:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def dealt(table: ParamTable, params: Params, shards: int) -> Params:
+def sharded(table: ParamTable, params: Params, shards: int) -> Params:
     """Params of one shard as several hold them: what is stored is written, and read again."""
     own = tuple(spec for spec in table if spec.layouts)
     if shards == 1 or not own:

@@ -25,7 +25,7 @@ from tests.speculative.engines import (
     serve,
     tiny_params,
 )
-from tests.speculative.every_drafter import KINDS, dealt
+from tests.speculative.every_drafter import KINDS, sharded
 from tests.support.scripted_drafter import ScriptedDrafter, Told, script_params
 
 ACCEPTANCE = 0.8
@@ -101,7 +101,7 @@ def _engine(setting: Setting) -> Compiled:
 def laid_out(setting: Setting, target: Params, own: Params) -> tuple[Params, Params]:
     """The weights of target and drafter as the engine's shards hold them."""
     drafter = KINDS[setting.kind].drafter((1, 1, 2))
-    return dealt(table_of(TARGET), target, setting.shards), dealt(
+    return sharded(table_of(TARGET), target, setting.shards), sharded(
         drafter.table, own, setting.shards
     )
 

@@ -320,7 +320,7 @@ def test_a_whole_step_interpreted_is_what_it_is_compiled(name: str) -> None:
     assert len(decodes) > 1
     for key, before, flat, expected in (*prefills[:1], *decodes[:1]):
         program = StepProgram(target, drafter, compiled.program.spec, key.features)
-        fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat))
+        fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat[0]))
         with jax.disable_jit():
             state = jax.tree.map(jnp.asarray, before)
             if key.kind is StepKind.PREFILL:
@@ -331,6 +331,6 @@ def test_a_whole_step_interpreted_is_what_it_is_compiled(name: str) -> None:
                     program, compiled.params, state, batch, num_rounds=setting.rounds
                 )
         state, output = found
-        np.testing.assert_array_equal(output, expected[1])
+        np.testing.assert_array_equal(output, expected[1][0])
         for own, other in zip(beyond_dummies(state), beyond_dummies(expected[0]), strict=True):
             np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)

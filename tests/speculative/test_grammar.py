@@ -43,7 +43,7 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
-from tests.speculative.every_drafter import dealt
+from tests.speculative.every_drafter import sharded
 from tests.support.fake_grammar import FakeGrammar
 
 END = 5
@@ -81,7 +81,7 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
     if name == "two_shards":  # each has half of the vocabulary's logits between two programs
         target, head = tiny_params()
-        params = dealt(table_of(TARGET), target, 2), dealt(eagle3_params(DRAFT), head, 2)
+        params = sharded(table_of(TARGET), target, 2), sharded(eagle3_params(DRAFT), head, 2)
         return with_grammars(
             build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
         )

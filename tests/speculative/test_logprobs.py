@@ -88,9 +88,9 @@ def params_for(shards: int) -> tuple[Params, Params]:
         paths = Path(directory, "target"), Path(directory, "draft")
         save_target(paths[0], TARGET, target, dtype=np.float32)
         save_eagle3(paths[1], DRAFT, head, dtype=np.float32, include_embed=True)
-        dealt = load_target(paths[0], TARGET, dtype=np.float32, shards=shards)
-        return dealt, load_eagle3(
-            paths[1], DRAFT, target_params=dealt, dtype=np.float32, shards=shards
+        target = load_target(paths[0], TARGET, dtype=np.float32, shards=shards)
+        return target, load_eagle3(
+            paths[1], DRAFT, target_params=target, dtype=np.float32, shards=shards
         )
 
 

@@ -23,7 +23,7 @@ from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.spec.model_spec import ModelSpec
 from tests.speculative.engines import PLAIN, TARGET, Compiled, build, corpus_params, serve, spec_of
-from tests.speculative.every_drafter import dealt, lookup
+from tests.speculative.every_drafter import lookup, sharded
 
 TEMPERATURES = (1.5, 1.3, 0.7)
 FILTERS: tuple[dict[str, Any], ...] = (
@@ -55,7 +55,7 @@ def weights_of(vocab_size: int) -> Params:
 @functools.cache
 def engine(vocab_size: int, shards: int, spec: SpeculativeConfig) -> Compiled:
     target = target_of(vocab_size)
-    params = dealt(table_of(target), weights_of(vocab_size), shards)
+    params = sharded(table_of(target), weights_of(vocab_size), shards)
     return build(
         spec,
         page_size=16,

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
-from jspec.device import sharding
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
@@ -28,6 +27,7 @@ from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.standalone import StandaloneDrafter
@@ -84,7 +84,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
     is_own_draft = name == "itself"
     spec = spec_of(*SPECS[name], *([Algorithm.STANDALONE] if is_own_draft else []))
     has_model = spec.algorithm is not Algorithm.NONE
-    mesh, shard, ops = mesh_of(1), Shard(1, sharding.TENSOR_AXIS), Ops()
+    mesh, shard, ops = mesh_of(1), Shard(1, TENSOR), Ops()
     target_params, head_params = tiny_params()
     target = Decoder(windowed(windows), ops, shard, DRAFT.aux_layer_ids if name in DIALLED else ())
     drafter: Drafter = NoDrafter()

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.weights.checkpoint_info import describe
 from jspec.engine.weights.loading import load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
@@ -175,7 +175,7 @@ def test_its_own_tensors_update_it_and_no_layer_of_its_target(tmp_path: Path) ->
         speculative_draft_model_path=str(tmp_path / "head"),
         dtype="float32",
     )
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    mesh = Parallel().mesh(jax.devices("cpu")[:1])
     models = load_models(args, resolve_paths(args), mesh=mesh)
     runner = SimpleNamespace(params=models.params)
     served = ServedWeights(replace(models, params={}), runner, mesh=mesh)

@@ -84,7 +84,7 @@ def size_pool(
         other_shapes=config.other_shapes,
     )
     dtype = jnp.dtype(config.dtype)
-    of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
+    of_page = partial(_page_bytes, page_size=page_size, shards=config.tp_size, dtype=dtype, ops=ops)
     return _sized(limits, config, groups, devices=devices, of_page=of_page, weights=weights)
 
 

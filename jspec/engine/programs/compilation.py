@@ -22,12 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jspec.config.limits import ServeLimits
-from jspec.device import sharding
+from jspec.device.parallel import Parallel, shardings
+from jspec.device.state import state_specs
 from jspec.engine import interrupts
-from jspec.engine.programs.entries import ENTRIES, arrays_between
+from jspec.engine.programs.entries import BY_RANK, ENTRIES, arrays_between, of_rank
 from jspec.engine.programs.program_keys import CUT, ProgramKey, program_keys
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.transfer import layout_of
@@ -79,16 +80,17 @@ def lower(
 ) -> jax.stages.Lowered:
     """Lower one program for the shapes and shardings of `params` and `state` (may be abstract)."""
     jitted = _jitted(shape, program, mesh=mesh, params=params, state=state)
-    flat = jax.ShapeDtypeStruct((shape.packed.size,), np.int32)
+    ranks = Parallel.of(mesh).data
+    flat = jax.ShapeDtypeStruct((ranks, shape.packed.size), np.int32)
     arrays: tuple[Any, ...] = (_abstract(params), _abstract(state), flat)
     if shape.kind in (StepKind.SCORE, StepKind.SETTLE):
         (num_rows,) = dict(shape.packed.fields)["slots"]
-        tree = jax.ShapeDtypeStruct((3, num_rows, program.spec.num_draft_tokens), np.int32)
+        tree = jax.ShapeDtypeStruct((ranks, 3, num_rows, program.spec.num_draft_tokens), np.int32)
         arrays = (*arrays, tree)
     if shape.kind is StepKind.SETTLE:
         scoring = ProgramShape(StepKind.SCORE, decode_layout(batch=num_rows, num_grants=0), 1)
         score = _jitted(scoring, program, mesh=mesh, params=params, state=state)
-        flat = jax.ShapeDtypeStruct((scoring.packed.size,), np.int32)
+        flat = jax.ShapeDtypeStruct((ranks, scoring.packed.size), np.int32)
         _, scored = jax.eval_shape(score, *arrays[:2], flat, tree)
         arrays = (*arrays, scored)
     return jitted.lower(*arrays)
@@ -103,18 +105,18 @@ def _jitted(
     tables, between = program.tables, arrays_between(shape.kind)
     in_specs = (
         placement.param_specs(tables, params),
-        sharding.state_specs(state),
-        PartitionSpec(),
+        state_specs(state, program.target.cache_groups, program.drafter.cache_groups),
+        BY_RANK,
         *between.taken,
     )
     step = jax.shard_map(
-        partial(entry, program, shape.packed),
+        of_rank(partial(entry, program, shape.packed)),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=(in_specs[1], between.given),
         check_vma=False,
     )
-    to_shardings = partial(sharding.shardings, mesh)
+    to_shardings = partial(shardings, mesh)
     return jax.jit(
         step,
         in_shardings=(

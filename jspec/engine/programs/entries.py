@@ -1,7 +1,7 @@
 """The jitted entry of each kind of step: unpack the flat batch and call the step.
 
-Every entry takes the flat batch after params and state, and returns the next state and an output.
-Only the programs of a cut step pass arrays from one to the next (`arrays_between`).
+Every entry takes the flat batch of one data rank after params and state, and returns the next state
+and an output. Only the programs of a cut step pass arrays from one to the next (`arrays_between`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from jspec.device import sharding
 from jspec.device.batch import (
     DraftPrefillBatch,
     Features,
@@ -23,6 +21,7 @@ from jspec.device.batch import (
     prefill_batch,
     settle_batch,
 )
+from jspec.device.parallel import partition_spec
 from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import StepKind
 from jspec.speculative.cut_step import propose_step, score_step, settle_step
@@ -103,10 +102,25 @@ ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
     StepKind.DRAFT_PREFILL: _draft_prefill,
 }
 
-REPLICATED = PartitionSpec()
+
+def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an entry inside a shard_map on its data rank's part of arrays [data, ...].
+
+    These are the arrays after params and state, and the output.
+    """
+
+    def run(params: Any, state: Any, *arrays: Any) -> Any:
+        own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)
+        state, output = entry(params, state, *own)
+        return state, jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), output)
+
+    return run
+
+
+BY_RANK: Any = partition_spec(("rank",))
 # Each shard keeps the logits of its part of the vocabulary.
-_LOGITS: Any = PartitionSpec(None, None, sharding.TENSOR_AXIS)
-_HIDDEN: Any = REPLICATED
+_LOGITS: Any = partition_spec(("rank", None, None, "vocab"))
+_HIDDEN: Any = BY_RANK
 _SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_HIDDEN))
 
 
@@ -115,17 +129,17 @@ class ArraysBetween:
     """Shardings of the arrays between programs, as pytrees of PartitionSpec.
 
     taken: arguments after the flat batch.
-    given: the output; i32 and replicated except for SCORE.
+    given: the output; i32 and whole on every device of a data rank except for SCORE.
     """
 
     taken: tuple[Any, ...] = ()
-    given: Any = REPLICATED
+    given: Any = BY_RANK
 
 
 def arrays_between(kind: StepKind) -> ArraysBetween:
     """Return the shardings of what programs of this kind take from earlier ones, and give."""
     if kind is StepKind.SCORE:
-        return ArraysBetween(taken=(REPLICATED,), given=_SCORED)
+        return ArraysBetween(taken=(BY_RANK,), given=_SCORED)
     if kind is StepKind.SETTLE:
-        return ArraysBetween(taken=(REPLICATED, _SCORED))
+        return ArraysBetween(taken=(BY_RANK, _SCORED))
     return ArraysBetween()

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
-from jspec.device.sharding import TENSOR_AXIS
+from jspec.device.parallel import Parallel
 from jspec.device.weights import Weight
 from jspec.models.files.stored import value_at
 from jspec.models.params import Init, ParamSpec
@@ -40,7 +40,7 @@ def dummy_params(
     draft_ids ascend evenly over the target's vocabulary. The weights depend on the table only, not
     on the number of devices. column_major: see placement.param_places.
     """
-    shards = mesh.shape[TENSOR_AXIS]
+    shards = Parallel.of(mesh).tensor
     abstract = {
         model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
     }

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.device import sharding
+from jspec.device.parallel import Parallel
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weights.dummy_weights import dummy_params
@@ -43,6 +43,7 @@ from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
 from jspec.pallas_kernels.formats import resident_format
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.axes import TENSOR, Axis
 from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
 from jspec.spec.weight_format import Formats, Op, WeightFormat
 from jspec.speculative.drafter import Drafter
@@ -113,9 +114,11 @@ def load_models(
     drafters: supported algorithms. Raises CheckpointError or ConfigError naming the tensor, file or
     value that does not fit.
     """
+    parallel = Parallel.of(mesh)
+    parallel.check_served()
     spec = load_model_spec(paths.target)
     warn_of_ends(paths.target, spec)
-    check_divisible(spec, shards=mesh.size)
+    check_divisible(spec, parallel)
     if args.load_format != "dummy":
         check_target(paths.target, spec)  # before specs are built layer by layer
     request = DraftRequest(
@@ -124,11 +127,11 @@ def load_models(
         target=spec,
         target_path=paths.target,
         tokenizer=paths.tokenizer,
-        shards=mesh.size,
+        shards=parallel.tensor,
     )
     source = drafters[args.algorithm](request)
     for draft_spec in source.specs:
-        check_divisible(draft_spec, shards=mesh.size)
+        check_divisible(draft_spec, parallel)
     checkpoint = CheckpointFacts(
         model_path=str(paths.target),
         tokenizer_path=str(paths.tokenizer),
@@ -150,7 +153,7 @@ def _place_models(
     mesh: Mesh,
 ) -> LoadedModels:
     spec = request.target
-    shard = Shard(mesh.size, sharding.TENSOR_AXIS)
+    shard = Shard(request.shards, TENSOR)
     ops = ops_of(config)
     formats = _formats(config, spec, ops, shards=mesh.size)
     target = Decoder(spec, ops, shard, source.aux_layer_ids, formats)
@@ -202,7 +205,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
         path,
         target.spec,
         dtype=dtype,
-        shards=mesh.size,
+        shards=target.shard.size,
         place=lambda reads: stream(reads, put),
         formats=target.formats,
     )
@@ -241,7 +244,7 @@ def _draft_params(
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
-    abstract = abstract_params(table, dtype=dtype, shards=mesh.size)
+    abstract = abstract_params(table, dtype=dtype, shards=Parallel.of(mesh).tensor)
     check_weights_fit(
         list(mesh.devices.flat),
         sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
@@ -258,30 +261,29 @@ def place(
     return placed
 
 
-def check_divisible(spec: ModelSpec, *, shards: int) -> None:
-    """Raise ConfigError naming the first size that `shards` does not divide."""
+def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
+    """Raise ConfigError naming the first size that the shards of its axis do not divide."""
     for layer in dict.fromkeys(spec.layers):
-        sizes = {
-            "num_attention_heads": layer.attention.num_heads,
-            "vocab_size": spec.vocab_size,
-        }
+        sizes: list[tuple[Axis, str, int]] = [
+            ("heads", "num_attention_heads", layer.attention.num_heads),
+            ("vocab", "vocab_size", spec.vocab_size),
+        ]
         if isinstance(layer.ffn, DenseSpec):
-            sizes["intermediate_size"] = layer.ffn.inner
+            sizes.append(("mlp", "intermediate_size", layer.ffn.inner))
         if isinstance(layer.ffn, MoESpec):
-            sizes["moe_intermediate_size"] = layer.ffn.inner
+            sizes.append(("mlp", "moe_intermediate_size", layer.ffn.inner))
             if layer.ffn.shared is not None:
-                sizes["the shared expert's width"] = layer.ffn.shared.inner
-        _check_divides(sizes, layer.attention.num_kv_heads, shards=shards)
-
-
-def _check_divides(sizes: dict[str, int], groups: int, *, shards: int) -> None:
-    for name in sorted(sizes):
-        if sizes[name] % shards:
-            raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {sizes[name]}")
-    if groups % shards and shards % groups:
-        raise ConfigError(
-            f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads {groups}"
-        )
+                sizes.append(("mlp", "the shared expert's width", layer.ffn.shared.inner))
+        for axis, name, size in sorted(sizes, key=lambda each: each[1]):
+            shards = parallel.shards(axis)
+            if size % shards:
+                raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {size}")
+        groups, shards = layer.attention.num_kv_heads, parallel.shards("kv_heads")
+        if groups % shards and shards % groups:
+            raise ConfigError(
+                f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads "
+                f"{groups}"
+            )
 
 
 def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

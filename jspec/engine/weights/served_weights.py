@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jspec.device.parallel import Parallel
 from jspec.device.weights import Weight
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.weights.loading import LoadedModels
@@ -102,7 +103,7 @@ class ServedWeights:
     ) -> None:
         self._models = models
         self._runner = runner
-        self._mesh = mesh
+        self._mesh, self._shards = mesh, Parallel.of(mesh).tensor
         self._has_room = has_room or self._is_half_of_free
         self._source = models.source
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
@@ -141,7 +142,7 @@ class ServedWeights:
             stored = self._source.canonical(name) if each is DRAFT else name
             found = layouts_by_name(self._published(each)).get(stored)
             if found is not None:
-                return published_tensor(*found, stored, self._held(each), shards=self._mesh.size)
+                return published_tensor(*found, stored, self._held(each), shards=self._shards)
         whose = "target or draft" if model is None else f"the {model.value}"
         raise RequestError(f"name is {shown(name)}; expected a tensor of {whose}")
 
@@ -217,9 +218,8 @@ class ServedWeights:
         return memory is None or 2 * math.ceil(needed / len(devices)) <= memory.free
 
     def _place(self, reads: Sequence[ParamRead], found: Finite) -> Mapping[ParamPath, Any]:
-        shards = self._mesh.size
         needed = sum(
-            num_bytes(spec.format_in(self._dtype), spec.physical_shape(shards))
+            num_bytes(spec.format_in(self._dtype), spec.physical_shape(self._shards))
             for each in reads
             for spec in (each.spec, each.tied)
             if spec is not None
@@ -252,7 +252,7 @@ class ServedWeights:
                 Path(update.target),
                 models.target.spec,
                 dtype=self._dtype,
-                shards=self._mesh.size,
+                shards=self._shards,
                 place=place,
                 formats=models.target.formats,
             )
@@ -319,7 +319,7 @@ class ServedWeights:
                     self._published(model),
                     self._held(model),
                     dtype=self._dtype,
-                    shards=self._mesh.size,
+                    shards=self._shards,
                 )
 
             faults += _fault(read)

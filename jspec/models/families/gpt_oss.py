@@ -22,7 +22,7 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.layer_params import decoder_params, product
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
 from jspec.spec.weight_format import MXFP4, Op
@@ -115,14 +115,14 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
                 _halves(gate_up, (X, size, 2 * inner)),
                 *((_halves(gate_up, (X, 2 * inner, size), packs),) if packs else ()),
             ),
-            split=Split.OUT,
+            axes=("experts", "embed", "mlp"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "gate_up_bias"),
             shape=(X, 2 * inner),
             layouts=(_halves("experts.gate_up_proj_bias", (X, 2 * inner)),),
-            split=Split.OUT,
+            axes=("experts", "mlp"),
             init=Init.ZEROS,
         ),
         ParamSpec(
@@ -132,13 +132,14 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
                 (_whole(down, (X, inner, size)),),
                 *(((_whole(down, (X, size, inner), packs),),) if packs else ()),
             ),
-            split=Split.IN,
+            axes=("experts", "mlp", "embed"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down_bias"),
             shape=(X, size),
             layouts=((_whole("experts.down_proj_bias", (X, size)),),),
+            axes=("experts", "embed"),
             init=Init.ZEROS,
         ),
     )
@@ -153,7 +154,7 @@ def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> t
             name=name,
             shape=shape,
             size=inner,
-            units=inner,
+            num_blocks=inner,
             first=first,
             step=2,
             form=Form.OUT_IN if format else Form.AS_HELD,

@@ -34,7 +34,7 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
-from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -222,7 +222,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
     assert spec.shared is not None
     X, inner = spec.num_experts, spec.inner
     gate, up = (
-        Part(name=f"{name}.weight", shape=(X, inner, size), size=inner, units=inner)
+        Part(name=f"{name}.weight", shape=(X, inner, size), size=inner, num_blocks=inner)
         for name in ("gate_proj", "up_proj")
     )
     down = Part(name="down_proj.weight", shape=(X, size, inner), size=size)
@@ -240,13 +240,13 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
             layouts=((gate, up),),
-            split=Split.OUT,
+            axes=("experts", "embed", "mlp"),
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,),),
-            split=Split.IN,
+            axes=("experts", "mlp", "embed"),
         ),
     )
     return (

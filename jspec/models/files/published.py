@@ -18,22 +18,23 @@ from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
 from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
 from jspec.models.files.tensor_files import HostArray, Shape, lazy_tensors
-from jspec.models.params import ParamSpec, ParamTable, Part, Split, deal
+from jspec.models.params import ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.params import Path as ParamPath
 
 Held = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]
 
 
-def undealt(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
+def unsharded(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
     """Return the unsharded weight. held: the weight over `shards` shards, repeats included."""
-    if spec.split is not Split.OUT or not spec.layouts or shards == 1:
+    shards = spec.column_shards(shards)
+    if not spec.layouts or shards == 1:
         return held
     parts = spec.layouts[0]
     starts = np.cumsum([0, *(part.size for part in parts)])
     out = np.empty(spec.shape, held.dtype)
     column = 0
-    for i, first, count in deal(parts, shards):
+    for i, first, count in shard_columns(parts, shards):
         start = starts[i] + first
         out[..., start : start + count] = held[..., column : column + count]
         column += count
@@ -55,7 +56,7 @@ def published_tensor(
     spec: ParamSpec, layout: Layout, name: str, held: Held, *, shards: int
 ) -> HostArray:
     """Return one tensor as a checkpoint would store it, in the served dtype."""
-    host = undealt(spec, np.asarray(held(spec.path)), shards=shards)
+    host = unsharded(spec, np.asarray(held(spec.path)), shards=shards)
     if spec.is_integer:  # a vocabulary map, which is stored as offsets
         host = host.astype(np.int64) - np.arange(len(host))
     whole: HostArray | None = None

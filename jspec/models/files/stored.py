@@ -20,7 +20,7 @@ from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, Path, Split, deal
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, Path, shard_columns
 from jspec.spec.weight_format import Dense, Op, Shape, WeightFormat, num_bytes
 
 
@@ -193,7 +193,7 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
     out = _made(np.empty, spec, dtype=dtype, shards=shards)
     pieces: dict[int, list[tuple[range, slice]]] = {i: [] for i in range(len(layout))}
     column = 0
-    for i, first, count in deal(layout, shards if spec.split is Split.OUT else 1):
+    for i, first, count in shard_columns(layout, spec.column_shards(shards)):
         pieces[i].append((range(first, first + count), slice(column, column + count)))
         column += count
     for i, part in enumerate(layout):

@@ -65,7 +65,7 @@ from jspec.models.heads.head_files import (
 )
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_param
-from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, Split, prefixed
+from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
 from jspec.models.placement import nested
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.attention.rows import AttentionMetadata
@@ -168,7 +168,7 @@ def eagle1_params(config: Eagle1Config) -> ParamTable:
         *product(("fc",), 2 * E, (("fc", E, 1),), bias=config.fc_bias),
         *head_layers(layers),
         replace(lm_head(E, U, tied=False), layouts=()),
-        ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, format=INTEGERS),
+        ParamSpec(path=("draft_ids",), shape=(U,), axes=("vocab",), init=Init.IDS, format=INTEGERS),
     )
 
 

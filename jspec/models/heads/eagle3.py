@@ -35,7 +35,7 @@ from jspec.models.decoder import (
 from jspec.models.heads.head_files import LAYER, further_layers, head_layers
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, product
 from jspec.models.layer_params import norm as norm_param
-from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, Split, prefixed
+from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
 from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle3Config, FeatureNorm
@@ -65,7 +65,7 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
         *head_layers(layers),
         *((norm_param("norm", "norm", E),) if config.norm_before_head else ()),
         lm_head(E, U, tied=False),
-        ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, format=INTEGERS),
+        ParamSpec(path=("draft_ids",), shape=(U,), axes=("vocab",), init=Init.IDS, format=INTEGERS),
     )
 
 

@@ -16,7 +16,7 @@ from jspec.files.json_files import Fields, shown
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.layer_params import attention_params, ffn_params, norm
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, Split, or_fused, prefixed
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, or_fused, prefixed
 from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 LAYER = "layers.0."
@@ -150,7 +150,7 @@ def published_specs(table: ParamTable) -> ParamTable:
     part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
     return (
         stored_embed(found["embed", "table"]),
-        replace(ids, layouts=((part,),), split=Split.NONE),
+        replace(ids, layouts=((part,),), axes=()),
     )
 
 

@@ -17,7 +17,7 @@ from jspec.models.layer_params import (
     product,
     zero_centred,
 )
-from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, Split, prefixed
+from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
 from jspec.spec.model_spec import LayerSpec, MtpConfig
 
 
@@ -110,5 +110,5 @@ def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
 def draft_ids(vocab_size: int) -> ParamSpec:
     """Declare the target id of each column of lm_head (all ids), for drafters that need it."""
     return ParamSpec(
-        path=("draft_ids",), shape=(vocab_size,), split=Split.OUT, init=Init.IDS, format=INTEGERS
+        path=("draft_ids",), shape=(vocab_size,), axes=("vocab",), init=Init.IDS, format=INTEGERS
     )

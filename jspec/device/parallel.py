@@ -1,0 +1,82 @@
+"""The degrees of parallelism, and the mesh and the partition specs that follow from them.
+
+A whole step runs inside one shard_map, so every device executes the same program on its shard and
+the collectives are written out where they happen (layers/linear.py, sampling/).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.errors import ConfigError
+from jspec.spec.axes import MESH, Axes, Axis, mesh_axis
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The degree of each mesh axis, and the number of hosts that the devices belong to."""
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; expected at least 1")
+        if math.prod(self._degrees) % self.hosts:
+            raise ConfigError(
+                f"hosts is {self.hosts}; expected a divisor of {math.prod(self._degrees)}, the "
+                "number of devices"
+            )
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Parallel:
+        """Return the degrees of one host's mesh."""
+        return cls(**mesh.shape)
+
+    @property
+    def _degrees(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in MESH)
+
+    def shards(self, axis: Axis) -> int:
+        """Return the number of shards of a dimension."""
+        name = mesh_axis(axis)
+        return 1 if name is None else int(getattr(self, name))
+
+    def mesh(self, devices: list[jax.Device]) -> Mesh:
+        """Raise ConfigError for another number of devices than the degrees multiply to."""
+        if len(devices) != math.prod(self._degrees):
+            degrees = " * ".join(f"{name} {getattr(self, name)}" for name in MESH)
+            raise ConfigError(f"devices is {len(devices)}; expected {degrees}")
+        return Mesh(np.array(devices).reshape(self._degrees), MESH)
+
+    def check_served(self) -> None:
+        """Raise ConfigError for a degree that no engine serves yet."""
+        for name in ("data", "expert", "hosts"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; expected 1: an engine runs on one host and "
+                    "shards over tensor alone"
+                )
+
+
+def partition_spec(axes: Axes) -> PartitionSpec:
+    """Return the mesh axis of each dimension."""
+    return PartitionSpec(*map(mesh_axis, axes))
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """Return NamedShardings for a tree of PartitionSpecs."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
