@@ -35,8 +35,7 @@ from jspec.models.files.checkpoint import load_sampling_defaults
 from jspec.server.serve import log_progress
 from jspec.serving.engine import Engine
 from jspec.text.spec_tokens import SpecToken
-
-from .one_stream import flags_of_one_stream
+from tests.support.one_stream import flags_of_one_stream
 
 OWN, DRAFT = SpecToken(text="a", accepted=False), SpecToken(text="b", accepted=True)
 

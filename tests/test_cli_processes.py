@@ -14,7 +14,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
-from .one_stream import flags_of_one_stream
+from tests.support.one_stream import flags_of_one_stream
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,7 +27,7 @@ class Reads:
 
 
 BUNDLES = ("reference", "xla", "tpu", "gpu")
-# (format, product, Ops.name) -> its kernel; None: there is none, so the weights are unpacked.
+# (format, product, Ops.name) -> its kernel; None: no kernel, so the weights are unpacked.
 TABLE: Mapping[tuple[type[WeightFormat], Op, str], Reads | None] = {
     **{
         (kind, op, bundle): Reads() if kind is Dense else None

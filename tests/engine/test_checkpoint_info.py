@@ -93,7 +93,7 @@ def test_a_device_holds_a_draft_and_its_target(pair: TinyPair) -> None:
     assert both.memory.weight_bytes == alone.weight_bytes + draft.weight_bytes
     of_token = alone.cache_bytes_per_token + draft.cache_bytes_per_token
     assert both.memory.tokens == (900_000 - both.memory.weight_bytes) // of_token
-    with pytest.raises(ConfigError, match="a draft, which serves beside its target; expected --t"):
+    with pytest.raises(ConfigError, match="a draft, which is served with its target; expected --t"):
         describe(pair.draft_path, memory=10**6)
 
 

@@ -223,7 +223,7 @@ def test_a_thread_that_computes_otherwise_makes_none() -> None:
     with jax.default_matmul_precision("bfloat16"):
         maker = maker_of(recipe(), (KEY,), mesh=MESH, store=None)
     assert isinstance(maker, ThreadMaker)
-    with pytest.raises(BuildError, match=r"started under .*'bfloat16'.*expected jax.config"):
+    with pytest.raises(BuildError, match=r"started with .*'bfloat16'.*expected jax.config"):
         next(iter(maker))
 
 

@@ -335,7 +335,7 @@ def edit(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        ("config/engine_args.py", "Devices", "Machines"),
+        ("config/engine_args.py", "Number of devices", "How many devices"),
         ("speculative/step.py", '"""', '"""Another word. '),
         ("speculative/step.py", "\nclass ", "\n# A remark.\n\nclass "),
         ("text/stop/stop_matcher.py", '"""', '"""Another word. '),

@@ -251,7 +251,7 @@ def test_a_draft_that_is_not_there_has_no_weights(pairs: tuple[TinyPair, TinyPai
     ours, _ = pairs
     weights, _ = serving(load(model_path=str(ours.target_path)))
     assert not weights.has_draft
-    with pytest.raises(ConfigError, match="speculative_algorithm NONE has none"):
+    with pytest.raises(ConfigError, match="speculative_algorithm is NONE, without one"):
         weights.prepare(DiskUpdate(draft=str(ours.draft_path)))
 
 

@@ -81,7 +81,7 @@ def test_accept_thresholds_must_be_one() -> None:
     assert parse("--speculative-accept-threshold-single", "1.0").engine == {}
     with pytest.raises(ConfigError, match="equals the target's own token"):
         parse("--speculative-accept-threshold-single", "0.95")
-    with pytest.raises(ConfigError, match="p/q rule would bias"):
+    with pytest.raises(ConfigError, match="p/q rule with shared noise would bias"):
         parse("--speculative-use-rejection-sampling")
 
 

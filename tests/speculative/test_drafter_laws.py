@@ -70,7 +70,7 @@ def marks_of(kind: Kind, shape: Shape) -> Any:
 def drafter_classes() -> set[type]:
     """Of the package: whatever proposes and advances."""
     found = set()
-    for module in pkgutil.iter_modules(jspec.speculative.__path__, "jspec.speculative."):
+    for module in pkgutil.walk_packages(jspec.speculative.__path__, "jspec.speculative."):
         for _, each in inspect.getmembers(import_module(module.name), inspect.isclass):
             if hasattr(each, "propose") and hasattr(each, "advance") and each is not Drafter:
                 found.add(each)

@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.config.limits import Algorithm, RopeConfig
+from jspec.config.limits import Algorithm
 from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.files.json_files import Fields
@@ -37,6 +37,7 @@ from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
+from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
 from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Reference

@@ -111,8 +111,10 @@ class AdaptiveShapes:
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
-        """Tokens a row that a step of this shape emits; of a tree at least what the chain in it
-        does. hope: as if so many verifications more had accepted each draft."""
+        """Return the tokens a row that a step of this shape emits, for a tree at least its chain's.
+
+        hope: number of further verifications that are assumed to have accepted each draft
+        """
         within = (topk for topk in self._accepted if topk <= shape.topk)
         return max(self._emitted(topk, shape.num_steps, hope=hope) for topk in within)
 
