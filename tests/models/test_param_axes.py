@@ -10,7 +10,6 @@ from pathlib import Path
 from jspec.device.parallel import partition_spec
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
-from jspec.models.families import gpt_oss
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle1 import eagle1_params
 from jspec.models.heads.eagle3 import eagle3_params
@@ -18,7 +17,6 @@ from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
 from jspec.spec.axes import MESH_AXES
-from jspec.spec.model_spec import MoESpec
 from tests.models.test_hf_mtp import LAYOUTS, target_of
 from tests.speculative.every_drafter import EAGLE1, EAGLE3
 
@@ -32,11 +30,6 @@ def tables() -> Iterator[tuple[str, ParamTable]]:
         yield config.parent.name, table_of(load_model_spec(config.parent))
     for config in sorted(GOLDEN.glob("llama/*/config.json")):
         yield f"llama {config.parent.name}", table_of(load_model_spec(config.parent))
-    spec = load_model_spec(GOLDEN / "families" / "gpt_oss")
-    moe = spec.layers[0].ffn
-    assert isinstance(moe, MoESpec)
-    packed = dataclasses.replace(moe, is_packed=True)
-    yield "packed experts", gpt_oss.expert_params(packed, size=spec.hidden_size)
     yield "EAGLE", eagle1_params(dataclasses.replace(EAGLE1, norms_inputs=True, fc_bias=True))
     yield "EAGLE3", eagle3_params(dataclasses.replace(EAGLE3, fc_bias=True))
     for layout, config in LAYOUTS.items():
