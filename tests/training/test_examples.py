@@ -170,7 +170,7 @@ def test_files_without_examples_are_refused(tokenizer: Tokenizer, tmp_path: Path
         ({"text": "a"}, TEMPLATE, "has text, of which the assistant says nothing"),
         ({"messages": CHAT[:1]}, TEMPLATE, "the assistant says nothing; expected"),
         ({"messages": CHAT}, None, "no chat template"),
-        ({"messages": CHAT}, "{{ messages | length }}", "before number 2 anew with it"),
+        ({"messages": CHAT}, "{{ messages | length }}", "before number 2 with it"),
         ({"messages": CHAT}, "{{ raise_exception('no') }}", "refuses the messages: no"),
     ],
 )
