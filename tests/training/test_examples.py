@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jspec.text.template.chat_templates import ChatTemplates
 
 from jspec.errors import ConfigError
 from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 from jspec.training.data.examples import Example, LossOn, Reader, held_out_from, rows_of
 from tests.support.tiny_models import END, tiny_tokenizer
