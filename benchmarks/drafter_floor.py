@@ -92,7 +92,7 @@ def kv_read(rows: Rows, groups: Iterable[CacheGroup]) -> Floor:
 
 
 def target_floor(target: Decoder, rows: Rows, *, nodes: int) -> Floor:
-    """Of verifying N nodes a row. Raises ValueError for a moe (see decode_floor)."""
+    """Return the floor of verifying N nodes a row. Raises ValueError for an MoE (decode_floor)."""
     if any(isinstance(layer.ffn, MoESpec) for layer in target.spec.layers):
         raise ValueError("the target is a mixture of experts; expected a dense one")
     weights = matrices(target.table)

@@ -134,7 +134,7 @@ def full_depth() -> list[Job]:
 
 
 def multi_layer() -> list[Job]:
-    """MiMo-V2-Flash's first two layers, one of them a moe, and its three draft layers: each
+    """MiMo-V2-Flash's first two layers, one of them an MoE, and its three draft layers: each
     program that speculates, as a chain and as a tree.
 
     Of 48 rows: 64 with a chain's four tokens are as many as the experts, and activations would
