@@ -209,9 +209,8 @@ def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
 
 
 def test_the_bundled_pair_has_a_plain_template() -> None:
-    from jspec.text.template.chat_templates import ChatTemplates
-
     from jspec.engine.weights.loading import BUNDLED
+    from jspec.text.template.chat_templates import ChatTemplates
 
     plain = ChatTemplates.find(BUNDLED / "target", named=None)
     assert plain is not None
@@ -219,9 +218,8 @@ def test_the_bundled_pair_has_a_plain_template() -> None:
 
 
 def test_the_bundled_template_shows_tools_and_its_calls_can_be_parsed() -> None:
-    from jspec.text.template.chat_templates import ChatTemplates
-
     from jspec.engine.weights.loading import BUNDLED
+    from jspec.text.template.chat_templates import ChatTemplates
 
     plain = ChatTemplates.find(BUNDLED / "target", named=None)
     assert plain is not None

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jspec.text.template.chat_templates import ChatTemplates
 
 from jspec.errors import CheckpointError, ConfigError, RequestError
 from jspec.text.template.chat_messages import check_messages
 from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 
 USER = {"role": "user", "content": "hi"}
 CHATML = (

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jspec.text.tokenizer.decoders import DecoderKind
 
+from jspec.text.tokenizer.decoders import DecoderKind
 from jspec.text.tokenizer.detokenizer import (
     MAX_ANCHOR_IDS,
     ByteLevelDetokenizer,

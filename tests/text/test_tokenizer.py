@@ -14,10 +14,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 from tokenizers import decoders, processors
 
 from jspec.errors import CheckpointError, RequestError
+from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 from jspec.text.tokenizer.tokenizer import BosRule, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parents[2] / "jspec" / "bundled" / "target"
