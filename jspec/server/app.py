@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jspec import __version__
+from jspec.server.anthropic.endpoints import MessagesEndpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
 from jspec.server.control.weight_endpoints import WeightEndpoints
 from jspec.server.hardening.origins import OriginGuard
@@ -104,6 +105,7 @@ class Endpoints:
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             *OpenAIEndpoints(self.service).routes(),
             *ResponsesEndpoints(self.service).routes(),
+            *MessagesEndpoints(self.service).routes(),
             *ScoreEndpoint(self.service).routes(),
             Route("/health", self.health, methods=get),
             Route("/health_generate", self.health_generate, methods=get),

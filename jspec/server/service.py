@@ -17,6 +17,7 @@ from starlette.types import Receive
 from jspec.errors import (
     ConfigError,
     EngineClosedError,
+    JspecError,
     QueueFullError,
     QueueTimeoutError,
     RequestError,
@@ -31,9 +32,11 @@ from jspec.server.control.metrics import RateMeter, ServerMetrics
 from jspec.server.control.probe import makes_progress
 from jspec.server.http.exchange import unless_gone
 from jspec.server.http.streaming import (
+    DONE,
     EventStream,
     SequenceFold,
     close_all,
+    failure_event,
     fold_all,
     fold_events,
 )
@@ -93,16 +96,20 @@ def answer_stream(
     work: Work,
     event: Callable[[int, SequenceFold], dict[str, Any] | bytes | None],
     last: Callable[[], dict[str, Any] | None] = lambda: None,
+    *,
+    failure: Callable[[JspecError], bytes] = failure_event,
+    done: bytes = DONE,
 ) -> EventStream:
-    """Return the answer as events made by `event`; see fold_events."""
+    """Return the answer as events made by `event` and `failure`, then `done`; see fold_events."""
     events = fold_events(
         work.streams,
         work.folds,
         interval=work.service.args.stream_interval,
         event=event,
         last=last,
+        failure=failure,
     )
-    return EventStream(events, close=work.close)
+    return EventStream(events, close=work.close, done=done)
 
 
 class Service:

@@ -1,7 +1,8 @@
 """HTTP plumbing: bounded JSON bodies, errors, the bearer check, and disconnects.
 
 It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...),
-and the same inside `error`, where OpenAI's own clients look.
+and the same inside `error`, where OpenAI's own clients look; an endpoint of another API sets its
+own as `request.state.error_body`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ async def on_jspec_error(request: Request, error: Exception) -> Response:
     if _is_bug(error):
         LOGGER.error("a bug in jspec", exc_info=error)
     log_refusal(request, status, str(error))
-    return error_response(told(error), status, headers=headers)
+    return _error_response(request, told(error), status, headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -120,7 +121,14 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} {request.url.path} is not served; expected {allowed}"
     log_refusal(request, error.status_code, message)
-    return error_response(message, error.status_code, headers=error.headers)
+    return _error_response(request, message, error.status_code, error.headers)
+
+
+def _error_response(
+    request: Request, message: str, status: int, headers: Mapping[str, str] | None
+) -> JSONResponse:
+    body = getattr(request.state, "error_body", error_body)(message, status)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def near_path(path: str, known: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from jspec.messages.sampling_fields import (
     Switch,
     Texts,
 )
+from jspec.server.anthropic import schema as message_schema
 from jspec.server.control import control_endpoints
 from jspec.server.http.fields import EXTRA_KEYS, Neutral
 from jspec.server.native import generate_schema, score_endpoint
@@ -226,7 +227,31 @@ def _openai_bodies() -> dict[str, Schema]:
             others={**OTHERS, "text": {"type": ["object", "null"]}},
             required=("input",),
         ),
+        "/v1/messages": _message_body(required=("max_tokens", "messages")),
+        "/v1/messages/count_tokens": _message_body(required=("messages",)),
     }
+
+
+def _message_body(*, required: Sequence[str]) -> Schema:
+    blocks: Schema = {"anyOf": [TEXT, {"type": "array", "items": ANY}]}
+    turn = {"type": "object", "required": ["role", "content"], "properties": {"content": blocks}}
+    others = {
+        **OTHERS,
+        "max_tokens": COUNT,
+        "messages": {"type": "array", "minItems": 1, "items": turn},
+        "system": {"anyOf": [*blocks["anyOf"], {"type": "null"}]},
+        "stop_sequences": TEXTS,
+        "tool_choice": {"type": ["object", "null"]},
+        "thinking": {"type": ["object", "null"]},
+        "output_config": {"type": ["object", "null"]},
+    }
+    return body_schema(
+        message_schema.MESSAGE_FIELDS,
+        message_schema.NEUTRAL_MESSAGE,
+        sampling={field.openai: field for field in SAMPLING_FIELDS},
+        others=others,
+        required=required,
+    )
 
 
 def _other_bodies() -> dict[str, Schema]:

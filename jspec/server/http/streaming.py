@@ -200,6 +200,10 @@ async def close_all(sources: Sequence[ChunkSource]) -> None:
         await source.aclose()
 
 
+def failure_event(error: JspecError) -> bytes:
+    return encode_event(error_body(told(error), status_of(error)))
+
+
 async def fold_events(
     sources: Sequence[ChunkSource],
     folds: Sequence[SequenceFold],
@@ -207,12 +211,13 @@ async def fold_events(
     interval: int,
     event: Callable[[int, SequenceFold], Mapping[str, Any] | bytes | None],
     last: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    failure: Callable[[JspecError], bytes] = failure_event,
 ) -> AsyncGenerator[bytes]:
     """Yield an event per chunk, or per `interval` ids; always the last one of a sequence.
 
     Chunks that came while a slow client read become one event per sequence, so reading bounds the
     work. `event` may return None to send nothing; `last` is sent when all are finished. An error
-    after the start of the answer becomes an event. The caller closes the sources.
+    after the start of the answer becomes the event `failure`. The caller closes the sources.
     """
     try:
         async with aclosing(merge(sources)) as batches:
@@ -230,13 +235,13 @@ async def fold_events(
         if body is not None:
             yield encode_event(body)
     except JspecError as error:
-        yield encode_event(error_body(told(error), status_of(error)))
+        yield failure(error)
 
 
 class EventStream(Response):
-    """Sends `events`, awaits `close`, then sends [DONE]; `close` is awaited at the end in any case.
+    """Sends `events`, awaits `close`, then sends `done`; `close` is awaited at the end in any case.
 
-    A client that has read [DONE] may reuse this call's ids at once. So `close` runs before [DONE],
+    A client that has read `done` may reuse this call's ids at once. So `close` runs before it,
     and its second run must not touch what came after. After the start of an answer its status can
     no longer report errors.
     """
@@ -244,12 +249,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], *, close: Callable[[], Awaitable[None]]
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], Awaitable[None]],
+        done: bytes = DONE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
@@ -266,7 +276,7 @@ class EventStream(Response):
             async for event in events:
                 await _send_part(send, event)
         await self._close()
-        await _send_part(send, DONE)
+        await _send_part(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

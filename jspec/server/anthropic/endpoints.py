@@ -1,0 +1,76 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a chat in Anthropic's form."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jspec.server.anthropic.answers import MessageBlocks, message_error
+from jspec.server.anthropic.schema import parse_count, parse_message
+from jspec.server.http.exchange import status_of, told
+from jspec.server.http.streaming import SequenceFold
+from jspec.server.openai.completion_schema import openai_names
+from jspec.server.openai.endpoints import OpenAIEndpoints
+from jspec.server.openai.parsed_chat import PLAIN_READING, AnswerParts, check_answerable, prepare
+from jspec.server.openai.responses_answers import named_events
+from jspec.server.service import answer_stream
+
+
+class MessagesEndpoints(OpenAIEndpoints):
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages, Anthropic's API."""
+        request.state.error_body = message_error
+        chat = await self._read(request, parse_message)
+        style = self.service.args.answer_format
+        self._check_name(chat.options.model)
+        check_answerable(chat, style)
+        with openai_names():
+            prompt = await self.service.chat_prompt(chat)
+            prompt, reading = prepare(chat, prompt, style, self.service.engine.tokenizer)
+            work = await self.service.submit([prompt], group=chat.rid)
+        model = chat.options.model or self.service.model_name
+        blocks = MessageBlocks({"id": f"msg_{uuid.uuid4().hex}", "model": model})
+        answer = _Message(blocks, AnswerParts(reading or PLAIN_READING))
+        if chat.options.stream:
+            return answer_stream(
+                work,
+                lambda _, fold: named_events(answer.take(fold)) or None,
+                failure=lambda error: named_events([message_error(told(error), status_of(error))]),
+                done=b"",
+            )
+        await work.finish(request.receive)
+        answer.take(work.folds[0])
+        return JSONResponse(blocks.to_json(work.folds[0].completion))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens: tokens of the prompt that /v1/messages would run."""
+        request.state.error_body = message_error
+        chat = await self._read(request, parse_count)
+        self._check_name(chat.options.model)
+        with openai_names():
+            prompt = await self.service.chat_prompt(chat)
+        return JSONResponse({"input_tokens": len(prompt.input_ids or ())})
+
+
+class _Message:
+    def __init__(self, blocks: MessageBlocks, parts: AnswerParts) -> None:
+        self._blocks, self._parts = blocks, parts
+        self._has_begun = False
+
+    def take(self, fold: SequenceFold) -> list[dict[str, Any]]:
+        """Return the events of the text that came since the last call."""
+        begun = [] if self._has_begun else list(self._blocks.begin(fold.completion))
+        self._has_begun = True
+        said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
+        events = [*begun, *self._blocks.add((event, self._parts.new_id()) for _, event in said)]
+        return [*events, *self._blocks.end(fold.completion)] if fold.is_finished else events
