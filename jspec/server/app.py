@@ -164,9 +164,8 @@ class Endpoints:
         return HTMLResponse(text, headers={"Content-Security-Policy": openapi.PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 while the engine works; 503 while it is closed or restarting."""
-        engine = self.service.engine
-        return _health(not (engine.is_closed or engine.is_restarting))
+        """GET /health: 200 while the server is alive, also while the engine restarts."""
+        return _health(not self.service.engine.is_closed)
 
     async def health_generate(self, _: Request) -> Response:
         """GET /health_generate: 200 if the engine makes a token within 20 s."""
@@ -227,7 +226,7 @@ def _health(is_well: bool) -> Response:
     if is_well:
         return Response(status_code=HTTPStatus.OK)
     return error_response(
-        "the engine makes no progress, is restarting or is closed", HTTPStatus.SERVICE_UNAVAILABLE
+        "the engine makes no progress or is closed", HTTPStatus.SERVICE_UNAVAILABLE
     )
 
 
