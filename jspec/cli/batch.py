@@ -26,10 +26,7 @@ ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
 def run_batch_command(argv: Sequence[str]) -> int:
-    """Answers a file; run again after an interruption it goes on where it was.
-
-    1 if no line of it has an answer that is well, 0 if one has.
-    """
+    """Answer a file, continuing after an interruption; return 0 if any line succeeded, else 1."""
     parser = FlagParser(
         prog="jspec batch",
         allow_abbrev=False,
@@ -60,7 +57,6 @@ def run_batch_command(argv: Sequence[str]) -> int:
 
 
 def _there(answers: AnswerFile, total: int) -> str:
-    """Describe the answers of earlier runs, and how to have some answered again."""
     lines, count = "line" if total == 1 else "lines", answers.num_written
     said = f"{count} of {total} {lines} {'is' if count == 1 else 'are'} there"
     if answers.first_error is None:
@@ -74,7 +70,6 @@ def _there(answers: AnswerFile, total: int) -> str:
 
 
 def _created(path: Path) -> int:
-    """Return the timestamp of the answers: that of an earlier run's first, or now."""
     with path.open(encoding="utf-8") as file:
         for text in file:
             response = json.loads(text).get("response")

@@ -28,8 +28,6 @@ ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Files to write, or None."""
-
     json: Path | None
     plot: Path | None
     trace: Path | None
@@ -112,7 +110,6 @@ def _model_name(asked: Settings) -> str | None:
 
 
 def make_parser() -> FlagParser:
-    """Return the parser; flags of other benchmarks are aliases."""
     parser = FlagParser(
         prog="jspec bench",
         allow_abbrev=False,
@@ -231,7 +228,6 @@ def _add_output(parser: FlagParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> BenchSettings:
-    """Return the settings. Raises ConfigError for invalid ones."""
     name = options.dataset_name or ("text" if options.dataset_path is None else "jsonl")
     if options.base_url is None and options.baseline_url is not None:
         raise ConfigError(

@@ -33,7 +33,6 @@ YOU = "> "
 
 
 def run_chat(argv: Sequence[str]) -> int:
-    """Run a chat and return exit status 0; the caller turns exceptions into others."""
     parser = FlagParser(
         prog="jspec chat",
         allow_abbrev=False,
@@ -99,7 +98,6 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def run(self, read: Callable[[], str]) -> None:
-        """Run turns until /quit or until `read` raises EOFError."""
         while True:
             try:
                 line = read()

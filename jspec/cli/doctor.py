@@ -77,7 +77,6 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 
 def text_of(found: Diagnosis) -> str:
-    """Return the diagnosis in about twenty lines."""
     return "\n".join(
         (*_pair_lines(found), *_agreement_lines(found), *_cost_lines(found), *_verdict(found))
     )

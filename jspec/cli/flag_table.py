@@ -1,8 +1,7 @@
 """Table of all `jspec serve` flags: SGLang's names, and what jspec does with each.
 
-A flag is implemented, accepted (one warning: it has no effect), or refused with the reason, unless
-it has a neutral value. The implemented flags are the fields of EngineArgs and ServerArgs; the
-others are declared here. Parsing, TOML and the docs all use this table.
+A flag is implemented (a field of EngineArgs or ServerArgs), or declared here: accepted with a
+warning but no effect, or refused with the reason unless its value is neutral.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class FlagKind(enum.Enum):
 class Flag:
     """One entry.
 
-    argument: the engine or server argument that an implemented flag sets; `const` is what a SWITCH
-    sets it to. is_primary: the row that describes the argument (another may set it too).
-    neutral: values with which a refused flag is allowed. aliases: values translated on the way in.
-    replaced: likewise, with a warning.
+    argument: the engine or server argument that the flag sets, a SWITCH to `const`
+    is_primary: the row that describes the argument; another may set it too
+    neutral: values with which a refused flag is allowed
+    aliases, replaced: values translated when read, without and with a warning
     """
 
     names: tuple[str, ...]

@@ -1,7 +1,4 @@
-"""Parsing of flags and TOML files by the table of flags, and that table as Markdown.
-
-The command line overrides the file, the file the defaults. No model is loaded, no socket opened.
-"""
+"""Parsing of flags and TOML files by the table of flags, and that table as Markdown."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _PYTHON_TYPES: Mapping[FlagKind, type] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of ending the process."""
-
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, reworded: argparse's messages lack the expected value."""
         if found := _INVALID.fullmatch(message):
             flag, kind, value = found.groups()
             raise ConfigError(f"{flag} is {value}; expected {_KINDS[kind]}")
@@ -54,7 +48,7 @@ def add_flags(
     """Add `--config` and the flags of `groups`; the help lists only implemented ones.
 
     also: arguments of other groups, listed under Answers
-    unlisted: arguments that are parsed but left out of the help, since the command refuses them
+    unlisted: arguments that are parsed because the command refuses them
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     for title in groups:
@@ -94,8 +88,7 @@ def parse_flags(
 ) -> tuple[argparse.Namespace, Settings]:
     """Parse `argv` with a parser to which `add_flags` was applied.
 
-    Raises ConfigError for an unknown flag (with the closest name), a refused one (with the reason),
-    and invalid values or combinations.
+    Raises ConfigError for an unknown or refused flag and for invalid values or combinations.
     """
     namespace, unknown = parser.parse_known_args(argv)
     for word in unknown:
@@ -109,10 +102,7 @@ def parse_flags(
 
 
 def named_model(argv: Sequence[str]) -> Sequence[str]:
-    """Turn a first word that is not a flag into --model-path, like vLLM.
-
-    In:  DIR --port 0    Out: --model-path DIR --port 0
-    """
+    """Turn a first word that is not a flag into --model-path, like vLLM: DIR → --model-path DIR."""
     if not argv or argv[0].startswith("-"):
         return argv
     for word in argv[1:]:
@@ -173,7 +163,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _why_not_in_file(key: str) -> str:
-    """Why no file has this key, if it is the name of a flag that does nothing here."""
     for flag in FLAGS:
         if f"--{key.replace('_', '-')}" in flag.names and not flag.argument:
             return f"; leave it out: {flag.text}"
@@ -181,7 +170,6 @@ def _why_not_in_file(key: str) -> str:
 
 
 def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) -> Settings:
-    """Return checked settings from one mapping of engine and server arguments."""
     rows = {flag.argument: flag for flag in FLAGS if flag.argument and flag.is_primary}
     checked = {key: _check_value(rows[key], value) for key, value in values.items()}
     for key, value in checked.items():
@@ -215,7 +203,6 @@ def _expected(kind: FlagKind) -> str:
 
 
 def markdown_table() -> str:
-    """Return all flags as Markdown tables, for docs/flags.md."""
     lines: list[str] = []
     for title, flags in GROUPS.items():
         lines += [f"### {title}", "", "| flag | value | class | |", "|---|---|---|---|"]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def run_generate(argv: Sequence[str]) -> int:
-    """Generate and return exit status 0; the caller turns exceptions into others."""
     parser = FlagParser(
         prog="jspec generate",
         allow_abbrev=False,

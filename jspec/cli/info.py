@@ -65,7 +65,6 @@ def size_of(name: str, text: str) -> int:
 
 
 def lines_of(info: CheckpointInfo) -> Iterator[str]:
-    """Yield the report as text."""
     yield f"{info.path}: a {info.kind}, {info.architecture}"
     for name, value in info.shapes.items():
         if value not in (None, []):

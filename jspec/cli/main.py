@@ -1,7 +1,7 @@
 """The command line: `jspec serve`, `generate`, `chat`, `batch`, `bench` and the others.
 
-It turns words into settings, and errors into one line and an exit status: 2 for wrong usage, 1 for
-a failure, 130 after Ctrl-C. Engine and server load only when a command needs them.
+Errors become one line and an exit status: 2 for wrong usage, 1 for a failure, 130 after Ctrl-C.
+Engine and server load only when a command needs them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ USAGE = """usage: jspec COMMAND [flags]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     command, rest = (words[0], words[1:]) if words else ("", [])
     commands: dict[str, Callable[[Sequence[str]], int]] = {
@@ -97,7 +96,7 @@ def _say(text: str) -> int:
 def _guarded(run: Callable[[], int]) -> int:
     try:
         status = run()
-        sys.stdout.flush()  # here, where an error can still be told
+        sys.stdout.flush()  # here, where an error can still be reported
         return status
     except (ConfigError, NoCheckpointError, RequestError) as error:
         print(f"jspec: error: {error}", file=sys.stderr)
@@ -119,7 +118,7 @@ def _guarded(run: Callable[[], int]) -> int:
 
 
 def _forget_output() -> None:
-    """Lets Python not complain again when it flushes at exit, if standard output takes no more."""
+    """Discard buffered output that nothing reads, so that flushing at exit raises no error."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -127,7 +126,6 @@ def _forget_output() -> None:
 
 
 def run_serve(argv: Sequence[str]) -> int:
-    """Run `jspec serve`, the same as `python run_server.py`."""
     parser = FlagParser(
         prog="jspec serve",
         allow_abbrev=False,
@@ -152,12 +150,11 @@ def run_train_draft(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and end the process with its exit status."""
     status = main(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # another would print a traceback
     if status == INTERRUPTED:
-        # XLA may still be compiling in its own thread after an interrupt, and crashes when jax
-        # shuts down meanwhile. Children end with their pipes.
+        # After an interrupt XLA may still compile in a thread and crash while jax shuts down.
+        # Children end with their pipes.
         with contextlib.suppress(OSError):  # the reader is gone
             sys.stdout.flush()
             sys.stderr.flush()

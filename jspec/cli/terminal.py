@@ -1,7 +1,4 @@
-"""Streaming text to a terminal: highlighting, one answer at a time, and an engine for one stream.
-
-Shared by `jspec generate` and `jspec chat`; independent of their prompts and flags.
-"""
+"""Streaming text to a terminal, shared by `jspec generate` and `jspec chat`."""
 
 from __future__ import annotations
 
@@ -77,15 +74,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, most_tokens: str) -> 
 
 
 def sampling_asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling flags, None where unset. Raises RequestError for invalid ones."""
     asked = {name: getattr(options, flag) for flag, name in SAMPLED.items()}
     SamplingParams.from_mapping(asked)  # raises before anything loads
     return asked
 
 
 class Style(enum.Enum):
-    """How accepted draft tokens are marked."""
-
     COLOR = "color"
     MARKS = "marks"
     NONE = "none"
@@ -105,7 +99,6 @@ class Painter:
         return f"{_DIM}{text}{_RESET}" if self._style is Style.COLOR else text
 
     def paint(self, pieces: Iterable[SpecToken]) -> str:
-        """Return the formatted pieces; adjacent accepted pieces form one run."""
         out = []
         for piece in pieces:
             if piece.accepted != self._is_open:
@@ -128,8 +121,6 @@ class Painter:
 
 
 class Screen(Protocol):
-    """Output for text: standard output, or a test's buffer."""
-
     def write(self, text: str, /) -> object: ...
 
     def flush(self) -> None: ...
@@ -139,11 +130,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Result of one generation, and how to repeat it.
-
-    seconds: total time, prompt included
-    first_seconds: time to the first token
-    """
+    """Result of one generation, and how to repeat it. seconds: total, prompt included."""
 
     num_tokens: int
     seconds: float
@@ -165,7 +152,6 @@ class Summary:
 
 
 def start_one_stream(settings: Settings) -> Engine:
-    """Start an engine for one stream. Raises ConfigError and CheckpointError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     for warning in settings.warnings:
@@ -181,7 +167,6 @@ def start_one_stream(settings: Settings) -> Engine:
 
 
 def seeded(asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return `asked` with a seed; a drawn one is short enough to type."""
     if asked["sampling_seed"] is not None or settings.engine_args.random_seed is not None:
         return dict(asked)
     return {**asked, "sampling_seed": secrets.randbits(SEED_BITS)}
@@ -190,15 +175,13 @@ def seeded(asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return engine arguments that compile the minimum for one sequence, overridden by `given`.
 
-    With one row and one prefill chunk size, a first start compiles three programs. The small chunk
-    costs long prompts more steps, which are cheap compared with another compilation.
+    Long prompts take more steps with the small chunk; a further compilation would cost more.
     """
     small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
     return {**small, **given}
 
 
 def choose_style(out: Screen, *, plain_marks: bool) -> Style:
-    """Use colour on a terminal unless NO_COLOR is set (no-color.org)."""
     if plain_marks:
         return Style.MARKS
     return Style.COLOR if out.isatty() and not os.environ.get("NO_COLOR") else Style.NONE

@@ -1,7 +1,4 @@
-"""`jspec train-draft`: flags to a job, and the engine that evaluates it as served.
-
-Training itself is `jspec.training.draft_job`, which knows no engine.
-"""
+"""`jspec train-draft`: flags to a `training.draft_job`, and the engine that evaluates its head."""
 
 from __future__ import annotations
 
@@ -152,7 +149,6 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise ConfigError for an invalid number."""
     for name in COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -174,7 +170,6 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def job_of(options: argparse.Namespace) -> DraftJob:
-    """Return the job that the flags describe. Raises ConfigError for invalid numbers."""
     check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
@@ -227,7 +222,6 @@ def job_of(options: argparse.Namespace) -> DraftJob:
 
 
 def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
-    """Return engine arguments that serve a head as a chain."""
     words: dict[str, Any] = {
         "speculative_algorithm": "EAGLE" if kind is Kind.NEXTN else kind.value,
         "speculative_num_steps": num_steps,
@@ -238,8 +232,6 @@ def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
 
 
 class EngineServing:
-    """`draft_job.Serving` with engines in this process, one at a time."""
-
     def __init__(self, job: DraftJob, *, num_prompts: int) -> None:
         self._job, self._num_prompts = job, num_prompts
         self._dtype = np.dtype(job.recipe.compute_dtype).name
@@ -275,7 +267,7 @@ class EngineServing:
         return np.asarray(said, np.int32)
 
     def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
-        """Acceptance lengths at temperatures 0 and 1; prompts are the first halves of rows."""
+        """Return acceptance lengths at temperatures 0 and 1; prompts are first halves of rows."""
         if not self._num_prompts:
             return {}
         count = min(self._num_prompts, len(prompts.ids))

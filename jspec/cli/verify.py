@@ -28,7 +28,6 @@ SMALL = {"max_running_requests": 2, "chunked_prefill_size": 32}
 
 
 def run_verify(argv: Sequence[str]) -> int:
-    """Return 0 without faults, else 1."""
     parser = FlagParser(
         prog="jspec verify",
         allow_abbrev=False,
@@ -96,7 +95,6 @@ def add_prompt_flags(parser: FlagParser) -> None:
 
 
 def check_prompt_flags(options: Any) -> None:
-    """Raise ConfigError or RequestError for invalid flags, before anything loads."""
     SamplingParams.from_mapping({"temperature": options.temperature})
     if options.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {options.num_prompts}; expected at least 1")
@@ -109,7 +107,7 @@ def check_prompt_flags(options: Any) -> None:
 
 
 def check_reads_weights(command: str, engine: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the engine's weights would be in another process, before it starts."""
+    """Raise ConfigError before start if the engine's weights would be in another process."""
     if engine.get("engine_process"):
         raise ConfigError(
             f"--engine-process is set, but {command} reads weights in its own process; expected it "
@@ -127,13 +125,11 @@ def say(text: str) -> None:
 
 
 def write_json(path: str | None, report: Mapping[str, Any]) -> None:
-    """The report, whole or not at all. Raises OutputError."""
     if path is not None:
         write_text(Path(path), json.dumps(report, indent=1) + "\n")
 
 
 def text_of(report: VerifyReport) -> str:
-    """Return the report in a dozen lines."""
     ours, plain = report.speculation, report.plain
     rows = [
         ("tokens", str(ours.num_tokens), str(plain.num_tokens)),

@@ -1,12 +1,10 @@
-"""OpenAI's batch files: one request per input line, one answer per output line. Without an engine.
+"""OpenAI's batch files: one request per input line, one answer per output line.
 
     in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     out  {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {...}}}
 
-Answers are in the order of the requests, without blank lines, so the output of an interrupted run
-shows where to continue: after its last complete line.
-
-Source: OpenAI's Batch API reference, "The request input object" and "output object".
+Answers keep the order of the requests, so an interrupted run continues after its last complete
+line. Source: OpenAI's Batch API reference, "The request input object" and "output object".
 """
 
 from __future__ import annotations
@@ -31,12 +29,7 @@ MAX_LINE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One request.
-
-    number: its line in the file, from 1
-    custom_id: None if missing
-    wrong: why the request is invalid, else empty
-    """
+    """One request. number: its line, from 1; wrong: why it is invalid, else empty."""
 
     number: int
     custom_id: str | None = None
@@ -50,10 +43,7 @@ class Line:
 
 
 def read_lines(path: Path) -> Generator[Line]:
-    """Yield the requests, invalid ones with `wrong` set.
-
-    Raises ConfigError for an unreadable file.
-    """
+    """Yield the requests, invalid ones with `wrong` set. Raises ConfigError if unreadable."""
     custom_ids: set[str] = set()
     with _opened(path) as file:
         for number, text in enumerate(_bounded_lines(file), start=1):
@@ -69,7 +59,6 @@ def read_lines(path: Path) -> Generator[Line]:
 
 
 def count_lines(path: Path) -> int:
-    """Return how many lines `read_lines` yields."""
     with _opened(path) as file:
         return sum(1 for text in _bounded_lines(file) if text.strip())
 
@@ -85,7 +74,6 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines of any length, truncated to MAX_LINE_BYTES + 1 bytes."""
     while text := file.readline(MAX_LINE_BYTES + 1):
         rest = text
         while rest and not rest.endswith(b"\n"):
@@ -133,9 +121,7 @@ def _why_not(found: Mapping[str, Any]) -> str:
 
 
 class AnswerFile:
-    """The answers, written one whole line at a time.
-
-    num_well: answers, of earlier runs and this one, that are what was asked for.
+    """The answers, written one whole line at a time. num_well: answers that succeeded, in all runs.
 
     Raises ConfigError for a file that holds something else, or cannot be written.
     """
@@ -146,7 +132,7 @@ class AnswerFile:
                 raise ConfigError(f"answer file {str(path)!r} is no regular file; expected one")
             if path.exists() and path.samefile(requests):
                 raise ConfigError(f"answers would go to {str(path)!r}; expected another file")
-            # Unbuffered: what could not be written must not be tried again when it is closed.
+            # Unbuffered: closing the file must not retry a failed write.
             self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         except OSError as error:
             raise ConfigError(
@@ -188,11 +174,7 @@ class AnswerFile:
         self._cut()
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Appends one line, and hands it to the system.
-
-        Raises OutputError where there is no room for all of it; the file then ends with the line
-        before.
-        """
+        """Append and flush one line. Raises OutputError, leaving whole lines, on a full disk."""
         text = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         rest = memoryview(text)
         try:
@@ -209,7 +191,6 @@ class AnswerFile:
         self.num_well += is_well(answer)
 
     def _cut(self) -> None:
-        """Ends the file after its last whole line, and goes on there."""
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
@@ -236,13 +217,11 @@ def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
 
 
 def is_well(found: Mapping[str, Any]) -> bool:
-    """Return whether an answer succeeded."""
     response = found.get("response")
     return isinstance(response, dict) and response.get("status_code") == HTTPStatus.OK
 
 
 def refusal(line: Line, code: str, message: str) -> dict[str, Any]:
-    """Return the answer to an invalid line."""
     return {
         "id": line.answer_id,
         "custom_id": line.custom_id,
@@ -252,7 +231,6 @@ def refusal(line: Line, code: str, message: str) -> dict[str, Any]:
 
 
 def answer(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a line that was run, successful or not."""
     return {
         "id": line.answer_id,
         "custom_id": line.custom_id,

@@ -1,8 +1,7 @@
-"""Batch runs: every line goes through the server's own routes; answers come in the lines' order.
+"""Batch runs: every line goes through the server's own routes, without a socket.
 
-There is no socket: the ASGI application is called as a function, so an answer is exactly what the
-server would send. Defaults such as the seed and the answer's id derive from the line number alone,
-so a run that was killed continues with the same results.
+Defaults such as the seed and the answer's id derive from the line number, so a run that was killed
+continues with the same results.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ SEED_NAMES = ("seed", "sampling_seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Settings of a batch run.
-
-    seed: with the line number, the seed of a line without one
-    created: timestamp of the answers, seconds since 1970
-    window: lines in progress at once
-    server: the model's name and the answer format
-    """
+    """Settings of a batch run. created: seconds since 1970; window: lines in progress at once."""
 
     seed: int
     created: int
@@ -62,7 +55,7 @@ async def run_batch(
     *,
     on_answer: Callable[[bool], None],
 ) -> None:
-    """Answer all `lines`. Call on_answer for each answer written, with whether it succeeded.
+    """Answer all `lines`, calling on_answer with whether each succeeded.
 
     Raises EngineClosedError if the engine ends first; written answers stay.
     """
@@ -104,7 +97,7 @@ async def _answer_line(
 
 
 def with_seed(line: Line, seed: int) -> dict[str, Any]:
-    """Return the body with a seed (and for /generate a rid) from the line, where missing."""
+    """Return the body with missing seed (and for /generate rid) derived from the line."""
     own = choice_seed(seed & MAX_SEED, line.number)
     if line.url != "/generate":
         return {**line.body, **({} if _has_seed(line.body) else {"seed": own})}
@@ -142,7 +135,7 @@ def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
 
 
 def _call_id(given: str, place: str) -> str:
-    """Return a call id derived from its place, in the form of `given`, if that was random."""
+    """Replace a random call id by one of the same form derived from `place`."""
     digest = hashlib.blake2b(place.encode()).hexdigest()
     if _LONG_ID.fullmatch(given):
         return f"call_{digest[:24]}"
@@ -150,7 +143,6 @@ def _call_id(given: str, place: str) -> str:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:
-    """POST to the ASGI application without a socket; return status and JSON."""
     messages: deque[Message] = deque([{"type": "http.request", "body": body, "more_body": False}])
     status, parts = 0, []
 

@@ -1,11 +1,8 @@
 """Teacher-forced agreement of a draft head with its target.
 
 At every token of texts that the target generated, the head's guesses up to S tokens ahead are
-compared with the target's choices.
-
-The target's features and choices come from the rescorer, the head's forward from the unrolled form
-used in training (`training.heads.unrolled_attention`), which shares neither pages nor steps with
-serving. Where serving verified, both can be compared step by step.
+compared with the target's choices, both from the rescorer's features. The head runs in its training
+form, which shares neither pages nor steps with serving.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ class Evidence:
     layers: Mapping[int, np.ndarray] = field(repr=False)  # [R, T, E] each
 
     def aux(self, layer_ids: Sequence[int]) -> np.ndarray:
-        """Return [R, T, A], the head's input from these layers."""
         if not layer_ids:
             return self.hidden[..., :0]
         return np.concatenate([self.layers[i] for i in layer_ids], axis=-1)
@@ -64,13 +60,12 @@ class Evidence:
         return Evidence(prompt_loss=self.prompt_loss, layers=layers, **arrays)
 
     def anchors(self, num_steps: int) -> np.ndarray:
-        """bool[R, T - 1 - S]: draft rows t whose root t + 1 and guesses are all output tokens."""
+        """Return bool[R, T - 1 - S]: positions t whose root t + 1 and guesses are output tokens."""
         t = np.arange(self.token_ids.shape[1] - 1 - num_steps)[None, :]
         return (t >= self.prompt_lens[:, None] - 1) & (t + 1 + num_steps < self.lens[:, None])
 
 
 def gather(rescorer: Rescorer, texts: Sequence[Text], layer_ids: Sequence[int]) -> Evidence:
-    """Rescore all texts. layer_ids: the aux layers of the rescorer's target, ascending."""
     scores = [rescorer.score(text.request, text.ids, features=True) for text in texts]
     width = -(-max(len(score.chosen_ids) for score in scores) // MULTIPLE) * MULTIPLE
 
@@ -96,7 +91,6 @@ def gather(rescorer: Rescorer, texts: Sequence[Text], layer_ids: Sequence[int]) 
 
 
 def prompt_loss(scores: Sequence[Rescored]) -> float:
-    """Return the mean of -log p over the prompts' tokens, without the first of each."""
     known = np.concatenate([score.logprobs[1 : score.prompt_len] for score in scores])
     return -float(known.mean()) if len(known) else 0.0
 
@@ -105,8 +99,7 @@ def prompt_loss(scores: Sequence[Rescored]) -> float:
 class Agreement:
     """Agreement of guesses with the target's choices.
 
-    hits: [r, t, i] is true if the guess at depth i + 1 after t + 1 draft rows is the target's
-        choice
+    hits: [r, t, i]: the guess at depth i + 1 after t + 1 draft tokens is the target's choice
     confidence: mean probability that the head gives to its depth-1 guesses
     """
 
@@ -116,7 +109,7 @@ class Agreement:
 
     @property
     def by_depth(self) -> list[float]:
-        """Share of hits at each depth, given the true tokens before it."""
+        """Return the share of hits at each depth, given the true tokens before it."""
         return [float(x) for x in self.hits[self.anchors].mean(axis=0)]
 
     @property
@@ -125,7 +118,7 @@ class Agreement:
 
     @property
     def num_accepted(self) -> np.ndarray:
-        """i64[R, T - 1 - S]: drafts that a verification there accepts."""
+        """Return i64[R, T - 1 - S]: drafts that a verification at each position accepts."""
         return np.cumprod(self.hits, axis=-1).sum(axis=-1)
 
 
@@ -197,7 +190,6 @@ def measure(
 
 
 def gain(trial: Agreement, base: Agreement) -> tuple[float, float]:
-    """Return (gain in mean agreement, gain in standard errors) over the same anchors."""
     difference = trial.hits[base.anchors].sum(-1) - base.hits[base.anchors].sum(-1).astype(float)
     error = float(np.sqrt(np.sum(difference**2)))
     return trial.mean - base.mean, float(difference.sum()) / error if error else 0.0

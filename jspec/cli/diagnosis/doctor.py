@@ -1,7 +1,6 @@
 """`jspec doctor`: find out why speculation does not pay, by measuring a pair on generated texts.
 
-serve      generate texts with a chain of the engine's S steps; record what each step accepted and
-           its time
+serve      generate texts with a chain of S steps, recording each step's acceptance and time
 force      compare the head's teacher-forced guesses with the target's choices at every token
 try        try other settings of the head (layer ids, RoPE base, norms, vocabulary, ...), first on
            some texts, the promising ones on all
@@ -30,15 +29,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """Settings. temperature: None is the model's own sampling."""
-
     max_new_tokens: int = 128
     temperature: float | None = None
     seed: int = 0
 
 
 def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments with a chain: measuring by depth needs one guess per depth."""
+    """Return the arguments with a chain: measuring by depth needs one guess per depth."""
     args = EngineArgs.from_mapping(arguments)
     if args.speculative.num_steps < 1:
         raise ConfigError(
@@ -61,7 +58,6 @@ def examine(
     *,
     say: Say = lambda _: None,
 ) -> Diagnosis:
-    """Start one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
     say("starting the engine that speculates")
     with Engine(**chain_arguments(arguments)) as engine:
         requests = [

@@ -42,7 +42,6 @@ Say = Callable[[str], None]
 
 
 def head_of(drafter: Any) -> DraftHead | None:
-    """Return the head in its teacher-forced form; None for a drafter without one."""
     head = getattr(drafter, "head", None)
     try:
         if isinstance(head, Eagle3Head):
@@ -80,7 +79,6 @@ class Examination:
         self._tensors: tuple[TensorFact, ...] = ()
 
     def run(self, contents: Sequence[str]) -> None:
-        """Run all checks. contents: message texts for the template check."""
         if self._head is not None:
             self._look_at_tensors()
             self._say("the head, teacher-forced")
@@ -142,7 +140,6 @@ class Examination:
         )
 
     def _try(self, evidence: Evidence, base: Agreement) -> None:
-        """Try every single repair; the best credible one becomes a finding."""
         without = self._without_windows()
         if without is not None:
             reading, other = without
@@ -192,7 +189,6 @@ class Examination:
         )
 
     def _without_windows(self) -> tuple[Reading, Evidence] | None:
-        """Return the target without attention windows, on the same texts; None if it has none."""
         spec = self._target.spec
         windows = self._windows
         if not windows or min(windows) >= self._most or self._head is None:

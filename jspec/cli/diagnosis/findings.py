@@ -1,9 +1,8 @@
 """Rules that turn measurements into findings, with their thresholds.
 
 A repair is credible if it helps on all texts beyond chance and either makes the head a good one or
-recovers a third of the missing agreement. For the bundled head, whose healthy agreement is 0.82, a
-repair of a single fault recovers 0.17 to 0.99 of the missing agreement; the best false repair of a
-head quantised to four and then three bits recovers 0.15 and leaves a bad head.
+recovers a third of the missing agreement. For the bundled head (healthy agreement 0.82) a right
+repair recovers 0.17 to 0.99 of it; the best false repair of a coarsely quantised head 0.15.
 """
 
 from __future__ import annotations
@@ -69,16 +68,14 @@ class Trial:
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:
-    """Return the credible trial with the largest gain."""
     return max((t for t in trials if t.is_believed), key=lambda t: t.gain, default=None)
 
 
 def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
     """Return whether a head without a known fault was trained for this target.
 
-    A head for other weights is far more confident than it is right, or hardly ever agrees. A weak
-    healthy head is about as confident as it is right. So is one that coarse quantisation has
-    flattened, which its weights reveal (`tensors.coarse_levels`).
+    A head for other weights hardly ever agrees, or is far more confident than right, unlike a weak
+    healthy head or one that coarse quantisation has flattened (`tensors.coarse_levels`).
     """
     first = base.by_depth[0]
     if is_coarse and first < LEAST_FIT:
@@ -87,7 +84,6 @@ def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
 
 
 def unfit(base: Agreement, levels: int | None) -> Finding:
-    """Return the finding for a head that does not fit. levels: from `tensors.coarse_levels`."""
     what = f"{UNFIT}: it agrees in {base.by_depth[0]:.2f} of its first guesses and is "
     what += f"{base.confidence:.2f} sure of them"
     if levels is not None:

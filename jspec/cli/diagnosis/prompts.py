@@ -36,7 +36,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt. number: its line, from 1; kind: its field, one of KINDS; given: the value."""
+    """A prompt. number: its line, from 1; kind: its field, one of KINDS."""
 
     number: int
     kind: str
@@ -66,7 +66,6 @@ class Prompt:
 
 
 def examples() -> tuple[Prompt, ...]:
-    """Return beginnings of Python code, which the bundled target is trained on."""
     return tuple(
         Prompt(number=i, kind="prompt", given=text) for i, text in enumerate(EXAMPLES, start=1)
     )
@@ -115,7 +114,6 @@ def _parse(name: str, number: int, line: str) -> Prompt:
 
 
 def first_of(prompts: Sequence[Prompt], most: int) -> Iterable[Prompt]:
-    """Return at most `most` prompts, evenly spread over the file."""
     if len(prompts) <= most:
         return prompts
     return [prompts[i * len(prompts) // most] for i in range(most)]

@@ -1,7 +1,6 @@
 """Readings of a head: common faults of checkpoints and configs, each repaired on its own.
 
-Each is measured on the same texts as the serving reading. One that agrees with the target far more
-often shows the fault. Weights on disk are never changed.
+The one that agrees with the target far more often than the served one shows the fault.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ def same(params: Params) -> Params:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One way to interpret a head.
-
-    kind: one word for JSON and tests
-    fault: what is wrong if this reading is right
-    repair: what to do about it
-    shift: see `agreement.measure`
-    """
+    """One way to interpret a head. fault: what is wrong if it is right; shift: as in `measure`."""
 
     kind: str
     fault: str
@@ -53,10 +46,10 @@ class Reading:
 def target_readings(
     head: DraftHead, layer_ids: tuple[int, ...], own: Params, target: Params
 ) -> Iterator[Reading]:
-    """The target's weight instead of the head's own, where both have one of that shape.
+    """Yield readings with a weight of the target in place of the head's own of that shape.
 
-    own, target: params as they serve; own: without those that are the target's. An lm_head is the
-    head's own by right if it scores a part of the vocabulary, whose columns are not the target's.
+    own: the head's params without those shared with the target. A draft vocabulary's lm_head is
+    skipped: its columns are not the target's.
     """
     for part, name, stored in (
         ("embed", "table", "embed_tokens.weight"),
@@ -83,18 +76,15 @@ def target_readings(
 
 
 def nearby_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Return every layer id that a reading may use, ascending."""
     near = {i + d for i in layer_ids for d in (-1, 0, 1)} | set(usual_layers(num_layers))
     return tuple(sorted(i for i in near if 0 <= i <= num_layers)) if layer_ids else ()
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
-    """Return EAGLE-3's default layers; empty if the target has too few."""
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else ()
 
 
 def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
-    """Yield all single repairs of an EAGLE-3 head."""
     head = TrainedEagle3(config)
     yield from _layer_readings(head, target)
     yield from _theta_readings(config, target)
@@ -112,7 +102,7 @@ def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
 
 
 def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]:
-    """Each id shifted by at most one, the usual ids, and the reversed order."""
+    """Yield readings with one id shifted by one, with the usual ids, and in reversed order."""
     ids = head.config.aux_layer_ids
     near = set(nearby_layers(ids, target.num_layers))
     some = itertools.product((0, -1, 1), repeat=len(ids)) if len(ids) <= 3 else ()
@@ -156,7 +146,6 @@ def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
 
 
 def shifted_readings(head: DraftHead) -> Iterator[Reading]:
-    """Yield readings with the features of a neighbouring row."""
     for shift, which in ((1, "after"), (-1, "before")):
         yield Reading(
             kind="anchor_row",
@@ -196,7 +185,7 @@ def with_norm(params: Params, name: str, value: Any) -> Params:
 
 
 def _vocabulary_readings(head: TrainedEagle3) -> Iterator[Reading]:
-    """Draft ids off by one, and d2t's two meanings confused."""
+    """Yield readings with draft ids off by one, and with d2t's two meanings exchanged."""
     V = head.config.layer.vocab_size
     readings: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("one too high", lambda ids: ids - 1),

@@ -21,10 +21,9 @@ BUCKETS = (64, 256, 1024, 4096, 2**31)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Tokens `first` to `last` of the texts, and the agreement of the first draft there.
+    """Tokens `first` to `last` of the texts, and the first draft's share of agreement there.
 
-    Agreement is the share of guesses that are the target's choice, served (num_served steps) and
-    teacher-forced (num_forced tokens).
+    `served` is over num_served steps, `forced` (teacher-forced) over num_forced tokens.
     """
 
     first: int
@@ -37,8 +36,6 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The pair in service, from config and engine."""
-
     algorithm: str
     shape: str
     dtype: str
@@ -82,7 +79,7 @@ class Diagnosis:
 
 
 def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
-    """Return the share of steps that accepted depth i + 1, among those that accepted all before it.
+    """Return the share of steps that accepted each depth, among those that accepted all before it.
 
     In:  accepted 0 1 2 2, S = 2   Out: [0.75, 0.67]
     """

@@ -1,7 +1,6 @@
 """Check whether a chat template is the target's, by the loss of its markup.
 
-A target reads markup that it was trained on at almost no loss; unseen markup costs it several nats
-per token. Other common templates are compared with the serving one.
+Markup that the target was trained on costs almost nothing, unseen markup several nats per token.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COMMON = {"ChatML's": CHATML, "Llama 3's": LLAMA3, "Mistral's": MISTRAL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCost:
-    """Cost of a template. nats: -log p per token of markup, by the target; 0 without markup."""
+    """Cost of a template. nats: the target's -log p per token of markup; 0 without markup."""
 
     name: str
     num_tokens: int

@@ -21,7 +21,6 @@ MOST_ZEROS = 0.25  # share; trained matrices have none, a pruned head has a patt
 class TensorFact:
     """One tensor of the head.
 
-    mean: near 1 for the scale of an untrained norm
     levels: most distinct numbers of the inspected columns; few if quantised
     fewest: the same for columns or rows, whichever have fewer; None if too short to tell
     """
@@ -37,7 +36,6 @@ class TensorFact:
 
 
 def facts_of(params: Any) -> tuple[TensorFact, ...]:
-    """Return facts about every tensor of the head, without embedding and ids."""
     found = []
     for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(part) for part in path_of(path)]
@@ -60,7 +58,7 @@ def facts_of(params: Any) -> tuple[TensorFact, ...]:
 
 
 def _columns(array: np.ndarray) -> np.ndarray:
-    """A few of a matrix's columns (outputs), as rows; a vector as one row."""
+    """Return a few of a matrix's columns (outputs) as rows; a vector as one row."""
     return array.reshape(-1, array.shape[-1]).T[:8] if array.ndim > 1 else array[None]
 
 
@@ -69,7 +67,7 @@ def _levels(lines: np.ndarray) -> int:
 
 
 def _fewest(array: np.ndarray) -> int | None:
-    """A quantisation scale belongs to an output or, rarely, to an input: try both."""
+    """Return the fewest distinct numbers per output or input: a scale belongs to either."""
     if array.ndim < 2:
         return None
     rows = array.reshape(-1, array.shape[-1])[:8]
@@ -78,10 +76,9 @@ def _fewest(array: np.ndarray) -> int | None:
 
 
 def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
-    """Return the distinct numbers per output of the head's matrices if 3 bits or fewer give so few.
+    """Return the distinct numbers per output of the head's matrices if at most COARSE, else None.
 
-    Else None. Weights quantised once have more: 4 bits 15 or 16 per group, int8 and fp8 over 60. So
-    few numbers mean too few bits, or repeated rounding.
+    Weights quantised once have more (4 bits 15 or 16 per group); fewer mean repeated rounding.
     """
     found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
     if not found or (middle := found[len(found) // 2]) > COARSE:
@@ -105,7 +102,6 @@ def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
 
 
 def coverage(draft_ids: Any, evidence: Evidence) -> float:
-    """Return the share of the target's output choices that are in the draft vocabulary."""
     index = np.arange(evidence.token_ids.shape[1])[None, :]
     is_output = (index >= evidence.prompt_lens[:, None]) & (index < evidence.lens[:, None])
     chosen = evidence.chosen_ids[is_output]

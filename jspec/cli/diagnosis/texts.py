@@ -25,8 +25,6 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """The output of one request; `request` as given."""
-
     request: Request
     ids: tuple[int, ...]
     finish: FinishReason | None
@@ -42,12 +40,7 @@ def make_texts(
     reverse: bool = False,
     logprobs: bool = False,
 ) -> list[Text]:
-    """Generate one text per request, returned in their order.
-
-    at_once: concurrent requests; None: as many as possible
-    reverse: start with the last request
-    logprobs: also request the TOP log-probabilities
-    """
+    """Generate one text per request, in their order, with the TOP `logprobs` if requested."""
     order = list(range(len(requests)))[:: -1 if reverse else 1]
     most = min(at_once or engine.limits.num_slots, engine.limits.max_queued_requests)
 

@@ -1,14 +1,14 @@
 """`jspec verify`: run the same requests with and without speculation, and explain differences.
 
     speculation   every request once, as it would be served
-    plain         every request twice: the same way, and in another order and batch, with
+    plain         every request twice, the second time in another order and batch, both with
                   log-probabilities
-    rescoring     each text again by the target alone: the choice of plain decoding at every
-                  token after the same prefix, so a text is also verified past its first difference
+    rescoring     each text by the target alone, which gives plain decoding's choice at every token
+                  after the same prefix, also past a text's first difference
 
-Each difference has a margin (`sampling.margin`). The effect of rounding is measured: the distance
-of log-probabilities in plain decoding from those of rescoring. A margin within TOLERANCE times the
-largest distance is a tie flip, as bfloat16 has; a larger one is a fault.
+Each difference has a margin (`sampling.margin`). Rounding is measured as the distance of plain
+decoding's log-probabilities from rescoring's. A margin within TOLERANCE times the largest distance
+is a tie flip, as bfloat16 has; a larger one is a fault.
 """
 
 from __future__ import annotations
@@ -73,11 +73,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result.
-
-    noise, mean_noise: largest and mean distance of log-probabilities, plain from rescored
-    tolerance: margins above it are faults
-    """
+    """Margins above `tolerance` are faults; `noise` is the largest log-probability distance."""
 
     engine: str
     dtype: str
@@ -105,7 +101,6 @@ class VerifyReport:
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments without speculation, and with log-probabilities."""
     kept = {
         name: value
         for name, value in arguments.items()
@@ -116,7 +111,6 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_speculates(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of an engine without speculation."""
     if EngineArgs.from_mapping(arguments).algorithm is Algorithm.NONE:
         raise ConfigError(
             "speculative_algorithm is NONE, so there is nothing to compare; expected EAGLE3, "
@@ -175,8 +169,7 @@ def requests_of(
 ) -> tuple[list[Request], list[int]]:
     """Return a request for each prompt and temperature, and the prompts' numbers. Seeds all differ.
 
-    A prompt's own sampling parameters have precedence: with its own temperature it is replayed
-    once.
+    A prompt with its own temperature runs once.
     """
     found: list[Request] = []
     numbers: list[int] = []
@@ -199,7 +192,6 @@ def _score(rescorer: Rescorer, text: Text) -> Rescored | None:
 
 
 def _distances(text: Text, rescored: Rescored | None) -> np.ndarray:
-    """Distances of the text's top log-probabilities from the rescored ones."""
     found: list[float] = []
     if rescored is not None:
         for i, known in enumerate(text.logprobs, start=rescored.prompt_len):
@@ -246,7 +238,7 @@ class _Judge:
         )
 
     def _other_end(self, case: int, text: Text, who: str) -> list[Fault]:
-        """Faults of texts that end earlier or later than the plain text with the same tokens."""
+        """Return faults of texts that end earlier or later than the same plain text."""
         plain = self._plain[case]
         shared = min(len(text.ids), len(plain.ids))
         if text.ids[:shared] != plain.ids[:shared]:

@@ -1,7 +1,4 @@
-"""Request formats and stream readers of server APIs: SGLang's /generate, OpenAI's two routes.
-
-A backend turns a job into a body, and reads the events of the answer. It opens no connection.
-"""
+"""Request formats and stream readers of server APIs: SGLang's /generate, OpenAI's two routes."""
 
 from __future__ import annotations
 
@@ -20,13 +17,11 @@ class Reader(Protocol):
     histogram: tuple[int, ...]
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Read one event. Raises RuntimeError for an event that is not part of an answer."""
+        """Read one event. Raises RuntimeError for one that is not part of an answer."""
         ...
 
 
 class NativeReader:
-    """Reads SGLang's events, with counts from meta_info."""
-
     def __init__(self) -> None:
         self.num_tokens = self.prompt_tokens = 0
         self.histogram: tuple[int, ...] = ()

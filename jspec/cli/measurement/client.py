@@ -1,7 +1,4 @@
-"""Streaming load on a server: sends requests and records when each event arrives.
-
-Independent of jspec: it works with any server that a backend describes.
-"""
+"""Streaming load on any server that a backend describes; records when each event arrives."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ async def send(
 async def run_point(
     url: str, point: Point, pattern: Pattern, *, on_start: Callable[[], None] = lambda: None
 ) -> tuple[Seen, float]:
-    """Warm up, call on_start and run the load. Return the measurements and the seconds it took."""
+    """Warm up, call on_start and run the load. Return the measurements and the run's seconds."""
     warm, measured = pattern.jobs(point)
     connections = Connections(url)
 
@@ -82,7 +79,6 @@ async def run_load(
 
 
 async def closed_loop(send_one: Send, jobs: Sequence[Job], clients: int, seen: Seen) -> None:
-    """Keep `clients` requests open until all jobs are done."""
     waiting = iter(jobs)
 
     async def client() -> None:

@@ -1,7 +1,4 @@
-"""HTTP/1.1 over plain sockets, with keep-alive connections to one server.
-
-The client must be cheap compared with the server that it measures; this also needs no package.
-"""
+"""A pool of keep-alive HTTP/1.1 connections, cheap compared with the server that it measures."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Connections:
-    """A pool of keep-alive connections to one server.
-
-    headers: sent with every request. Raises ValueError unless the URL is http or https.
-    """
+    """Keep-alive connections to one server; `headers` go with every request. Raises ValueError."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] = NO_HEADERS) -> None:
         parts = urlsplit(url)
@@ -93,7 +87,6 @@ class Connections:
 
 
 def _message(text: bytes) -> str:
-    """Return the message of an error body in OpenAI's or SGLang's form; else its beginning."""
     try:
         found = json.loads(text)
         message = (found.get("error") or found)["message"]

@@ -34,7 +34,6 @@ def now_utc() -> str:
 
 
 def own_chip() -> str:
-    """Return the kind of this process's first device."""
     import jax
 
     device = jax.devices()[0]
@@ -42,18 +41,13 @@ def own_chip() -> str:
 
 
 def num_cores() -> int:
-    """Return the cores available to this process, if the system reports them, else all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """Reduce absolute paths to their file names.
-
-    In:  --out /home/x/a.json cache=/home/x/c
-    Out: --out a.json cache=c
-    """
+    """Reduce absolute paths to their file names: cache=/home/x/c → cache=c."""
     return ["=".join(Path(p).name if p[:1] == "/" else p for p in w.split("=")) for w in words]
 
 
@@ -75,7 +69,6 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's name from Linux's /proc/cpuinfo, if there."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8").splitlines():

@@ -55,8 +55,6 @@ class Seen:
 
 
 class Stopwatch:
-    """Times of one request; `finish` adds them to a Seen."""
-
     def __init__(self, started: float) -> None:
         self._started = self._last = started
         self._first: float | None = None
@@ -65,7 +63,6 @@ class Stopwatch:
         self._itl: list[float] = []
 
     def tokens(self, num_tokens: int, now: float) -> None:
-        """Record that `num_tokens` have arrived in total, the last of them at `now`."""
         num_new = num_tokens - self.num_tokens
         if num_new <= 0:
             return
@@ -117,8 +114,8 @@ def summary(seen: Seen, seconds: float) -> dict[str, Any]:
 def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
     """Summarise a histogram of verifications that accepted 0, 1, ... drafts; None if empty.
 
-    by_depth has the share of verifications that accepted a draft at each depth, and the share among
-    those that accepted its parent. Truncated last verifications count as they are.
+    by_depth has the share of verifications that accepted each depth, of all and of those that
+    accepted its parent. Truncated last verifications count as they are.
 
         In:  [2, 1, 1]
         Out: tokens_per_verification 1.75, shares 0.5 and 0.25, given the parent 0.5 and 0.5
@@ -167,10 +164,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the nearest rank from below; nan if empty.
-
-    worked example: of 200 values the 99th percentile is the 199th smallest, index 198
-    """
+    """Return the nearest rank from below; nan if empty. The 99th of 200 values is index 198."""
     if not values:
         return float("nan")
     return sorted(values)[min(int(percent / 100 * len(values)), len(values) - 1)]

@@ -1,4 +1,4 @@
-"""Definition of a load: arrival of requests and their contents. Sends nothing."""
+"""Definition of a load: arrival of requests and their contents."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sets the number of
-        requests.
+        """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sends 512 requests.
 
-        Without a number: 8 per client and at most 256; 256 at a rate. Raises ValueError.
+        Default: 8 per client and at most 256; 256 at a rate. Raises ValueError.
         """
         load, _, count = text.partition(":")
         try:
@@ -60,13 +59,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request.
-
-    sampling: /generate's sampling_params
-    body: for HTTP; empty for a local engine
-    is_exact: fewer tokens than new_tokens are an error
-    name: of a traced request
-    """
+    """One request. body: for HTTP; is_exact: fewer tokens than new_tokens are an error."""
 
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
@@ -79,7 +72,6 @@ class Job:
 
 
 def native_body(job: Job) -> dict[str, Any]:
-    """Return the body of a streaming POST /generate."""
     content = {"text": job.prompt} if isinstance(job.prompt, str) else {"input_ids": job.prompt}
     named = {"rid": job.name} if job.name else {}
     return {**content, "sampling_params": dict(job.sampling), "stream": True, **named}
@@ -87,13 +79,10 @@ def native_body(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Random requests; lengths are uniform in [jitter, 1] of the longest.
+    """Random requests; lengths are uniform in [jitter, 1] of prompt_len and new_tokens.
 
-    prompt_len, new_tokens: the longest
     prefix_len: tokens of a prefix common to all prompts of a seed
-    vocab_size: upper bound of token ids
     is_text: words, about one token each, instead of ids
-    stop: stop strings
     trace: give each request a name (`rid`)
     """
 
@@ -110,10 +99,9 @@ class Pattern:
     to_body: Callable[[Job], dict[str, Any]] = field(default=native_body)
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
-        """Return (warm-up, measured) jobs; warm-up has other prompts of equal lengths.
+        """Return (warm-up, measured) jobs; warm-up has other prompts and short answers.
 
-        Lengths and prompts are drawn from one generator in a fixed order, so a seed always gives
-        the same load, also that of earlier published figures. Warm-up answers are short.
+        A fixed order of draws makes a seed's load always the same, also that of published figures.
         """
         rng, prefix = random.Random(self.seed), self.prefix()
         measured = []
@@ -165,7 +153,6 @@ class Pattern:
 
 
 def with_body(job: Job, to_body: Callable[[Job], dict[str, Any]]) -> Job:
-    """Return the job with its HTTP body."""
     names = [name for name in Job.__slots__ if name != "body"]
     body = json.dumps(to_body(job)).encode()
     return Job(body=body, **{name: getattr(job, name) for name in names})

@@ -29,8 +29,6 @@ MOST_ROWS = 64  # of an engine whose load has a rate without a limit
 
 
 class EngineTarget:
-    """An engine in this process, as a Target."""
-
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
@@ -38,7 +36,6 @@ class EngineTarget:
     async def before(self) -> None: ...
 
     async def after(self, seen: Seen) -> None:
-        """Do nothing: there is no cache to flush, and no counter to read."""
         del seen
 
     async def send(self, job: Job, seen: Seen) -> None:
@@ -81,8 +78,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the smallest engine for the load, overridden by `given`: two engines share the device.
 
-    longest: tokens of a prompt and its answer. The prefix cache is off, so that all repeats are
-    equal.
+    The prefix cache is off, so that all repeats are equal.
     """
     rows = settings.point.clients or min(settings.num_prompts, MOST_ROWS)
     small: dict[str, Any] = {
@@ -97,7 +93,6 @@ def engine_arguments(
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without speculation."""
     speculative = ("speculative_", "enable_multi_layer_eagle", "simulate_acceptance")
     kept = {
         name: value
@@ -125,7 +120,6 @@ def run_offline(
     is_traced: bool,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the result and its trace. given: the explicit arguments, part of `args`."""
     modes = modes_of(args, mode)
     if modes == ("plain",) and mode == "both":
         say("no --speculative-algorithm was named for this model: plain decoding alone")

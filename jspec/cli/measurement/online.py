@@ -1,4 +1,4 @@
-"""Measure a server under load, or two alternating servers. Without jax."""
+"""Measure a server under load, or two servers alternating. Imports no jax."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ LENGTH_NAMES = ("max_new_tokens", "max_tokens", "output_len")
 
 
 class Encoder(Protocol):
-    """A tokenizer (jspec.text.tokenizer.tokenizer.Tokenizer)."""
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -38,11 +36,7 @@ class Prompt:
 def python_prompts(
     tokenizer: Encoder, *, count: int, lengths: Sequence[int], seed: int, as_text: bool
 ) -> list[Prompt]:
-    """Return excerpts of standard-library modules that the bundled pair never saw.
-
-    They are spread evenly over the modules. Raises ConfigError if this Python has no such file of
-    that length.
-    """
+    """Return excerpts of modules held out from the bundled pair's training. Raises ConfigError."""
     streams = [tokenizer.encode(text, add_special_tokens=False) for text in _held_out_texts()]
     streams = [ids for ids in streams if len(ids) > max(lengths)]
     if not streams:
@@ -73,11 +67,10 @@ def _held_out_texts() -> list[str]:
 
 
 def read_prompts(path: Path, *, count: int, seed: int, fallback_length: int) -> list[Prompt]:
-    """Read prompts from JSON lines or one JSON list, in order; sampled if the file has more.
+    """Read prompts from JSON lines or one JSON list; sampled if there are more, repeated if fewer.
 
-    A line is a string, or an object with `prompt` or `text`, with `messages` (the first of the
-    user), or with ShareGPT's `conversations`; its own `max_new_tokens` applies. A shorter file is
-    repeated. Raises ConfigError for an invalid file.
+    A line is a string, or an object with `prompt`, `text`, `messages` (the first of the user) or
+    ShareGPT's `conversations`; its own `max_new_tokens` applies. Raises ConfigError.
     """
     lines = _objects(path)
     if not lines:

@@ -74,10 +74,9 @@ def _closing(result: Mapping[str, Any]) -> list[str]:
 def chrome_trace(
     seen: Mapping[str, Sequence[Seen]], steps: Mapping[str, Sequence[TraceEvent]]
 ) -> dict[str, Any]:
-    """Return a trace in Chrome's format, which Perfetto opens.
+    """Return a trace in Chrome's format, which Perfetto opens, in microseconds.
 
-    It has a process per target, a lane for each concurrently open request, and the engine's calls
-    where known. Times are microseconds since the first request.
+    It has a process per target, a lane per concurrent request, and the engine's calls.
     """
     spans = [span for runs in seen.values() for run in runs for span in run.spans]
     begin = min((span.sent for span in spans), default=0.0)
@@ -143,7 +142,6 @@ class _Process:
 
 
 def check_can_plot() -> None:
-    """Raise ConfigError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -153,7 +151,6 @@ def check_can_plot() -> None:
 
 
 def plot(path: Path, result: Mapping[str, Any]) -> None:
-    """Plot tokens per second of every run, and acceptance by depth if there is any."""
     from matplotlib.figure import Figure  # no window, no global state
 
     modes = result["modes"]
@@ -184,5 +181,4 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all. Raises OutputError."""
     write_text(path, json.dumps(value, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A whole measurement: targets alternate within each repeat; the result has each one's medians."""
+"""A whole measurement: targets alternate within each repeat; results are medians."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Figures and raw measurements of all runs, by target."""
-
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     seen: dict[str, list[Seen]] = field(default_factory=dict)
 
@@ -73,7 +71,7 @@ def result_of(measured: Measured, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _ratios(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float | None]:
-    """Improvement of the second over the first: above 1 is better, for rates and times alike."""
+    """Return the second's improvement over the first: above 1 is better, also for times."""
     rates = [of["output_tokens_per_second"] for of in (second, first)]
     times = {name: (first[name][0], second[name][0]) for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
     pairs = {"output_tokens_per_second": tuple(rates), **times}

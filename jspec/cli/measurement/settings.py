@@ -20,11 +20,9 @@ MODES = ("both", "plain", "speculative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Settings; lengths are in tokens.
+    """Settings; lengths are in tokens. concurrency: None if the rate alone decides.
 
-    concurrency: None if the rate alone decides
-    seed: for a server, repeat r uses seed + r, so its prompts are not cached; local engines
-        always use seed
+    A server's repeat r uses seed + r, so that its prompts are not cached.
     """
 
     num_prompts: int = 8

@@ -17,27 +17,18 @@ POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
-class UnreachableError(JspecError):
-    """Raised for a server that does not answer, or does not answer like an inference server."""
+class UnreachableError(JspecError): ...
 
 
 class Target(Protocol):
-    """A server or engine under measurement."""
-
     @property
     def name(self) -> str: ...
 
-    async def send(self, job: Job, seen: Seen) -> None:
-        """Run one request; `seen` gets its times or its error."""
-        ...
+    async def send(self, job: Job, seen: Seen) -> None: ...
 
-    async def before(self) -> None:
-        """Called just before a run."""
-        ...
+    async def before(self) -> None: ...
 
-    async def after(self, seen: Seen) -> None:
-        """Called just after a run."""
-        ...
+    async def after(self, seen: Seen) -> None: ...
 
 
 class ServerTarget:
@@ -54,7 +45,7 @@ class ServerTarget:
         self._counts: dict[str, float] = {}
 
     async def find(self) -> tuple[str | None, dict[str, Any]]:
-        """Return the name of its model, and /server_info. Raises UnreachableError."""
+        """Return the model's name, and /server_info. Raises UnreachableError."""
         try:
             models = await self._connections.get_json("/v1/models")
             info = await self._connections.get_json("/server_info")
@@ -73,7 +64,6 @@ class ServerTarget:
         return name, info
 
     async def before(self) -> None:
-        """Flush the prefix cache, if requested, and read the counters."""
         if self._flush:
             try:
                 async with aclosing(self._connections.post("/flush_cache", b"{}")) as lines:
