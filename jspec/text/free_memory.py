@@ -21,7 +21,6 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back_freed_memory() -> None:
-    """Call glibc's malloc_trim on all arenas, if there is one."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,7 +1,6 @@
 """Scoring: the probabilities of given tokens as the next one after a query and an item.
 
-The arithmetic is SGLang's (/v1/score): probabilities over the vocabulary, or a softmax over the
-labels alone.
+As SGLang's /v1/score: probabilities over the vocabulary, or a softmax over the labels alone.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class ScoreCall:
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> ScoreCall:
-        """Check a call. query and items: texts, or token ids, to be concatenated.
-
-        Raises RequestError naming the field, its value and what was expected.
-        """
+        """Check a call. query, items: texts or token ids, to concatenate. Raises RequestError."""
         is_text = isinstance(query, str)
         if is_text and isinstance(items, str):
             items = [items]
@@ -75,7 +71,6 @@ class ScoreCall:
         return tuple(labels[i : i + MAX_LOGPROB_IDS] for i in steps)
 
     def requests(self) -> Iterator[tuple[str | tuple[int, ...], SamplingParams]]:
-        """Yield requests by prompt, then by part."""
         sampling = tuple(
             SamplingParams(
                 max_new_tokens=1,
@@ -109,7 +104,6 @@ def label_names() -> Iterator[None]:
 
 
 def watched_of(answer: Mapping[str, Any]) -> list[float]:
-    """Return the labels' log-probabilities in an answer of `generate`."""
     (first,) = answer["meta_info"]["output_token_ids_logprobs"]
     return [entry[0] for entry in first]
 

@@ -1,7 +1,4 @@
-"""Attribution of a sequence's text: accepted draft tokens, or the target's own.
-
-It follows one sequence's chunks with its own detokenizer; servers and the terminal use it.
-"""
+"""Attribution of a sequence's text: accepted draft tokens, or the target's own."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecToken:
-    """A piece of text and its origin."""
-
     text: str
     accepted: bool  # an accepted draft token
     # The verification in its sequence that emitted it, from 1; 0: none (a prompt's first token, or
@@ -31,14 +26,12 @@ class SpecToken:
 
 
 class _Step(NamedTuple):
-    """A verification's number, from 1, and its drafts; zeros for none."""
-
     number: int = 0
     proposed: int = 0
 
 
 class SpecTokenTracker:
-    """Splits each chunk's text by origin. The texts of the pieces add up to the chunk's text.
+    """Splits each chunk's text by origin; the pieces add up to the chunk's text.
 
     A character belongs to the id that completed it. The stream may hold back text that could start
     a stop string, so characters are queued with their origin until a chunk has their text.
@@ -64,7 +57,6 @@ class SpecTokenTracker:
         self._step = _Step()  # of the last ids
 
     def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
-        """Return the pieces of the chunk's text in order, without empty ones."""
         finish = chunk.finish
         # A stop token is kept as an id and has no text.
         is_stop_id = (

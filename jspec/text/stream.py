@@ -1,8 +1,4 @@
-"""A sequence's text as ids arrive: a detokenizer and a stop matcher in series.
-
-Implements `TextStream` of the protocols. Streams know nothing about steps or EOS: the scheduler
-decides which ids to push, and which may end the text.
-"""
+"""A sequence's text as ids arrive: a detokenizer and a stop matcher in series."""
 
 from __future__ import annotations
 
@@ -29,18 +25,15 @@ class IdsOnlyStream:
     def matched(self) -> str | None:
         return None
 
-    def watch(self) -> None:
-        """Return None: there is no text to watch."""
+    def watch(self) -> None: ...
 
 
 class TokenizedStream:
-    """A TextStream with a tokenizer.
+    """A TextStream with a tokenizer. stop: the strings, or an automaton shared by sequences.
 
     Law: text, kept ids and match do not depend on how ids are grouped into pushes. Without a match
-        the texts of all pushes and flush add up to `tokenizer.decode(ids)`; with one, to that text
-        up to the stop string that is completed first, or including it if `no_stop_trim`.
-
-    stop: the strings, or an automaton shared by several sequences
+    the texts of all pushes and flush add up to `tokenizer.decode(ids)`; with one, to that text up
+    to the stop string that is completed first, or including it if `no_stop_trim`.
     """
 
     def __init__(
@@ -76,9 +69,7 @@ class TokenizedStream:
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
         """Append ids one by one, so that the id which completes a stop string is exact.
 
-        That id is the one that made the string's last character final; bytes of an incomplete
-        character complete nothing. Ids after a match are not kept (num_ids is 0). Raises
-        RuntimeError after flush.
+        Ids after a match are not kept (num_ids is 0). Raises RuntimeError after flush.
         """
         if self._flushed:
             raise RuntimeError(f"push of {ids} came after flush; expected no more ids")
@@ -105,8 +96,8 @@ class TokenizedStream:
     def flush(self) -> str:
         """Return the text still held back; "" after a match, and when called again.
 
-        An incomplete character, or a run of byte tokens, becomes text only here. If it completes a
-        stop string (and the last push allowed stops), the text is cut and `matched` is set.
+        An incomplete character, or a run of byte tokens, becomes text only here, and may complete a
+        stop string: the text is then cut and `matched` set.
         """
         if self._flushed or self._matched is not None:
             self._flushed = True

@@ -13,8 +13,6 @@ from jspec.text.calls.machine import CallMachine
 
 
 class Place(enum.Enum):
-    """The parser's position in the text."""
-
     OUTSIDE = "outside"
     OPENED = "before the list"
     ITEM = "before a call"

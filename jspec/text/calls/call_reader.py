@@ -35,7 +35,6 @@ class ArgumentsReader:
         self.has_begun = False
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """Blanks before the object do not belong to it."""
         num_chars, scan = 0, Scan.MORE
         for char in text:
             scan = self._scanner.feed(char)
@@ -56,8 +55,6 @@ class CallReader:
     """A whole call. names: the tools; any other name is invalid.
 
     Arguments before the name are held back; an id after both is dropped.
-
-        {"name": "add", "arguments": {"x": 1}}     CallBegin at the second brace
     """
 
     def __init__(self, names: Collection[str]) -> None:

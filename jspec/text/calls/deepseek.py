@@ -11,8 +11,6 @@ V3.1 (on one line):
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
 <｜tool▁call▁end｜><｜tool▁calls▁end｜>
-
-The outer marks carry no further information.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class DeepseekParser(CallMachine):
         return self._head() if self._raw else self._until(ALL_BEGIN, BEGIN)
 
     def _head(self) -> list[Event] | None:
-        """Read the text before a call's arguments; the first mark is in _raw."""
         text, blanks = self._rest.lstrip(BLANKS), self._num_blanks()
         if self._raw.endswith(ALL_BEGIN):
             if text.startswith(BEGIN):
@@ -69,7 +66,7 @@ class DeepseekParser(CallMachine):
         return self._arguments(name.rstrip(BLANKS), after, is_open=is_open)
 
     def _arguments(self, name: str, after: str, *, is_open: bool) -> list[Event] | None:
-        """after: the end of _rest, from the opening brace. is_open: it may still come."""
+        """Start the arguments. after: _rest from the opening brace; is_open: it may still come."""
         if after.startswith("{"):
             self._look(len(self._rest) - len(after))
             self._reader = ArgumentsReader(name)
@@ -91,7 +88,7 @@ class DeepseekParser(CallMachine):
         self._closing = self._ends if is_whole else ()
 
     def flush(self) -> list[Event]:
-        """Also treat a partial closing mark as a mark."""
+        """Also take a partial closing mark as a mark."""
         rest = self._rest.strip(BLANKS)
         if any(mark.startswith(rest) for mark in self._closing):
             self._rest = ""
@@ -99,12 +96,9 @@ class DeepseekParser(CallMachine):
 
 
 class Deepseek31Parser(DeepseekParser):
-    """V3.1's calls; closing marks may be missing."""
-
     _ends = (END, ALL_END)
 
     def _named(self) -> list[Event] | None:
-        """Read a known name, the separator and the opening brace."""
         name, separator, tail = self._rest.partition(SEPARATOR)
         if not separator:
             may_be = any((known + SEPARATOR).startswith(name) for known in self._names)

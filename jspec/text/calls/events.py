@@ -16,15 +16,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote for itself; never empty."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The start of a tool call; the arguments up to the next one are its own."""
-
     name: str
     call_id: str | None = None  # the model's id, if its format has one
 
@@ -43,22 +39,16 @@ class AnswerParser(Protocol):
     """A parser of one sequence's growing text. No push after flush.
 
     Laws: joined events (`join`) do not depend on how the text is split into pushes; only a possible
-        marker, or a call without its name, is held back; and all text is returned as written,
-        except the marks of calls and the blanks around them.
+    marker, or a call without its name, is held back; all text is returned as written, except the
+    marks of calls and the blanks around them.
     """
 
-    def push(self, text: str) -> list[Event]:
-        """Return the events that this text makes certain."""
-        ...
+    def push(self, text: str) -> list[Event]: ...
 
-    def flush(self) -> list[Event]:
-        """Return the remaining events at the end of the text."""
-        ...
+    def flush(self) -> list[Event]: ...
 
 
 class PlainParser:
-    """All text is content."""
-
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
 
@@ -67,8 +57,6 @@ class PlainParser:
 
 
 class Pipeline:
-    """A chain of parsers: `inner` reads what `outer` returns as content."""
-
     def __init__(self, outer: AnswerParser, inner: AnswerParser) -> None:
         self._outer, self._inner = outer, inner
 

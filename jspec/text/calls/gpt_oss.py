@@ -39,7 +39,7 @@ def _head_length(text: str) -> int | None:
 class HarmonyParser(CallMachine):
     """The module's format. splits_reasoning: False makes it content.
 
-    A message to an unknown recipient, or in an unknown channel, is content, including its head.
+    A message to an unknown recipient, or in an unknown channel, is content with its head.
     """
 
     def __init__(self, names: Collection[str], *, splits_reasoning: bool) -> None:
@@ -55,7 +55,7 @@ class HarmonyParser(CallMachine):
 
     def _head(self) -> list[Event] | None:
         text = self._rest.lstrip(BLANKS)
-        for end in ENDS:  # of a call
+        for end in ENDS:
             if text.startswith(end):
                 self._rest = text[len(end) :]
                 return []

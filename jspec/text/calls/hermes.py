@@ -15,8 +15,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallMachine):
-    """The module's format; a closing mark may be missing."""
-
     _is_closing = False
 
     def _step(self) -> list[Event] | None:
@@ -42,7 +40,6 @@ class HermesParser(CallMachine):
         self._is_closing = is_whole
 
     def flush(self) -> list[Event]:
-        """Also treat a partial closing mark as a mark."""
         if self._is_closing and CLOSE.startswith(self._rest.strip(BLANKS)):
             self._rest = ""
         return super().flush()

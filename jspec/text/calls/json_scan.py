@@ -37,12 +37,10 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """A scanner of one object. It must not be fed after BAD or DONE.
+    """A scanner of one object; not to be fed after BAD or DONE.
 
-    key: of the object's own member at the cursor, as written between the quotes
-    in_value: True if the last character is part of that member's value
-
-        {"a": {"b": 1}}     in_value from the second brace to the third
+    key: the object's member at the cursor, as written between the quotes
+    in_value: the last character is part of that member's value
     """
 
     def __init__(self) -> None:

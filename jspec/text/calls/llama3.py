@@ -3,8 +3,8 @@
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
 
-An object is a call at the start of the answer, after another call, and after the mark. Code after
-the mark (the models' built-in interpreter) is content.
+An object is a call at the start of the answer, after another call, and after the mark; code after
+the mark is content.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(CallMachine):
-    """The module's format."""
-
     _may_be_call = True
 
     def _step(self) -> list[Event] | None:

@@ -1,7 +1,6 @@
 """The common part of call parsers: pending text, the call being read, blanks at edges.
 
-A format's `_step` handles the pending text. It looks only at that text, never at where a push
-ended, so splitting the text into pushes makes no difference.
+A format's `_step` looks only at the pending text, so splitting it into pushes makes no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jspec.text.calls.json_scan import BLANKS, Scan
 
 
 def num_undecided(text: str, markers: Iterable[str]) -> int:
-    """Return the length of the longest end of `text` that starts a marker without completing it.
+    """Return the length of the longest end of `text` that may start a marker.
 
     "a <tool" with "<tool_call>" → 5
     """
@@ -32,7 +31,7 @@ class CallMachine(ABC):
     """An AnswerParser whose calls are read by a Reader. names: the tools.
 
     _rest: text not looked at yet
-    _raw: text looked at; it is content if it becomes no call
+    _raw: text looked at; content if it becomes no call
     _blanks: blanks between two calls; content if anything but a call follows
     """
 

@@ -18,8 +18,6 @@ _HEAD = re.compile(r"([\w.-]+)(?:\[CALL_ID\]([A-Za-z0-9]+))?", re.ASCII)
 
 
 class MistralParser(CallListParser):
-    """The module's formats."""
-
     _place = Place.OUTSIDE
 
     def _outside(self) -> list[Event] | None:

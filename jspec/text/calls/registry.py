@@ -43,8 +43,6 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a model family marks its reasoning."""
-
     markers: tuple[str, ...] = (thinking.OPEN, thinking.CLOSE)
     starts_inside: bool = False  # answers start with reasoning unless the prompt ends it
 
@@ -96,7 +94,7 @@ REASONING_ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """The server's configured formats, by names of the tables above."""
+    """The server's configured formats, by their names in the tables above."""
 
     calls: str | None = None
     reasoning: str | None = None
@@ -107,7 +105,6 @@ class AnswerFormat:
         return GPT_OSS in (self.calls, self.reasoning)
 
     def may_reason(self, prompt_end: str) -> bool:
-        """Return True if an answer after this prompt may start with reasoning."""
         return self.reasoning is not None and not prompt_end.rstrip().endswith(thinking.CLOSE)
 
     def reasoning_marks(self, prompt_end: str) -> ReasoningMarks | None:
@@ -141,7 +138,7 @@ class AnswerFormat:
     ) -> AnswerParser:
         """Return a new parser for one sequence.
 
-        names: the tools that may be called, optionally with their parameters' schemas
+        names: the callable tools, maybe with their parameters' schemas
         is_forced: a grammar enforces a list of calls
         prompt_end: the prompt's last characters, which may start or end the reasoning
         """
@@ -159,5 +156,4 @@ class AnswerFormat:
         return Pipeline(thinking.ThinkParser(starts_inside=starts_inside), inner)
 
     def new_id(self) -> str:
-        """Return an id for a call that the model gave none."""
         return _long_id() if self.calls is None else CALL_FORMATS[self.calls].new_id()

@@ -1,7 +1,4 @@
-"""Reasoning between <think> and </think> at the start of an answer (DeepSeek-R1, Qwen 3).
-
-Blanks around the marks belong to them.
-"""
+"""Reasoning between <think> and </think> at the start of an answer (DeepSeek-R1, Qwen 3)."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
 class Choice(enum.Enum):
-    """The `tool_choice` of a request."""
-
     NONE = "none"
     AUTO = "auto"
     REQUIRED = "required"
@@ -28,8 +26,6 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of one request."""
-
     tools: tuple[Mapping[str, Any], ...] = ()  # as templates take them
     choice: Choice = Choice.NONE
     only: str | None = None  # with REQUIRED, the one tool that must be called
@@ -126,7 +122,6 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
 
 
 def _check_parameters(schema: object, where: str) -> None:
-    """Check the top level of a JSON schema of an object; a grammar checks the rest."""
     if not isinstance(schema, Mapping):
         raise RequestError(f"{where} is {_shown(schema)}; expected a JSON schema of an object")
     if schema.get("type", "object") != "object":
@@ -149,10 +144,7 @@ def _shown(value: object) -> str:
 
 
 def calls_schema(use: ToolUse) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls, as CallListParser reads it.
-
-    Definitions of the tools' schemas move to its root, named by their tool.
-    """
+    """Return the JSON schema of a list of calls, with the tools' definitions at its root."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in use.tools:

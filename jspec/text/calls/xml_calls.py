@@ -3,8 +3,8 @@
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
 
-Lines may be broken between the marks, and a value may have its own line. Values are plain text; the
-tool's schema gives their types (`value_of`), and arguments are returned as JSON.
+Lines may break between marks, and a value may have its own line. Values are plain text; the tool's
+schema gives their types (`value_of`), and arguments are returned as JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _NAME = re.compile(r"[^<>\n]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlMarks:
-    """The marks of a format."""
-
     open: str  # starts a call
     head: tuple[str, ...]  # up to a call's arguments, with NAME for its name
     key: tuple[str, ...]  # up to a value, with NAME for its key
@@ -62,8 +60,6 @@ class _Place(enum.Enum):
 
 
 class Head(enum.Enum):
-    """Results for a text that is not a head."""
-
     UNDECIDED = "undecided"
     BAD = "bad"
 
@@ -185,7 +181,6 @@ class XmlCallParser(CallMachine):
         return []
 
     def flush(self) -> list[Event]:
-        """Also treat a partial mark as a mark, and a partial value as a value."""
         text, found = self._rest, []
         marks = (*self._marks.key[:1], self._marks.call_end)
         if self._place is _Place.VALUE:
@@ -198,8 +193,7 @@ class XmlCallParser(CallMachine):
             self._rest = ""
         return [*found, *super().flush()]
 
-    def _call_ended(self, *, is_whole: bool) -> None:
-        """Unused: the arguments are not JSON, so there is no reader."""
+    def _call_ended(self, *, is_whole: bool) -> None: ...
 
 
 def is_text(schema: Any) -> bool:
@@ -234,5 +228,4 @@ def _no_constant(word: str) -> Any:
 
 
 def escaped(text: str) -> str:
-    """Escape text for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

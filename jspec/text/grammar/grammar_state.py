@@ -13,10 +13,9 @@ from jspec.text.grammar.grammar_vocabulary import FirstTokens
 
 
 class Matcher:
-    """llguidance's state of one sequence.
+    """llguidance's state of one sequence. wide_words: words of its masks.
 
     first: substitutes ids for the first token of a text; None where none differs
-    wide_words: words of llguidance's masks
     """
 
     def __init__(self, matcher: Any, first: FirstTokens | None, wide_words: int) -> None:
@@ -41,7 +40,6 @@ class Matcher:
             row[:] = wide[: row.size]
 
     def consume(self, token_ids: list[int]) -> bool:
-        """Consume tokens; returns False, with `error` set, if it cannot."""
         told = token_ids
         if self._first is not None and token_ids and not self._num_tokens:
             self._begins_blank = token_ids[0] in self._first.blank
@@ -57,12 +55,11 @@ class Matcher:
 
 
 def error_of(matcher: Any) -> str:
-    """Return an LLMatcher's error, without the parser state that follows it."""
     return str(matcher.get_error()).partition("\n<state>")[0]
 
 
 class Work:
-    """The work done with a compiled grammar; llguidance does not report its memory."""
+    """CPU seconds spent on a compiled grammar, since llguidance does not report its memory."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds  # CPU time
@@ -147,7 +144,6 @@ class GrammarState:
             todo += [(child, True) for child in reversed(children.get(node, ()))]
 
     def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
-        """Consume a drafted token if the grammar allows it and does not end with it."""
         word, bit = divmod(token_id, WORD_BITS)
         is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
         return is_allowed and self._matcher.consume([token_id])

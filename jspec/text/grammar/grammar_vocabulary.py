@@ -1,8 +1,8 @@
 """A model's vocabulary in the form that llguidance expects.
 
 A grammar follows the bytes that a client sees. With text-piece vocabularies, an answer's first
-token may show different bytes than further in (Llama's decoder strips the leading space), so it is
-passed to llguidance as another token, which has the bytes shown.
+token may show other bytes than inside a text (Llama's decoder strips the leading space), so
+llguidance gets it as another token, which has the bytes shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Grammar compilation and caching.
-
-Masks depend only on the bytes so far, so a sequence's tokens do not depend on its drafts.
-"""
+"""Grammar compilation and caching."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ MAX_ALL_WORK = 4.0
 class Grammars:
     """A compiler and cache for one vocabulary. Safe to share between threads.
 
-    vocab_size: the model's V, which may exceed the tokenizer's
-    backend: llguidance, or none, which refuses every grammar
+    Masks depend only on the bytes so far, so a sequence's tokens do not depend on its drafts.
     """
 
     def __init__(
@@ -51,10 +47,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, source: GrammarSource) -> Grammar:
-        """Return the compiled grammar, maybe from the cache.
-
-        Raises RequestError naming the parameter if it is invalid, too large, or not supported.
-        """
+        """Return the compiled grammar. Raises RequestError, naming the parameter."""
         with self._lock:
             found = self._known.get(source)
             if found is None or found.work.failed or found.work.seconds > MAX_WORK:

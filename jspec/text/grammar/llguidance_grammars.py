@@ -1,6 +1,4 @@
-"""Grammar compilation with llguidance (github.com/guidance-ai/llguidance), an extra: `pip install
-jspec[grammar]`.
-"""
+"""Grammar compilation with llguidance (github.com/guidance-ai/llguidance), in jspec[grammar]."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class LlguidanceGrammars:
         )
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
+        """Compile; raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
         definition, fuel = _definition(source), START_FUEL + len(source.text)
         return CompiledGrammar(
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
@@ -59,10 +57,9 @@ class LlguidanceGrammars:
         return new_matcher
 
     def _reason_at_the_start(self, matcher: Any) -> str:
-        """Return why it cannot pass the first token, or "" if it can.
+        """Return why the first token cannot pass, or "" if it can.
 
-        llguidance reports patterns that are too large only after a token; here no batch waits for
-        it.
+        llguidance reports too large patterns only after a token; here no batch waits for it.
         """
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(mask, bitorder="little")

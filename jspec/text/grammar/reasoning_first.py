@@ -1,7 +1,7 @@
 """A grammar that starts where a model's reasoning ends; before that any token is allowed.
 
-The end mark is text, found in the tokens' bytes, so it may be one token or several, and each path
-of a draft tree finds its own.
+The end mark is found in the tokens' bytes, so it may be one token or several, and each path of a
+draft tree finds its own.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class Mark:
 
 
 class ReasoningFirst:
-    """A Grammar after reasoning.
-
-    opens: the token that starts optional reasoning; None: the answer starts inside reasoning
-    """
+    """A Grammar after reasoning. opens: the token that starts it; None: it starts inside."""
 
     def __init__(self, grammar: Grammar, mark: Mark, *, opens: int | None = None) -> None:
         self._grammar, self._mark, self._opens = grammar, mark, opens
@@ -95,7 +92,7 @@ class _State:
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
         """Fill each node's mask by the place that its own path reached.
 
-        Nodes after an end mark form a tree of their own, at whose root the grammar starts.
+        Nodes after an end mark form a separate tree, at whose root the grammar starts.
         """
         if self._place == GRAMMAR:
             self._inner.fill(tokens, parents, allowed)
@@ -131,7 +128,6 @@ class _State:
 
 
 def clear(row: np.ndarray, token_ids: np.ndarray) -> None:
-    """Remove ids from a mask, u32[W]."""
     for token_id in token_ids.tolist():
         word, bit = divmod(token_id, WORD_BITS)
         row[word] &= np.uint32(~(1 << bit) & EVERYTHING)

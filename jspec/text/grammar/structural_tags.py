@@ -18,7 +18,6 @@ class StructuralTag:
 
 
 def read_tags(text: str) -> list[StructuralTag]:
-    """Parse structural tags; raises ValueError for invalid ones."""
     given = json.loads(text)
     if not isinstance(given, dict):
         raise ValueError("expected a JSON object")

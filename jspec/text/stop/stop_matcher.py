@@ -1,8 +1,7 @@
 """Search for the stop string that a growing text completes first, holding back possible starts.
 
-It works on characters. Cost: one automaton step per character (Aho and Corasick, "Efficient string
-matching", 1975), for any number of stop strings; the text held back is shorter than the longest of
-them.
+One automaton step per character (Aho and Corasick, "Efficient string matching", 1975), for any
+number of stop strings; the text held back is shorter than the longest of them.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ class StopAutomaton:
 
     @classmethod
     def from_strings(cls, stop: Sequence[str], regexes: Sequence[str] = ()) -> StopAutomaton:
-        """Build the automaton, in time linear in the strings.
-
-        Raises RequestError for an empty string and for an invalid regular expression. Without
-        strings it has only state 0 and never completes anything.
-        """
+        """Build the automaton in linear time. Raises RequestError for an invalid string."""
         if isinstance(stop, str):
             raise RequestError(f"stop is the string {stop!r}; expected a sequence of strings")
         children: list[dict[str, int]] = [{}]
@@ -101,8 +96,8 @@ class StopMatcher:
     """One sequence's search.
 
     Law: the returned texts add up to the text before the stop string, or through the first end of a
-        match of a regular expression, however the text is split into pushes. The stop string whose
-        last character comes first wins; of several that end there, the longest.
+    match of a regular expression, however the text is split into pushes. The stop string whose last
+    character comes first wins; of several that end there, the longest.
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
@@ -130,7 +125,7 @@ class StopMatcher:
         return not self._state and self._automaton.children[0].keys().isdisjoint(text)
 
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
-        """Append text; after a match there is nothing left to push.
+        """Append text; not after a match.
 
         With allow_stop False, a stop string whose last character is in `text` is ordinary text; one
         that starts in it and is completed later, when allowed, still counts.

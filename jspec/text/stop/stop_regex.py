@@ -1,9 +1,8 @@
 """Regular expressions that end a growing text, in time that no pattern or text can blow up.
 
-A pattern becomes an automaton of positions (Thompson, "Regular expression search algorithm", 1968).
-All positions that the text may be at are followed together, one character at a time, so the cost of
-a character is bounded by the pattern's size, and splitting the text into pushes makes no
-difference. Python's `re` backtracks and would let one request stall all others.
+A pattern becomes an automaton of positions (Thompson, "Regular expression search algorithm", 1968),
+all of which advance together, so the pattern's size bounds the cost of a character. Python's `re`
+backtracks and would let one request stall all others.
 
 Supported: characters, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}`
     (lazy ones behave alike here), `^` for the beginning of the text, leading `(?i)` and `(?s)`.
@@ -60,8 +59,6 @@ Part = tuple[int, list[int]]
 
 
 class StopPattern:
-    """A compiled pattern, for any number of texts. Raises RequestError for an invalid one."""
-
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         parser = _Parser(pattern)
@@ -78,7 +75,6 @@ class StopPattern:
             raise parser.error("matches the empty text; expected one that needs a character")
 
     def advance(self, state: frozenset[int], char: str) -> tuple[frozenset[int], bool]:
-        """Return (positions after one more character, True if a match ends there)."""
         found = self._known.get((state, char))
         if found is None:
             if len(self._known) >= MAX_KNOWN:

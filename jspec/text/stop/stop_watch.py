@@ -1,9 +1,8 @@
 """Search for stop strings by token ids alone, for vocabularies of bytes, without making text.
 
-A stop string occurs in a text where its UTF-8 bytes occur in the tokens' bytes: they start with a
-byte that starts a character, so an incomplete character before them does not matter. The automaton
-of `stop_matcher` runs over bytes, and each token's transition is cached for all sequences with the
-same stop strings: one lookup per token.
+A stop string's bytes start with one that starts a character, so an incomplete character before it
+does not matter. Each token's transition is cached for all sequences with equal stop strings: one
+lookup per token.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class StopTable:
         self._known: dict[int, int] = {}
 
     def after(self, state: int, token_id: int) -> int:
-        """Return the state after a token, or COMPLETED if a stop string ends within it."""
         key = state << _ID_BITS | token_id
         found = self._known.get(key)
         if found is None:
@@ -92,13 +90,10 @@ class ByteStopWatch:
         return TextCut(num_ids=len(ids), text="")
 
     def flush(self) -> str:
-        """Return "": incomplete bytes complete no stop string that can be watched."""
         return ""
 
 
 class StopTables:
-    """The tables of a vocabulary, for the most recently used sets of stop strings."""
-
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
         self._tables: OrderedDict[tuple[str, ...], StopTable] = OrderedDict()

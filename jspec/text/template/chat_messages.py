@@ -26,11 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments for both kinds of templates.
-
-    An object for those that use `tojson`, its JSON where it is printed or added to text
-    (DeepSeek's).
-    """
+    """A call's arguments: an object for `tojson`, its JSON where printed or added (DeepSeek's)."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -45,8 +41,7 @@ class Arguments(dict[str, Any]):
 def check_messages(messages: object) -> tuple[Message, ...]:
     """Return the messages with text as content; text parts are joined by a newline, as in vLLM.
 
-    Arguments of tool calls become objects, which templates expect. Raises RequestError naming the
-    message and the field.
+    Arguments of tool calls become objects. Raises RequestError naming the field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(

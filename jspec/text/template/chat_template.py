@@ -1,7 +1,7 @@
 """A chat template: messages to a prompt's text.
 
-The template is Jinja, as in transformers (`apply_chat_template`): a sandbox without side effects,
-with the globals, filter and block that published templates use. `chat_templates` locates templates.
+Jinja, as in transformers (`apply_chat_template`), with the globals, filter and block that published
+templates use.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ def _environment() -> TemplateSandbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatTemplate:
-    """A compiled template."""
-
     source: str
     where: str  # its file, for errors at startup
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like
@@ -84,12 +82,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text.
+        """Return the prompt's text. Raises RequestError with the template's message if it refuses.
 
         continue_final_message: end after the content of the last message, which must be text
         variables: further names for the template (`chat_template_kwargs`)
-
-        Raises RequestError with the template's own message if it refuses the messages.
         """
         if tools and "tools" not in self.source:
             raise RequestError(

@@ -1,7 +1,6 @@
-"""The chat templates of a checkpoint: their files, and which one a chat gets.
+"""The chat templates of a checkpoint or a flag, never of a request.
 
-They come from the checkpoint or a flag, never from a request. Names are transformers': `default`,
-and `tool_use` for a chat with tools.
+Names are transformers': `default`, and `tool_use` for a chat with tools.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class ChatTemplates:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ChatTemplates | None:
-        """Load from chat_template.jinja and its folder, else chat_template.json, else CONFIG.
-
-        Returns None without a template. Raises CheckpointError.
-        """
+        """Load chat_template.jinja and its folder, else chat_template.json, else CONFIG."""
         directory = Path(path)
         files = {file.stem: file for file in sorted((directory / MORE).glob("*.jinja"))}
         if (directory / JINJA).exists():
@@ -59,8 +55,8 @@ class ChatTemplates:
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:
         """Load the file of --chat-template: Jinja, or JSON with `chat_template`.
 
-        tokenizer: the directory whose special tokens it may use. Raises ConfigError for a missing
-            file, CheckpointError for one without a template.
+        tokenizer: the directory whose special tokens it may use. Raises ConfigError,
+        CheckpointError.
         """
         file = Path(path)
         if not file.is_file():
@@ -103,7 +99,7 @@ class ChatTemplates:
 
 
 def _stored(path: Path) -> dict[str, str] | None:
-    """Return `chat_template` of a JSON file by name, or None; text or [{"name", "template"}]."""
+    """Return a JSON file's `chat_template` by name: text, or [{"name", "template"}]."""
     value = read_object(path).get("chat_template")
     if value is None:
         return None

@@ -1,8 +1,7 @@
 """The Jinja sandbox of chat templates: it bounds the cost of every expression.
 
-Jinja's sandbox prevents side effects and bounds range(). This one also bounds what else could fill
-the memory or compute for hours in one short expression: powers, products and padding widths.
-Nothing is computed at compile time. Nested loops are not bounded.
+Besides range() it bounds powers, products and padding widths, which could fill the memory or
+compute for hours. Nothing is computed at compile time. Nested loops are not bounded.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class _Generation(jinja2.ext.Extension):
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """transformers' settings, with bounds. to_json: the filter `tojson`."""
-
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, to_json: Callable[..., str]) -> None:
@@ -55,7 +52,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             optimized=False,
             finalize=_as_it_is,
         )
-        del self.globals["lipsum"]  # words by the number
+        del self.globals["lipsum"]  # generates any number of words
         self.filters["tojson"] = to_json
         self.filters |= {name: _sized(name, self.filters[name]) for name in _SIZED}
         self.filters["format"] = _format
@@ -63,7 +60,6 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Raises SecurityError for a result that would be too large."""
         if operator == "*":
             _check_product(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -80,7 +76,6 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Raises SecurityError for a text method whose result would be too large."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja's own around str.format
         owner = getattr(method, "__self__", None)
         if isinstance(method, types.BuiltinMethodType) and isinstance(owner, str | bytes | int):
@@ -93,7 +88,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _as_it_is(_context: jinja2.runtime.Context, value: Any) -> Any:
-    """A function that takes the context is not called at compile time."""
+    """Return `value`. A function that takes the context is not called at compile time."""
     return value
 
 

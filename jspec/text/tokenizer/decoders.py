@@ -26,8 +26,8 @@ class DecoderKind(enum.Enum):
     """How ids become text.
 
     BYTE_LEVEL: a token is a byte string; the text is the UTF-8 of their concatenation
-    BYTE_FALLBACK: tokens are text pieces, but `<0xE4>` is one byte; a run of bytes decodes to
-        replacement characters if any part of it is invalid
+    BYTE_FALLBACK: text pieces, and bytes such as `<0xE4>`, of which an invalid run becomes
+        replacement characters as a whole
     PIECES: text pieces only
     """
 
@@ -37,7 +37,7 @@ class DecoderKind(enum.Enum):
 
 
 def decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
-    """Raises CheckpointError, naming `path`, for a decoder that cannot be streamed."""
+    """Return the kind. Raises CheckpointError for a decoder that cannot be streamed."""
     parts = _parts(backend)
     kinds = [str(part["type"]) for part in parts]
     if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:

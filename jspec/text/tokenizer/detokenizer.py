@@ -1,7 +1,7 @@
 """Incremental detokenization.
 
-Law: the concatenation of every `push` and the final `flush` equals `tokenizer.decode(ids)`, no
-    piece changes earlier output, and the cost of a push does not grow with the sequence.
+Law: every `push` and the final `flush` concatenate to `tokenizer.decode(ids)`, no piece changes
+earlier output, and the cost of a push does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ MAX_ANCHOR_IDS = 8
 
 
 class Detokenizer(Protocol):
-    """One sequence's text as it grows. Not shared between sequences; no push after flush."""
+    """One sequence's text as it grows; no push after flush."""
 
     def push(self, token_id: int) -> str:
         """Append one id and return the text that became final (often none)."""
         ...
 
-    def push_all(self, ids: Sequence[int]) -> str:
-        """Push each id and return the joined text."""
-        ...
+    def push_all(self, ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str:
         """Return the remaining text at the end; an incomplete character is U+FFFD."""
@@ -40,10 +38,7 @@ def new_detokenizer(
     skip_special_tokens: bool = True,
     shown_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """Return a new detokenizer that fits the tokenizer's decoder.
-
-    shown_ids: special tokens that have text even if others are skipped
-    """
+    """Return a detokenizer. shown_ids: special tokens that have text even if others are skipped."""
     hidden = tokenizer.hidden_ids(skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
     if tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, hidden)
@@ -53,8 +48,7 @@ def new_detokenizer(
 class ByteLevelDetokenizer:
     """For vocabularies of bytes: an incremental UTF-8 decoder, which keeps at most 3 bytes.
 
-    Both this decoder and the tokenizer's replace each maximal invalid part by one U+FFFD (Unicode
-    standard, section 3.9), so invalid bytes inside a text also agree.
+    Like the tokenizer's it replaces each maximal invalid part by one U+FFFD (Unicode, section 3.9).
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -75,8 +69,8 @@ class WindowDetokenizer:
     """For vocabularies of text pieces: decodes a short window and returns its new text.
 
     Such decoders treat the first piece differently (they drop its leading space), so an id is
-    decoded after an anchor: the shortest run of ids before it that has any text. The anchor absorbs
-    the first-piece effect, and its own text is subtracted.
+    decoded after an anchor, the shortest run of ids before it that has any text, whose text is
+    subtracted.
 
         pieces    ▁def   ▁f    (         window            text      minus     new text
         push 0    ▁def                   ▁def              def                 def

@@ -11,7 +11,6 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 def encoded(
     tokenizer: Tokenizer, text: str | Sequence[str], *, add_special_tokens: bool
 ) -> list[int] | list[list[int]]:
-    """Return the ids of a text, or of each text of a list. Raises RequestError for other types."""
     if isinstance(text, str):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     if not isinstance(text, Sequence):

@@ -35,9 +35,9 @@ class TokenBytes(dict[int, bytes]):
 class TokenAlphabet:
     """The text of one vocabulary's tokens; special tokens are spelled by name.
 
-    A decoder of text pieces may treat the ends of a text differently, like Llama's, which strips
-    the leading space: `▁def` is "def" at the start of a text and " def" inside it. So a piece is
-    decoded between two tokens of letters, whose text is then removed.
+    A decoder of text pieces may treat the ends of a text differently: Llama's strips the leading
+    space, so `▁def` is "def" at the start and " def" inside. A piece is therefore decoded between
+    two tokens of letters, whose text is then removed.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, kind: DecoderKind) -> None:
@@ -48,7 +48,6 @@ class TokenAlphabet:
         return self._bytes_of(ids, [self._letters])
 
     def at_start(self, ids: Sequence[int]) -> list[bytes]:
-        """Return what each id shows as the first token of a text."""
         return self._bytes_of(ids, [])
 
     def at_start_twice(self, ids: Sequence[int]) -> list[bytes]:
@@ -57,7 +56,6 @@ class TokenAlphabet:
 
     @functools.cached_property
     def _letters(self) -> int:
-        """The shortest token of letters alone, else an id without a token."""
         vocab = self._backend.get_vocab(with_added_tokens=False)
         words = [(len(token), i) for token, i in vocab.items() if token.isalnum()]
         return min(words)[1] if words else 1 + max(vocab.values(), default=0)
@@ -90,7 +88,6 @@ class TokenAlphabet:
 
 
 def byte_level_bytes(token: str | None) -> bytes:
-    """Return the bytes of a token in a byte-level vocabulary (GPT-2's alphabet)."""
     if token is None:
         return b""
     try:

@@ -14,7 +14,6 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the token's bytes, maybe part of a character; empty without a token."""
         return self._tokenizer.all_bytes[token_id]
 
     def text(self, token_id: int) -> str:
@@ -33,8 +32,7 @@ class TokenTexts:
 def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts: TokenTexts) -> int:
     """Return how many ids have a byte in an (ordered) passage of a text, or lie between such ids.
 
-    In: passages ["Hm."], text "<think>Hm.</think>Yes", ids of "<think>" "H" "m.</" "think>" "Yes"
-    Out: 2
+    ["Hm."] in "<think>Hm.</think>Yes", ids of "<think>" "H" "m.</" "think>" "Yes" → 2
     """
     spans, char, byte, data = list[tuple[int, int]](), 0, 0, text.encode()
     for passage in passages:

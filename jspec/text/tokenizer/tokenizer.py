@@ -1,7 +1,4 @@
-"""A checkpoint's tokenizer: text to ids, ids to text, and which ids are special.
-
-Reads the Hugging Face format (`tokenizer.json` and the small JSON files in its directory).
-"""
+"""A checkpoint's tokenizer in the Hugging Face format (`tokenizer.json` and small JSON files)."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ class Tokenizer:
     def hidden_ids(
         self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> frozenset[int]:
-        """Return the special tokens without text: if skipped, all but the shown ones."""
         return self.special_ids - shown_ids if skip_special_tokens else frozenset()
 
     def bytes_without(self, hidden: frozenset[int]) -> TokenBytes:
@@ -85,8 +81,7 @@ class Tokenizer:
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Load `path/tokenizer.json`, and bos and eos from the JSON files in its directory.
 
-        Raises CheckpointError naming a file that is missing or corrupt, or whose decoder cannot be
-        streamed.
+        Raises CheckpointError, also for a decoder that cannot be streamed.
         """
         directory = Path(path)
         tokenizer_path = directory / "tokenizer.json"
@@ -118,9 +113,9 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Return the ids of a text; add_special_tokens adds the template's (such as bos).
 
-        Special tokens spelled out in the text become their ids either way. Other Python threads can
-        run meanwhile. Raises RequestError for invalid Unicode (JSON can contain lone surrogates),
-        and for `fewer_than` (the context length) or more ids.
+        Special tokens spelled out in the text become their ids either way. Other threads run
+        meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` (the context
+        length) or more ids.
         """
         try:
             text.encode("utf-8")
@@ -181,10 +176,9 @@ class Tokenizer:
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
     """Return the longest token in characters if every character of a text is in some token.
 
-    This holds for byte-level BPE, and for BPE with byte fallback, unless a step before drops
-    characters: white space (Split that removes, Strip, added tokens that strip their surroundings),
-    or several that become one (Unicode's composed forms). Else returns None. A byte-level token of
-    n bytes is spelled by n characters and is at most n characters of text.
+    Else None. It holds for byte-level BPE, and for BPE with byte fallback, unless a step before
+    drops characters (Split that removes, Strip, stripping added tokens) or merges them (Unicode's
+    composed forms). A byte-level token of n bytes is at most n characters of text.
     """
     parts = json.loads(backend.to_str())
     model = parts["model"]
@@ -312,10 +306,7 @@ def _bos_rule(
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Raise CheckpointError, with the first differing id, unless two tokenizer.json have equal ids.
-
-    A missing file is not compared; equal files are not parsed.
-    """
+    """Raise CheckpointError, naming the first difference, unless both have equal ids."""
     ours, other = target / "tokenizer.json", draft / "tokenizer.json"
     if not (exists(ours) and exists(other)) or filecmp.cmp(ours, other, shallow=False):
         return
