@@ -1,4 +1,4 @@
-"""Orbax checkpoints of the loop's state, for resuming a run."""
+"""Orbax checkpoints of (state, best EMA parameters, progress), for resuming a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from jspec.training.train_state import Params, Progress, Resumed, TrainState
 
 
 class Checkpoints:
-    """Orbax checkpoints of (state, best EMA parameters, progress); only the last one is kept."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._manager = ocp.CheckpointManager(
@@ -28,8 +26,7 @@ class Checkpoints:
     def save(self, state: TrainState, best: Params, progress: Progress) -> None:
         """Write a checkpoint completely, even if interrupted; the interrupt is raised afterwards.
 
-        orbax writes in its own threads, which must not outlive the process. Interrupts do not reach
-        a thread, and leaving the pool waits for it.
+        orbax's threads must not outlive the process, and interrupts do not reach a thread.
         """
         with ThreadPoolExecutor(1, "checkpoint") as pool:
             pool.submit(self._save, state, best, progress).result()

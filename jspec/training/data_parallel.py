@@ -14,8 +14,6 @@ from jspec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A mesh with all its devices on the data axis."""
-
     mesh: Mesh
 
     @classmethod
@@ -33,9 +31,7 @@ class Placement:
         return cls.over(jax.devices()[:1], batch_size=1)
 
     def batch(self, tree: Any) -> Any:
-        """Shard arrays [B, ...] over the data axis."""
         return jax.device_put(tree, NamedSharding(self.mesh, partition_spec(("rank",))))
 
     def whole(self, tree: Any) -> Any:
-        """Replicate arrays on every device."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))

@@ -1,8 +1,6 @@
-"""Whole-sequence forwards of a target for training: no cache, no pages, no request batching.
+"""Whole-sequence forwards of a target for training: serving's layers with another `attend`.
 
-The layers are those of serving; only the `attend` differs. Master parameters are float32.
-`compute_view` casts the matrices to the compute dtype, but neither the norms nor the embedding
-table, whose gradient is a sum over all occurrences of a token and needs float32.
+Master parameters are float32.
 """
 
 from __future__ import annotations
@@ -50,14 +48,16 @@ def init_target(config: ModelSpec, *, seed: int) -> Params:
 
 
 def with_lm_head(params: Params) -> Params:
-    """Return the parameters with lm_head's kernel: the transposed table if tied."""
     if "lm_head" in params:
         return params
     return {**params, "lm_head": {"kernel": params["embed"]["table"].T}}
 
 
 def compute_view(params: Params, dtype: DTypeLike) -> Params:
-    """Cast matrices to `dtype`, but not norms and the embedding table; add a tied lm_head."""
+    """Cast matrices to `dtype`, but not norms and the embedding table; add a tied lm_head.
+
+    The table's gradient sums over all occurrences of a token and needs float32.
+    """
     full = with_lm_head(params)
     cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, full)
     return {**cast, "embed": full["embed"]}
@@ -74,8 +74,6 @@ def dropout(key: jax.Array, rate: float) -> Drop:
 
 
 def causal_attend(backend: Backend) -> AttendOf:
-    """Return dense causal attention over [B, T, heads, D] for any layer."""
-
     def of_layer(spec: AttentionSpec) -> Attend:
         def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
             q, k, v = rotate_and_split(heads, rotation)
@@ -122,8 +120,6 @@ def _attend_with_sinks(
 
 
 def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
-    """Return `attend` for heads [B * T, ...] instead of [B, T, ...]."""
-
     def apart(x: jax.Array) -> jax.Array:
         return x.reshape(*shape, *x.shape[1:])
 
@@ -233,5 +229,4 @@ def forward(
 
 
 def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-    """Return float32 logits over the target's vocabulary."""
     return logits_of(hidden, params["lm_head"]["kernel"])

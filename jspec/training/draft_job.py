@@ -1,11 +1,9 @@
 """One run of `jspec train-draft`: from a target and a file of examples to a servable head.
 
-    OUT/settings.json   the run's settings; a resumed run must have the same
-    OUT/checkpoints/    state of the loop (orbax); a resumed run continues from the last one
-    OUT/head/           config.json, model.safetensors: for --speculative-draft-model-path
-    OUT/report.json     loss and accuracy by depth on held-out rows, and served acceptance
-
-The caller serves the head and measures its acceptance (`Serving`): the engine is a layer above.
+OUT/settings.json   the run's settings; a resumed run must have the same
+OUT/checkpoints/    state of the loop (orbax); a resumed run continues from the last one
+OUT/head/           config.json, model.safetensors: for --speculative-draft-model-path
+OUT/report.json     loss and accuracy by depth on held-out rows, and served acceptance
 """
 
 from __future__ import annotations
@@ -53,17 +51,15 @@ SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "c
 
 
 class Serving(Sampling, Protocol):
-    """The engine's part of a run."""
+    """The engine's part of a run, passed in because the engine is a layer above."""
 
-    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
-        """Return the served acceptance length of the head in a directory."""
+    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]: ...
 
 
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
-    """Train, export and report.
+    """Train, export and report. KeyboardInterrupt leaves the last checkpoint.
 
-    Raise ConfigError or CheckpointError, naming what does not fit, before anything is written.
-    KeyboardInterrupt leaves the last checkpoint.
+    Raise ConfigError or CheckpointError before anything is written.
     """
     check_directory("model_path", job.target)
     spec = load_model_spec(job.target)
@@ -129,8 +125,6 @@ def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
 
 
 def contents_of(job: DraftJob, rows: RowTable, held_out: RowTable) -> dict[str, str]:
-    """Return hashes of the training rows, the held-out rows and the target's weights."""
-
     def digest(table: RowTable) -> str:
         return hashlib.sha256(table.ids.tobytes() + table.weights.tobytes()).hexdigest()
 
@@ -175,8 +169,6 @@ def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
 def served_acceptance(
     job: DraftJob, held_out: RowTable, serving: Serving, *, save: Callable[[Path, Params], None]
 ) -> Callable[[Params], dict[str, Any]]:
-    """Return a function that exports parameters and measures their served acceptance."""
-
     def measure(params: Params) -> dict[str, Any]:
         folder = job.out / "evaluated"
         export(folder, lambda part: save(part, params))
@@ -186,7 +178,7 @@ def served_acceptance(
 
 
 def export(folder: Path, save: Callable[[Path], None]) -> None:
-    """Writes beside `folder` and renames, so that it is never half a head. Raises OutputError."""
+    """Write a temporary folder and rename it, so that `folder` is whole. Raises OutputError."""
     part = folder.with_name(f"{folder.name}.part")
     remove(part)
     try:

@@ -1,13 +1,10 @@
 """The loss of a draft head over all its depths: its predictions against the target's distribution.
 
-At depth i it is the cross entropy to the target's distribution, restricted to the draft vocabulary
-and renormalised, where the target's argmax is in it; plus `overlap_weight` times the mass that the
-two distributions do not share, 1 - sum_v min(p_v, q_v); plus, for a head that predicts features,
-`feature_weight` times the smooth L1 distance to the target's next feature. Depths weigh 0.8**i.
-
-The full distribution matters: with shared noise a draft is accepted if both distributions, with the
-same perturbation, have the same argmax. That depends on the mass they share, not on the cross
-entropy. Independent of optimizers, data and files.
+At depth i, weighing 0.8**i, it is the cross entropy to the target's distribution, restricted to the
+draft vocabulary and renormalised, where the target's argmax is in it; plus `overlap_weight` times
+the mass that the two distributions do not share, 1 - sum_v min(p_v, q_v), which with shared noise
+decides acceptance; plus, for a head that predicts features, `feature_weight` times the smooth L1
+distance to the target's next feature.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ Unrolled = Callable[[Params, Params, Batch], tuple[TargetFeatures, jax.Array, li
 
 
 def make_frozen(target_params: Params, draft_ids: Any) -> Params:
-    """Return the loss's frozen inputs: the target on the device, and the draft vocabulary."""
     return {
         "target": jax.tree.map(jnp.asarray, target_params),
         "draft_ids": jnp.asarray(draft_ids),
@@ -43,7 +39,6 @@ def make_frozen(target_params: Params, draft_ids: Any) -> Params:
 def features_on_the_fly(
     target: ModelSpec, head: DraftHead, *, length: int, dtype: Any
 ) -> FeaturesOf:
-    """Return features_of that runs the target's forward inside the step."""
     attend = causal_attend(attention_backend(target, length=length, dtype=dtype))
 
     def features(target_params: Params, batch: Batch) -> TargetFeatures:
@@ -61,7 +56,6 @@ def features_on_the_fly(
 
 
 def stored_features(target_params: Params, batch: Batch) -> TargetFeatures:
-    """Return the features stored with the batch."""
     del target_params
     return TargetFeatures(hidden=batch["hidden"], aux=batch["aux"])
 
@@ -88,12 +82,11 @@ def make_unrolled(
 
 
 def draft_loss(run: Unrolled, *, overlap_weight: float = 0.0, feature_weight: float = 0.0) -> Loss:
-    """Return the loss: the sum over depths of 0.8**i times the loss above, weighted by `weights`.
+    """Return the sum of the loss over depths, weighted by `weights`.
 
-    weights[b, p]: of the target's prediction at position p, which is token p + 1.
-    Metrics by depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and
-        `accuracy`, the agreement with the target's argmax over its whole vocabulary (an argmax
-        outside the draft vocabulary is a miss).
+    weights[b, p] is for the target's prediction at position p, which is token p + 1. Metrics by
+    depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and `accuracy`, the
+    agreement with the target's argmax (one outside the draft vocabulary is a miss).
     """
 
     def loss(params: Params, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:

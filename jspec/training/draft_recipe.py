@@ -1,7 +1,4 @@
-"""Training of any kind of draft head over a frozen target, from rows of tokens.
-
-Both the bundled pair's recipe and `jspec train-draft` use this module.
-"""
+"""Training of any kind of draft head over a frozen target, from rows of tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ Evaluation = Callable[[Params], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRecipe:
-    """Data, unrolling and loss of a run."""
-
     loop: LoopConfig
     batch_size: int = 32
     length: int = 1024
@@ -45,7 +40,6 @@ def draft_vocabulary(tables: list[np.ndarray], *, vocab_size: int, size: int) ->
 
 
 def all_count(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a batch of rows whose every token is learnt."""
     return {"ids": ids, "weights": np.ones(ids.shape, np.float32)}
 
 
@@ -62,9 +56,9 @@ def train_head(
     placement: Placement | None = None,
     also: Evaluation | None = None,
 ) -> Result:
-    """Train on the batches of `batch_at`; the loss on held_out [R, ...] selects the parameters.
+    """Train; the loss on held_out [R, ...] selects the parameters, structured like `head.init`.
 
-    Result.params has the structure of `head.init`. also: more to measure at every evaluation.
+    also: more to measure at every evaluation
     """
     placement = placement or Placement.single()
     run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)

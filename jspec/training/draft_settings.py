@@ -1,4 +1,4 @@
-"""The settings of one run of `jspec train-draft`, and the head they give. No files, no data."""
+"""The settings of one run of `jspec train-draft`, and the head they give."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ DRAFT_VOCAB = 32000  # as in published EAGLE-3 heads
 
 
 class Kind(enum.Enum):
-    """A kind of head, by the name that `serve` uses."""
-
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
     NEXTN = "NEXTN"  # layers for multi-token prediction, one per depth

@@ -1,7 +1,6 @@
 """The training loop of targets and draft heads: AdamW, schedule, EMA, checkpoints, progress lines.
 
-Independent of models: the caller passes a loss, a batch for every step, and an evaluation. The
-schedule runs on progress, the larger of step / num_steps and time used / budget, so that a run with
+The schedule runs on progress, the larger of step / num_steps and time used / budget, so a run with
 a time budget still ends with its learning rate decayed. Without a budget the state after n steps is
 a function of (initial state, seed, n) alone, and a resumed run repeats it bit for bit.
 """
@@ -94,7 +93,6 @@ def init_state(params: Params, config: LoopConfig) -> TrainState:
 
 
 def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
-    """Return linear warmup by step times cosine decay to 0 by progress in [0, 1]."""
     warmup = min(1.0, (step + 1) / max(config.warmup_steps, 1))
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
     return config.peak_learning_rate * warmup * cosine
@@ -105,8 +103,7 @@ def make_step(
 ) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
     """Return the jitted step: (state, frozen, batch, learning rate) -> (new state, metrics).
 
-    The state is donated. `loss(params, frozen, batch, key)` gets a random key that depends on
-    (seed, step) alone.
+    The state is donated. `loss(params, frozen, batch, key)` gets a key of (seed, step) alone.
     """
     transform = optimizer(config)
 
@@ -153,8 +150,6 @@ def check_finite(loss: Any, *, step: int) -> None:
 
 
 class _Run:
-    """The mutable parts of a run: the state, the best parameters so far, and their step."""
-
     def __init__(
         self, name: str, config: LoopConfig, state: TrainState, checkpoints: Checkpoints | None
     ) -> None:
@@ -205,10 +200,12 @@ def train(
 ) -> Result:
     """Train to the end of the schedule and return the best parameters by held-out loss.
 
-    frozen: a pytree passed to the loss (a draft head's target), already placed.
-    placement: the devices that share every batch; None: the first device alone.
-    tokens_a_step: for the displayed speed. Resumes from a checkpoint in `checkpoint_dir`. Raise
-        TrainingError for a loss that is not finite; its checkpoint is not written.
+    frozen: a pytree passed to the loss (a draft head's target), already placed
+    placement: the devices that share every batch; None: the first device alone
+    tokens_a_step: for the displayed speed
+
+    Resumes from a checkpoint in `checkpoint_dir`. Raise TrainingError for a loss that is not
+    finite.
     """
     placement = placement or Placement.single()
     checkpoints = _opened(checkpoint_dir) if checkpoint_dir else None
@@ -258,7 +255,7 @@ def _opened(folder: Path) -> Checkpoints:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Merges `report` into the JSON file at `path`. Raises OutputError."""
+    """Merge `report` into the JSON file at `path`. Raises OutputError."""
     known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

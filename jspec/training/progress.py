@@ -10,8 +10,6 @@ import numpy as np
 
 
 class Schedule(Protocol):
-    """The end of a run: a number of steps, and optionally a time budget."""
-
     @property
     def num_steps(self) -> int: ...
 
@@ -49,17 +47,14 @@ class Clock:
         return max(share, spent / max(budget - self._compiling, 1e-3))
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude time that was not training (an evaluation) from the speed of the steps."""
         self._paused += seconds
 
     def steps_per_second(self, step: int) -> float:
-        """Return the rate since this process's first step; 0 before the second."""
         start, first = self._since
         taken = time.monotonic() - start - self._paused
         return (step - first) / taken if step > first and taken > 0 else 0.0
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the estimated time left; None before there is a rate."""
         rate = self.steps_per_second(step)
         if not rate:
             return None
@@ -69,11 +64,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for display.
-
-    In:  59.6  3599  86399
-    Out: 1m00s 59m59s 23h59m
-    """
+    """Format seconds for display: 59.6 → 1m00s, 3599 → 59m59s, 86399 → 23h59m."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
@@ -81,14 +72,12 @@ def duration(seconds: float) -> str:
 
 
 def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
-    """Return tokens/s (if the tokens of a step are known) and the time left, for display."""
     left, rate = clock.seconds_left(step), clock.steps_per_second(step) * tokens_a_step
     shown = {"tokens/s": f"{rate:.0f}"} if rate else {}
     return shown if left is None else {**shown, "left": duration(left)}
 
 
 def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:
-    """Print a progress line: a bar, the step, and the metrics (lists are by depth)."""
     filled = round(20 * min(progress, 1.0))
     parts = []
     for key, value in metrics.items():

@@ -25,8 +25,6 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A checkpoint's data besides arrays."""
-
     seconds: float = 0.0
     best_loss: float = math.inf
     best_step: int = 0

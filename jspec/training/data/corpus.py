@@ -1,11 +1,9 @@
-"""Training documents and their split by module: no model, no tokenizer, no jax.
+"""Training documents and their split by module. Imports no jax.
 
-The bundled pair learns from the standard library of the Python that runs the recipe, its tests
-included. Whole modules are held out together with their tests, selected by a stable hash of the
-module's name, so that held-out loss and acceptance are measured on code that was not trained on.
-
-The stored form is one xz file of JSON lines, and `manifest.json` with the Python version, the
-held-out modules and the sizes.
+The bundled pair learns from the standard library of the Python that runs the recipe, tests
+included. Whole modules are held out with their tests, by a stable hash of the module's name. They
+are stored as one xz file of JSON lines, and `manifest.json` with the Python version, the held-out
+modules and the sizes.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file: `path` relative to its root, and the module that determines its split."""
+    """One file. path: relative to its root; module: determines its split."""
 
     path: str
     module: str
@@ -75,11 +73,10 @@ def tested_name(stem: str) -> str:
 
 
 def module_of(path: str, known: frozenset[str]) -> str:
-    """Return the module whose split a file shares.
+    """Return the module whose split a file shares, itself if none in `known` matches.
 
     known: public top-level module names outside `test/`. A test belongs to the longest known module
-    that starts its name: test_urllib2 and test_urllib_response.py to urllib, test_http_cookies and
-    test_httplib to http. A file that matches none is its own module.
+    that starts its name: test_urllib2 to urllib, test_http_cookies and test_httplib to http.
     """
     parts = PurePosixPath(path).parts
     is_test = parts[0] == "test" and len(parts) > 1
@@ -102,7 +99,6 @@ def split_of(module: str, *, held_out_share: float) -> Split:
 
 
 def is_table(text: str) -> bool:
-    """Return whether the text is a generated table (code pages, entities), by words or header."""
     if _GENERATED.search(text[:500]):
         return True
     words = sum(len(word) for word in _WORDS.findall(_ESCAPES.sub("", text)))
@@ -137,10 +133,10 @@ def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) -> list[Document]:
-    """Return the documents of the running Python's standard library, or of another's at `root`.
+    """Return the documents of the running Python's standard library, or of the one at `root`.
 
-    Files that do not parse, are not UTF-8, are tables, or repeat another file are left out.
-    Raise ConfigError if no file is left.
+    Tables, repeated files and files that do not parse are left out. Raise ConfigError if none is
+    left.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = list(_wanted_files(root))
@@ -164,7 +160,6 @@ def of_split(documents: Iterable[Document], split: Split) -> list[Document]:
 
 
 def manifest(documents: list[Document], *, python_version: str | None = None) -> dict[str, object]:
-    """Return a summary of the training and held-out documents."""
     held_out = of_split(documents, Split.HELD_OUT)
     train = of_split(documents, Split.TRAIN)
     return {
@@ -181,7 +176,6 @@ def manifest(documents: list[Document], *, python_version: str | None = None) ->
 def write_corpus(
     folder: Path, documents: list[Document], *, python_version: str | None = None
 ) -> None:
-    """Write the xz file and its manifest into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with lzma.open(folder / CORPUS_FILE, "wt", encoding="utf-8", preset=6) as lines:
         for document in documents:
@@ -197,7 +191,6 @@ def write_corpus(
 
 
 def read_corpus(folder: Path) -> list[Document]:
-    """Read the output of `write_corpus`. Raise ConfigError if the folder has no corpus."""
     path = folder / CORPUS_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected a corpus (run the stage 'corpus')")

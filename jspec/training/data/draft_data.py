@@ -1,7 +1,4 @@
-"""The rows of a run of `jspec train-draft`, from files and from the target, and their features.
-
-Batches are functions of the step.
-"""
+"""The rows of a `jspec train-draft` run, from files and from the target, and their features."""
 
 from __future__ import annotations
 
@@ -34,14 +31,11 @@ STORES = ("train", "held_out")  # names of the feature stores of the two tables
 
 
 class Sampling(Protocol):
-    """A sampler of the target's continuations."""
-
     def sample(self, prompts: RowTable, lens: np.ndarray, *, seed: int) -> np.ndarray:
         """Return i32[R, T]: prompts whose tokens from lens[r] on are sampled from the target."""
 
 
 def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
-    """Return (training rows, held-out rows) from the files."""
     tokenizer = Tokenizer.from_directory(job.target)
     if tokenizer.vocab_size > spec.vocab_size:
         raise ConfigError(
@@ -73,9 +67,9 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
 def draw_own_samples(
     job: DraftJob, train: RowTable, held_out: RowTable, *, sampling: Sampling
 ) -> tuple[RowTable, RowTable]:
-    """Append rows sampled from the target to both tables: num_own_samples, and an eighth held out.
+    """Append num_own_samples rows sampled from the target, and an eighth of that held out.
 
-    They are stored in OUT, so that a resumed run trains on the same ones.
+    They are stored in OUT for resumed runs.
     """
     count = job.num_own_samples
     if not count:
@@ -126,7 +120,7 @@ def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
 def check_features(job: DraftJob, tables: tuple[RowTable, RowTable], head: DraftHead) -> None:
     """Raise ConfigError for a features_dir that cannot be created or has other features.
 
-    With rows sampled from the target, which are not known yet, `read_features` compares them.
+    `read_features` compares rows sampled from the target, which are not known yet.
     """
     if job.features_dir is None:
         return
@@ -174,7 +168,6 @@ def read_features(
 
 
 def batches(table: RowTable, store: FeatureStore | None, recipe: HeadRecipe) -> BatchAt:
-    """Return step -> a batch of rows, with their features if stored."""
     rows = picks(len(table.ids), batch_size=recipe.batch_size, seed=recipe.loop.seed)
     return lambda step: whole_batch(table, store, rows(step))
 

@@ -1,15 +1,12 @@
-"""A user's JSONL as rows of tokens, and which of the tokens to learn. No model, no device.
+"""A user's JSONL as rows of tokens, and which of the tokens to learn.
 
 A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
 (the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}. Other keys are ignored, except
-the `tools` of a chat. The template renders whatever else a message has (reasoning_content,
-tool_calls).
+a chat's `tools` and whatever else of a message the template renders.
 
 A template may render a reply differently once others follow it: many then drop its reasoning. Such
-a reply becomes an example of its own that ends with it, as it was generated.
-
-An example longer than a row continues in the next one. The rest of a row is padding, which no token
-attends to and no weight counts.
+a reply becomes a separate example that ends with it. An example longer than a row continues in the
+next one; padding has no weight.
 
     length 4, tokens a b c d e f, all learnt: rows [a b c d] and [e f . .]
     weights of the prediction at each position: [1 1 1 1] (d is followed by e) and [1 0 0 0]
@@ -40,8 +37,6 @@ SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
 
 
 class LossOn(enum.Enum):
-    """The tokens to learn."""
-
     ALL = "all"
     ASSISTANT = "assistant"
 
@@ -57,8 +52,6 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """Rows of tokens with their loss weights."""
-
     ids: np.ndarray  # i32[R, T], 0 for padding
     lens: np.ndarray  # i32[R]
     weights: np.ndarray  # f32[R, T]
@@ -80,14 +73,12 @@ class Reader:
     loss_on: LossOn
 
     def read(self, path: Path) -> list[Example]:
-        """Return a file's examples. Raise ConfigError, naming the line, if one is invalid."""
         examples = self.read_lines(_lines(path), where=str(path))
         if not examples:
             raise ConfigError(f"{path} has no line; expected JSON, one example a line")
         return examples
 
     def read_lines(self, lines: Iterable[tuple[int, str]], *, where: str) -> list[Example]:
-        """Return the examples of numbered lines. Raise ConfigError naming the line."""
         examples = []
         for number, line in lines:
             try:
@@ -181,7 +172,7 @@ def _ids(value: object) -> np.ndarray:
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
-    """Return messages in the template's keys. A tool call without content gets an empty one."""
+    """Return messages in the template's keys; a tool call without content gets an empty one."""
     found = []
     for item in value if isinstance(value, list) else []:
         given: dict[str, Any] = item if isinstance(item, dict) else {}
@@ -223,7 +214,6 @@ def _replies(
 
 
 def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
-    """Return the examples in rows (see above). Raise ConfigError if no token is learnt."""
     parts = [
         (example, start)
         for example in examples
@@ -247,8 +237,7 @@ def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
 
 
 def held_out_from(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out): one line in EVERY is held out, at least one. ConfigError for one
-    line alone."""
+    """Hold out one line in EVERY, at least one. Raises ConfigError for a single line."""
     lines = [list(own) for _, own in groupby(examples, key=lambda each: each.line or id(each))]
     if len(lines) < 2:
         raise ConfigError(

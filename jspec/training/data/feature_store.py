@@ -4,8 +4,8 @@
     FOLDER/aux.npy          [R, T, A], the captures that the head reads; absent if A is 0
     FOLDER/manifest.json    their key; written last: a folder without it is written again
 
-bfloat16 is stored as its bits (u16), which numpy can memory-map. A row takes T * (E + A) values:
-12 MB for 512 tokens of Llama-3.1-8B with three captures.
+bfloat16 is stored as its bits (u16), which numpy can memory-map. 512 tokens of Llama-3.1-8B with
+three captures take 12 MB.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ Key = Mapping[str, Any]  # the inputs that determine the features, as JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureStore:
-    """Both arrays, memory-mapped."""
-
     hidden: np.ndarray
     aux: np.ndarray | None
     dtype: np.dtype[Any]
 
     def batch(self, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-        """Return the features of these rows, in their original dtype."""
         hidden = np.asarray(self.hidden[rows]).view(self.dtype)
         aux = hidden[..., :0] if self.aux is None else np.asarray(self.aux[rows]).view(self.dtype)
         return {"hidden": hidden, "aux": aux}
@@ -51,7 +48,6 @@ class FeatureStore:
 def key_of(
     target_path: Path, table: RowTable, *, aux_layer_ids: tuple[int, ...], dtype: Any
 ) -> Key:
-    """Return the key of target, rows, captures and dtype."""
     return {
         "target": fingerprint(target_path),
         "rows": hashlib.sha256(table.ids.tobytes()).hexdigest(),
@@ -62,10 +58,7 @@ def key_of(
 
 
 def fingerprint(target_path: Path) -> str:
-    """Return SHA-256 of config.json and of name, size and sampled blocks of each weights file.
-
-    Further training keeps a target's names and sizes, but changes most of its bytes.
-    """
+    """Return SHA-256 of config.json and of name, size and sampled blocks of each weights file."""
     digest = hashlib.sha256((target_path / "config.json").read_bytes())
     flat = (file for suffix in ("safetensors", "bin") for file in target_path.glob(f"*.{suffix}"))
     for file in sorted((*flat, *(target_path / "orbax").rglob("*"))):
@@ -109,9 +102,9 @@ def write_features(
     batch_size: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Runs `features` over all rows, batch by batch (the last is filled up with its last row).
+    """Run `features` over all rows; the last batch is filled up with its last row.
 
-    Raises OutputError where there is no room for them, before more than the first batch has run.
+    Raises OutputError before the second batch if the disk is too small.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +134,7 @@ def write_features(
 
 
 def _reserved(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """A new array in a file that has all of its room: a mapped page for which a full disk has none
-    ends the process by a signal."""
+    """Return a new array in a fully allocated file: a mapped page without space is a signal."""
     with whole_file(path) as part:
         open_memmap(part, mode="w+", dtype=dtype, shape=shape)
         with part.open("r+b") as file:

@@ -1,7 +1,4 @@
-"""Token streams and batches. Batches are functions of (seed, step): no state to save.
-
-Depends on token ids only: no text, no model, no device.
-"""
+"""Token streams and batches. Batches are functions of (seed, step): no state to save."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ BatchAt = Callable[[int], Any]  # step -> arrays [B, ...], alone or in a dict
 class TokenStream:
     """Documents packed end to end, each after an end-of-text token.
 
-    ids: u16 or i32 [num_tokens]. starts: the position of each document's end-of-text token.
+    ids: u16 or i32 [num_tokens]. starts: each document's end-of-text token.
     """
 
     ids: np.ndarray
@@ -29,7 +26,6 @@ class TokenStream:
 
 
 def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> TokenStream:
-    """Encodes and packs the texts in an order that is shuffled, and always the same."""
     order = np.random.default_rng(0).permutation(len(texts))
     encodings = tokenizer.encode_batch_fast([texts[i] for i in order])
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
@@ -41,8 +37,7 @@ def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> To
 def crop_starts(num_tokens: int, *, length: int, seed: int, epoch: int) -> np.ndarray:
     """Return the starts of the epoch's crops: pieces of `length`, shifted and shuffled.
 
-    Worked example: 10 tokens, length 3. Shift 0, 1 or 2 is drawn; with shift 1 the crops start at
-    1, 4, 7 in some order. Over the epochs every token is seen at every offset.
+    With 10 tokens, length 3 and shift 1 (drawn from 0, 1, 2) they are 1, 4, 7 in some order.
     """
     if num_tokens < 2 * length:
         raise ConfigError(
@@ -55,11 +50,7 @@ def crop_starts(num_tokens: int, *, length: int, seed: int, epoch: int) -> np.nd
 
 
 def crops(stream: TokenStream, *, batch_size: int, length: int, seed: int) -> BatchAt:
-    """Return step -> i32[batch_size, length] random crops, epoch after epoch.
-
-    An epoch has as many crops as the worst shift allows, so that the step alone determines the
-    epoch.
-    """
+    """Return step -> i32[batch_size, length] random crops, epoch after epoch."""
     num_tokens = len(stream.ids)
     num_crops = (num_tokens - length + 1) // length
     window = np.arange(length)
@@ -80,7 +71,7 @@ def crops(stream: TokenStream, *, batch_size: int, length: int, seed: int) -> Ba
 
 
 def picks(num_rows: int, *, batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
-    """Return step -> i64[batch_size] indices of a table's rows, reshuffled in every epoch."""
+    """Return step -> i64[batch_size] row indices, reshuffled in every epoch."""
     cached: dict[int, np.ndarray] = {}
 
     def order_of(epoch: int) -> np.ndarray:
@@ -97,13 +88,11 @@ def picks(num_rows: int, *, batch_size: int, seed: int) -> Callable[[int], np.nd
 
 
 def rows(table: np.ndarray, *, batch_size: int, seed: int) -> BatchAt:
-    """Return step -> i32[batch_size, T] rows of `table` [R, T], reshuffled in every epoch."""
     rows_of = picks(len(table), batch_size=batch_size, seed=seed)
     return lambda step: np.asarray(table[rows_of(step)], np.int32)
 
 
 def joined(parts: Sequence[BatchAt]) -> BatchAt:
-    """Return the concatenated batches of all parts."""
     return lambda step: np.concatenate([part(step) for part in parts])
 
 
