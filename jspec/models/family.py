@@ -52,7 +52,6 @@ class Family:
     mtp: MtpFamily | None = None  # if its checkpoints include a draft
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
-        """Return whether a stored name belongs to the draft in the target's checkpoint."""
         return self.mtp is not None and self.mtp.names(spec).is_layers(name)
 
 
@@ -142,7 +141,6 @@ def read_windows(
 
 
 def refuse_common(fields: Fields) -> None:
-    """Raise ConfigError for settings that no family here implements."""
     for name in ("hidden_act", "hidden_activation"):
         fields.refuse(name, allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
     fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
@@ -172,7 +170,6 @@ def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, f
 
 
 def check_one_mtp_layer(fields: Fields) -> None:
-    """Raise ConfigError unless there is one layer for multi-token prediction."""
     name = "num_nextn_predict_layers"
     if fields.get(name) != 1:
         raise ConfigError(
@@ -184,8 +181,8 @@ def check_one_mtp_layer(fields: Fields) -> None:
 def feeds_normed(fields: Fields) -> bool:
     """Return whether a recurrent layer reads its own output after its final norm.
 
-    No published config specifies it for these layers: SGLang feeds back the normed output, vLLM the
-    unnormed one for DeepSeek and GLM. transformers' key `chain_hidden_post_norm` decides.
+    No published config specifies it: SGLang feeds back the normed output, vLLM the unnormed one for
+    DeepSeek and GLM. transformers' key `chain_hidden_post_norm` decides.
     """
     return fields.flag(CHAINS_NORMED, True)
 
@@ -194,7 +191,7 @@ def masks_first(fields: Fields, default: bool) -> bool:
     """Return whether a recurrent layer reads zeros instead of the embedding at position 0.
 
     No published config specifies it: SGLang does it for MiMo-7B, vLLM for DeepSeek's layer, too.
-    jspec's own key `mask_first_embedding` decides.
+    jspec's key `mask_first_embedding` decides.
     """
     return fields.flag(MASKS_FIRST, default)
 
@@ -212,7 +209,7 @@ def bos_id(fields: Fields) -> int | None:
 
 
 def decoder_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
-    """Return config.json of a decoder, in transformers 4's keys, which version 5 reads too."""
+    """Return config.json in transformers 4's keys, which version 5 reads too."""
     layer = spec.layers[0]
     attention = layer.attention
     eos = list(spec.eos_token_ids)

@@ -1,7 +1,4 @@
-"""Parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the lm_head.
-
-Shared by most families; a family's file calls these and changes what differs. Host data.
-"""
+"""Parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the lm_head."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ from jspec.spec.weight_format import Op
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:
-    """Declare an RMSNorm's scale."""
     part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
     return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
 
@@ -121,7 +117,7 @@ def attention_params(
             (("o_proj", out_size, 1),),
             axes=("heads", "embed"),
             bias=spec.out_bias,
-            bias_is_optional=True,  # some checkpoints with attention_bias have none on o_proj
+            bias_is_optional=True,  # some checkpoints with attention_bias lack it on o_proj
         ),
     ]
     if spec.gate is HeadGate.OF_HEADS:
@@ -192,10 +188,9 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """Declare a layer's `moe` under Qwen3-MoE's names.
+    """Declare a layer's `moe` under Qwen3-MoE's names, router bias and shared expert DeepSeek's.
 
-    Experts are one tensor each, or fused as transformers 5 writes them. The router bias and the
-    shared expert have DeepSeek's names.
+    Experts are one tensor each, or fused as transformers 5 writes them.
     """
     X, inner = spec.num_experts, spec.inner
     single = tuple(

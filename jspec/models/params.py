@@ -1,8 +1,6 @@
-"""The parameter table: every weight of a model, declared once. Host data; no arrays, no jax.
+"""The parameter table: every weight of a model, declared once, as host data.
 
-A ParamSpec gives a weight's path in the params tree, its shape and logical axes, the names under
-which checkpoints store it, and how to draw a random one. Reading, writing, dummy weights,
-placement and training all derive from the table.
+Reading, writing, dummy weights, placement and training all derive from the table.
 
 Products are [in, out]; projections of the same input are fused along `out`. With several shards a
 fused weight has, shard by shard, each part's share (`shard_columns`). For H = 4 heads and G = 2 kv
@@ -38,8 +36,6 @@ class Form(enum.Enum):
 
 
 class Init(enum.Enum):
-    """The distribution of a random weight."""
-
     FAN_IN = "normal, with a deviation of in ** -0.5"
     TABLE = "normal, with a deviation of 1"
     ONES = "ones"
@@ -51,7 +47,7 @@ class Init(enum.Enum):
 class Part:
     """A part of a weight: entries first, first + step, ... of a stored tensor's output axis.
 
-    It consists of `num_blocks` equal blocks (such as heads), which are never split over shards.
+    It has `num_blocks` equal blocks (such as heads), which are never split over shards.
     """
 
     name: str  # may contain "{}", the index in the stack; with a format, a prefix of names
@@ -71,7 +67,6 @@ class Part:
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """The names and shapes of the checkpoint's tensors."""
         if self.format is None:
             return dict.fromkeys(self.names, self.shape)
         blocks = (*self.shape[:-1], self.shape[-1] // self.format.group)
@@ -83,7 +78,7 @@ class Part:
 
     @property
     def rows(self) -> slice | list[int]:
-        """The index of this part (all blocks) into the stored output axis."""
+        """Return the index of this part (all blocks) into the stored output axis."""
         if self.stride:
             begins = range(self.first, self.first + self.num_blocks * self.stride, self.stride)
             return [begin + row for begin in begins for row in range(self.size // self.num_blocks)]
@@ -111,17 +106,16 @@ class ParamSpec:
 
     @property
     def readable(self) -> tuple[tuple[Part, ...], ...]:
-        """The layouts from which it can be read: packed weights are not made of unpacked ones."""
+        """Return the layouts it can be read from: packed weights are not made of unpacked ones."""
         if isinstance(self.format, MXFP4):
             return tuple(layout for layout in self.layouts if layout[0].format == self.format)
         return self.layouts
 
     def format_in(self, dtype: npt.DTypeLike) -> WeightFormat:
-        """Return the weight's format in a model of `dtype`."""
         return self.format or Dense(np.dtype(dtype).name)
 
     def column_shards(self, shards: int) -> int:
-        """Return over how many of the tensor shards the last dimension is sharded, part by part."""
+        """Return the number of shards of the last dimension, each with its share of every part."""
         return shards if self.axes and mesh_axis(self.axes[-1]) == TENSOR else 1
 
     def physical_shape(self, shards: int) -> Shape:
@@ -136,7 +130,6 @@ ParamTable = tuple[ParamSpec, ...]
 
 
 def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
-    """Return the table with the formats of some products' weights."""
     found = dict(formats)
     return tuple(
         replace(spec, format=found[spec.op]) if spec.op in found else spec for spec in table
@@ -162,7 +155,6 @@ def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, i
 
 
 def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTable:
-    """Return the table with `path` before every path and `stored` before every stored name."""
     return tuple(
         replace(
             spec,
@@ -179,7 +171,7 @@ def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTab
 def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
     """Let some weights also be stored as one fused tensor each, part after part.
 
-    fused: product (the last but one key of its path) -> name of its tensor, instead of the parts'.
+    fused: product (the last but one key of its path) -> name of its tensor
 
     In:  qkv of layers.0.self_attn.{q,k,v}_proj.weight, {"qkv": "qkv_proj"}
     Out: or of layers.0.self_attn.qkv_proj.weight: the output channels of q, then k, then v

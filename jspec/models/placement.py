@@ -1,7 +1,6 @@
 """Arrays from a parameter table: their placement on a mesh, abstract arrays, random arrays.
 
-A whole step runs inside one shard_map over the mesh (device.parallel); a weight's PartitionSpec
-follows from its logical axes in the table. Params that no table declares are replicated.
+Logical axes give the PartitionSpec; params that no table declares are replicated.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def param_specs(tables: Tables, params: Any) -> Any:
-    """Return the PartitionSpec of every array of {"target": ..., "draft": ...}."""
     known = {
         (model, *spec.path): partition_spec(spec.axes) for model in tables for spec in tables[model]
     }
@@ -40,9 +38,9 @@ def param_specs(tables: Tables, params: Any) -> Any:
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedSharding | Format:
     """Return where a weight is placed, for jax.device_put and jax.jit.
 
-    column_major: a weight marked in the table gets a Format that stores it as [out, in]; its shape
-    stays (`Ops.column_major`). Embedding tables are always row-major: a TPU would transpose
-    [201088, 2880], which then needs less padding, and transpose all of it back in every step.
+    column_major: a weight marked in the table gets a Format that stores it as [out, in]. Embedding
+    tables are always row-major: a TPU would transpose [201088, 2880], which then needs less
+    padding, and transpose all of it back in every step.
     """
     split = NamedSharding(mesh, partition_spec(spec.axes))
     if spec.init is Init.TABLE:
@@ -53,7 +51,6 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedShardin
 
 
 def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool) -> Any:
-    """Return `place_of` for every array of {"target": ..., "draft": ...}."""
     known = {
         (model, *spec.path): place_of(mesh, spec, column_major=column_major)
         for model in tables
@@ -77,7 +74,6 @@ def path_of(path: tuple[Any, ...]) -> Path:
 
 
 def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> dict[str, Any]:
-    """Return shapes and dtypes of all declared weights, sharded over `shards` shards."""
     return nested(
         (spec.path, abstract_weight(spec.format_in(dtype), spec.physical_shape(shards)))
         for spec in table

@@ -57,12 +57,11 @@ NOT_BUILT: dict[str, str] = {
 
 
 def register(family: Family) -> None:
-    """Serve a family of one's own, in this process: before an engine is made that reads it."""
+    """Add a family, in this process, before an engine reads a checkpoint of it."""
     FAMILIES.append(family)
 
 
 def architectures() -> tuple[str, ...]:
-    """Return every architecture name that is served."""
     return tuple(name for family in FAMILIES for name in family.architectures)
 
 
@@ -105,5 +104,4 @@ def family_named(name: str) -> Family:
 
 
 def table_of(spec: ModelSpec) -> ParamTable:
-    """Return the table of a target's weights."""
     return family_named(spec.family).table(spec)

@@ -3,12 +3,11 @@
 RoPE rotates half of each head. The first layers have dense MLPs, the others MoE (sigmoid scores,
 router bias) plus a shared expert. One layer for multi-token prediction follows the target's layers
 by number. It reads the target's hidden after the final norm, and every draft level runs it again on
-its own output after its own final norm (as SGLang and transformers do; vLLM feeds back the output
-before that norm).
+its output after its final norm (as SGLang and transformers do; vLLM feeds back the output before
+that norm).
 
-That layer may also have a checkpoint of its own, as layer 0, for use with any target that it was
-trained for; attention and feed-forward then follow its own config. DeepSeek's latent attention is
-not supported.
+That layer may have its own checkpoint, as layer 0, for any target that it was trained for; its
+config gives attention and feed-forward. DeepSeek's latent attention is not supported.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
-    """Read a checkpoint that has only this layer."""
     for name in LATENT:
         fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
     check_one_mtp_layer(fields)

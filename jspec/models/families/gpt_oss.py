@@ -1,9 +1,9 @@
 """gpt-oss: 20b, 120b (transformers' GptOssForCausalLM).
 
-Attention with sinks and with a sliding window on every other layer, starting with the first; biases
-everywhere except in norms and lm_head; every layer is an MoE of clamped gated MLPs with a softmax
-over the selected experts. Published checkpoints store the experts as mxfp4, transformers writes
-them unpacked, with gate and up in alternate columns. Both are read, the second is written.
+Attention with sinks, and a sliding window on every other layer from the first; biases everywhere
+except in norms and lm_head; every layer is an MoE of clamped gated MLPs with a softmax over the
+selected experts. Published checkpoints store the experts as mxfp4, transformers writes them
+unpacked, with gate and up in alternate columns. Both are read, the second is written.
 """
 
 from __future__ import annotations

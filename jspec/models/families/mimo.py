@@ -1,8 +1,7 @@
 """MiMo-7B (MiMoForCausalLM): Qwen2 layers, and one more for multi-token prediction.
 
-That layer reads [the target's hidden after the final norm; embedding]; the embedding at position 0
-is zero. Every draft level runs it again on its own output after its final norm (as SGLang and vLLM
-do). Embedding and lm_head are the target's.
+That layer reads [the target's hidden after the final norm; embedding], zero at position 0. Every
+draft level runs it again on its own output after its final norm (as SGLang and vLLM do).
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
 
 
 def mtp_layer(fields: Fields) -> ModelSpec:
-    """Return one layer like the others of the config, which must not have windows."""
     check_one_mtp_layer(fields)
     refuse_windows(fields)
     own = {"num_hidden_layers": 1, "layer_types": None, "use_sliding_window": False}

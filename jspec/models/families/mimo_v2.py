@@ -1,9 +1,9 @@
 """MiMo-V2-Flash (MiMoV2FlashForCausalLM): sliding windows with sinks, narrow values, MoE.
 
-Sliding layers have a window, sinks, their own RoPE theta and their own number of kv heads. In every
-layer values are narrower than keys and scaled, and RoPE rotates a part of each head. The first
-layer's MLP is dense, the others are MoE: sigmoid scores, router bias. Three layers for multi-token
-prediction, sliding and dense, all read the target's hidden before its final norm.
+Sliding layers have a window, sinks, their own RoPE theta and number of kv heads. Values are
+narrower than keys and scaled, and RoPE rotates a part of each head. The first layer's MLP is dense,
+the others are MoE: sigmoid scores, router bias. Three layers for multi-token prediction, sliding
+and dense, all read the target's hidden before its final norm.
 
 Reads the keys of the published config.json and those of transformers 5.
 """
@@ -140,7 +140,6 @@ def _window(fields: Fields) -> int:
 
 
 def _attention(fields: Fields, kind: str) -> AttentionSpec:
-    """Read the attention of one kind of layer, without its window."""
     own = fields.table("rope_parameters").table(kind)
     name = "rope_theta" if kind == FULL else "swa_rope_theta"
     theta = own.number("rope_theta", fields.number(name, THETAS[kind]))
@@ -171,7 +170,6 @@ def _attention(fields: Fields, kind: str) -> AttentionSpec:
 
 
 def _without_rope(fields: Fields, *, theta: float) -> Fields:
-    """Return the fields with a plain RoPE instead of theirs, which `_attention` reads."""
     values = {k: v for k, v in fields.values.items() if k not in (*TABLES, "partial_rotary_factor")}
     return Fields(fields.path, values | {"rope_theta": theta})
 
@@ -188,7 +186,6 @@ def _eps(fields: Fields, default: float) -> float:
 
 
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
-    """Read the layers; their norms' eps defaults to the target's."""
     eps = _eps(fields, target.rms_norm_eps)
     count = fields.integer("num_nextn_predict_layers", NUM_MTP_LAYERS)
     layer = LayerSpec(
@@ -208,7 +205,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    """Write config.json in the published keys."""
+    """Return config.json in the published keys."""
     kinds = [FULL if layer.attention.window is None else SLIDING for layer in spec.layers]
     of_kind = {kind: spec.layers[i].attention for i, kind in reversed(list(enumerate(kinds)))}
     full = of_kind.get(FULL, spec.layers[0].attention)

@@ -36,7 +36,6 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Return the window of each layer from the keys of Qwen2 and Qwen3."""
     window = None
     if fields.flag("use_sliding_window", False):
         window = fields.integer("sliding_window", 4096)
@@ -50,7 +49,6 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def qwen_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
-    """Return config.json with the windows layer by layer."""
     windows = [layer.attention.window for layer in spec.layers]
     window = max((w for w in windows if w is not None), default=None)
     return decoder_json(spec, architecture=architecture, model_type=model_type) | {

@@ -1,8 +1,8 @@
 """Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM).
 
-Qwen3's attention. Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE:
-softmax over all experts, then the top k. Checkpoints store one tensor per expert; transformers 5
-writes them fused. Both are read.
+Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE: softmax over all
+experts, then the top k. Checkpoints store one tensor per expert; transformers 5 writes them fused.
+Both are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read(fields: Fields) -> ModelSpec:
 
 def _feed_forward(fields: Fields) -> Any:
     normalized = fields.flag("norm_topk_prob", False)
-    # Both names are in the wild: transformers 5 maps one to the other.
+    # Checkpoints have either name: transformers 5 maps one to the other.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     moe = MoESpec(
         num_experts=fields.integer(name, 128),

@@ -1,11 +1,10 @@
 """The layer for multi-token prediction of Qwen3-Next and Qwen3.5, in a checkpoint of its own.
 
-Full attention whose query projection also has a gate for each dimension of a head, RoPE on a part
-of each head, norms of q and k, and a dense MLP. All norms are stored less one. The layer reads the
-target's hidden after the final norm, and every draft level runs it again on its own output after
-its final norm (as SGLang does; family.feeds_normed). Its tensors are named mtp.*; embedding and
-lm_head are the target's. These families are not served as targets, nor are the experts of their
-larger layers.
+Full attention with a gate per query head dimension, RoPE on a part of each head, norms of q and k,
+and a dense MLP. All norms are stored less one. The layer reads the target's hidden after the final
+norm, and every draft level runs it again on its output after its final norm (family.feeds_normed).
+Embedding and lm_head are the target's. These families are not served as targets, nor are the
+experts of their larger layers.
 """
 
 from __future__ import annotations

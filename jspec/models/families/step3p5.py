@@ -5,12 +5,10 @@ layers RoPE rotates a part of each head and may be scaled. Heads of q and k are 
 output is gated, and all norms are stored less one. The first layers have dense MLPs, the others MoE
 (sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
 
-Layers for multi-token prediction are numbered from num_hidden_layers in their own config.json: the
-target's number of layers, or 0 in a checkpoint of their own. They are chained: the first reads the
+Layers for multi-token prediction are numbered from their own config's num_hidden_layers: the
+target's number of layers, or 0 in a separate checkpoint. They are chained: the first reads the
 target's hidden before its final norm, each further one the output of the one before, before its
 final norm. Each has an lm_head (as in SGLang and vLLM).
-
-Config and tensors have the published keys and names.
 """
 
 from __future__ import annotations
@@ -182,7 +180,6 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 
 def _moe_layers(fields: Fields) -> frozenset[int]:
-    """Return the numbers of the MoE layers: "3,4,5", or a list of them."""
     value = fields.get("moe_layers_enum")
     items = value.split(",") if isinstance(value, str) else value
     try:
