@@ -1,8 +1,7 @@
 """JSON files of checkpoints, read within limits and with checked types.
 
-A checkpoint is untrusted. A path may be a pipe that never ends; a file may be of any size, nested
-without limit, or have NaN as a size. All of that is a CheckpointError with the file and the value,
-raised before anything is built from it.
+A checkpoint is untrusted: a path may be a pipe that never ends; a file may be of any size, nested
+without limit, or have NaN as a size. All of that is a CheckpointError with the file and the value.
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ def in_file(path: Path) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Return whether the path exists.
-
-    Raises CheckpointError if the system cannot tell: the name is too long, or a directory is not
-    readable.
-    """
+    """Return whether the path exists; CheckpointError if the system cannot tell."""
     try:
         return path.exists()
     except OSError as error:
@@ -79,10 +74,9 @@ def exists(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> int:
-    """Return the size in bytes of a regular file (links are followed).
+    """Return the size in bytes of a regular file (links are followed). Raises CheckpointError.
 
-    Raises CheckpointError for a missing file, directory, pipe, socket or device: opening one of
-    those can block forever.
+    Opening a pipe, socket or device can block forever.
     """
     try:
         found = path.stat()
@@ -109,7 +103,6 @@ def read_text(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> str:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON file with an object. Raises CheckpointError."""
     text = read_text(path, max_bytes=max_bytes)
     try:
         values = json.loads(text)
@@ -123,11 +116,7 @@ def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, A
 
 
 def json_fault(error: ValueError) -> str:
-    """Return the message for an error of json.loads, to follow the text's name.
-
-    An integer with more digits than Python converts gets its own message, since Python's is about
-    Python.
-    """
+    """Return the message for an error of json.loads, to follow the text's name."""
     found = long_integer(error)
     return f"cannot be read as JSON: it has {found}" if found else f"is not JSON: {error}"
 
@@ -143,7 +132,6 @@ def read_fields(path: Path) -> Fields:
 
 
 def shown(value: object) -> str:
-    """Return repr(value) for a message, shortened."""
     try:
         text = repr(value)
     except RecursionError:
@@ -193,7 +181,6 @@ class Fields:
         return value
 
     def table(self, name: str) -> Fields:
-        """Return the object under `name`, empty if absent."""
         value = self.get(name)
         if value is None:
             value = {}
@@ -202,7 +189,6 @@ class Fields:
         return Fields(self.path, value)
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """Return the list of strings under `name`, empty if absent."""
         value = [] if self.get(name) is None else self.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._unfit(name, value, "a list of strings")

@@ -1,8 +1,4 @@
-"""Output files of commands. A system error becomes an OutputError that names the path.
-
-A full disk, a quota or a missing permission is not a bug: one line gives the file and the reason,
-and no partial file remains.
-"""
+"""Output files of commands. A system error becomes an OutputError that names the path."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from jspec.errors import OutputError, reason_of
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OutputError for what the system refuses meanwhile."""
     try:
         yield
     except OSError as error:
@@ -25,9 +20,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, beside `path`, which becomes it at the end, or is removed on an error.
+    """Yield a temporary path next to `path`, renamed to it at the end or removed on an error.
 
-    A device, a pipe (/dev/stdout) and the like are written to as they are.
+    A device or a pipe (/dev/stdout) is written directly.
     """
     with writing(path):
         if path.exists() and not path.is_file():
@@ -44,13 +39,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes it whole or not at all."""
+    """Write the whole text or nothing. Raises OutputError."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, whatever is left of it."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
         return

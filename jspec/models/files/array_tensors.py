@@ -41,8 +41,6 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor whose values are fetched on every read."""
-
     shape: Shape
     dtype: str  # safetensors' name
     fetch: Callable[[], HostArray]
@@ -102,12 +100,11 @@ class LazyFile:
 
 
 def held(array: HostArray) -> LazyTensor:
-    """Return an array as a lazy tensor."""
     return LazyTensor(array.shape, dtype_name(array.dtype), lambda: array)
 
 
 def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
-    """Return the tensors of a safetensors file's bytes by name. Raise CheckpointError."""
+    """Return the tensors in a safetensors file's bytes. Raise CheckpointError."""
     types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     arrays: dict[str, HostArray] = {}
     try:

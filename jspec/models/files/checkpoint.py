@@ -1,7 +1,6 @@
 """A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights.
 
-Raises ConfigError for a well-formed setting that jspec does not serve, and CheckpointError for a
-file that is missing, unreadable, or does not fit.
+Raises ConfigError for a well-formed setting that is not served, CheckpointError for an unfit file.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Raise NoCheckpointError if `path` is no checkpoint. name: the setting's, for errors."""
+    """Raise NoCheckpointError unless `path` is a checkpoint. name: the setting's, for errors."""
     try:
         is_directory, has_config = path.is_dir(), (path / "config.json").exists()
     except OSError as error:  # a name that is too long, or what may not be looked at
@@ -61,11 +60,9 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """The target's spec from `path`/config.json, in the layout of transformers 4 or 5.
+    """Return the spec in `path`/config.json, in the layout of transformers 4 or 5.
 
-    End-of-sequence ids come from generation_config.json where it names some, else from
-    config.json; a checkpoint that names none has none.
-    Raises ConfigError (architecture, rope type, activation, ... not served), CheckpointError.
+    End-of-sequence ids come from generation_config.json if it has some, else from config.json.
     """
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
@@ -80,7 +77,6 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def _check_experts(spec: ModelSpec, path: Path) -> None:
-    """Raise CheckpointError above MOST_EXPERTS: naming their tensors would take long."""
     count = sum(x.ffn.num_experts for x in spec.layers if isinstance(x.ffn, MoESpec))
     if count > MOST_EXPERTS:
         raise CheckpointError(
@@ -90,7 +86,6 @@ def _check_experts(spec: ModelSpec, path: Path) -> None:
 
 
 def warn_of_ends(path: Path, spec: ModelSpec) -> None:
-    """Log end-of-sequence ids outside the model's vocabulary."""
     beyond = [token_id for token_id in spec.eos_token_ids if token_id >= spec.vocab_size]
     if beyond:
         log.warning(
@@ -102,8 +97,7 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
 def read_formats(path: Path, spec: ModelSpec, *, has_files: bool) -> dict[Op, WeightFormat]:
     """Return the packed formats in which `path` stores the weights of products.
 
-    has_files: the headers decide. config.json may be wrong: a model that was saved again can have
-    unpacked experts under a published name.
+    has_files: the headers decide, since a model that was saved again can have unpacked experts.
     """
     if has_files:
         with open_tensors(path) as tensors:
@@ -153,10 +147,9 @@ def load_target(
 ) -> dict[str, Any]:
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    formats: of products whose weights are not dense. On the host they are numpy arrays. Names,
-    shapes and types of all tensors are checked before the first is read. Raise CheckpointError for
-    a file that is unreadable or does not fit `spec`, ConfigError if `shards` does not divide the
-    heads or the MLP.
+    formats: of products whose weights are not dense. All tensors are checked before the first is
+    read. Raise CheckpointError for a file that does not fit `spec`, ConfigError if `shards` does
+    not divide the heads or the MLP.
     """
     table = with_formats(table_of(spec), formats)
     with open_tensors(path) as tensors:

@@ -1,7 +1,6 @@
 """Conversion of a checkpoint directory: safetensors or torch files to orbax, and back.
 
-Tensors keep names, shapes and types. All other files (configs, tokenizer) are copied. The result
-does not depend on a mesh: engines shard tensors as they read them.
+Tensors keep names, shapes and types; all other files are copied.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """The counts of a conversion's output."""
-
     num_tensors: int
     num_bytes: int
     num_files: int
@@ -51,10 +48,8 @@ def convert(
 ) -> Converted:
     """Write the checkpoint of `source` into `out`, which must be empty or not exist.
 
-    The weights come from what `open_tensors` finds first: safetensors, torch's files, orbax. For
-    orbax the host holds all tensors at once, for safetensors those of one file.
-    Raises ConfigError for an `out` that cannot be it, OutputError for one that cannot be written,
-    else CheckpointError; `out` is then as it was.
+    For orbax the host holds all tensors at once, for safetensors those of one file. Raises
+    ConfigError, OutputError or CheckpointError; `out` is then as it was.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")

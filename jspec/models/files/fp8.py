@@ -7,8 +7,7 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8
 
-(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations and of K and V are
-ignored, since neither is in fp8 here.
+(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations, K and V are ignored.
 """
 
 from __future__ import annotations
@@ -92,16 +91,12 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Open a checkpoint (tensor_files.open_tensors) with fp8 weights as float32, without scales.
-
-    Raise CheckpointError also for such a weight without scales, or with scales that do not fit.
-    """
+    """Open a checkpoint (tensor_files.open_tensors) with fp8 weights as float32, without scales."""
     with open_stored(path, canonical=canonical) as tensors:
         yield unscaled(tensors)
 
 
 def unscaled(tensors: Tensors) -> Tensors:
-    """Return the tensors, presenting fp8 ones as float32."""
     coded = [name for name in tensors.sources if tensors.dtype(name) == FP8]
     if not coded:
         return tensors
@@ -134,10 +129,9 @@ def _is_of_activations(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """A tensor_files.TensorFile of one weight whose values are computed on read.
+    """One weight whose values are computed on read. shape: (*X, O, I); block: of one scale.
 
-    shape: (*X, O, I). block: (rows, columns) of one scale. The scales are [num, columns] in
-    row-major order, with as many rows for each [O, I] of the X.
+    The scales are [num, columns] in row-major order, with as many rows for each [O, I] of the X.
     """
 
     codes: TensorFile
@@ -176,7 +170,7 @@ class _Scaled:
         return out
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fill `out`, whole rows in float32, from `offset` bytes into the weight as float32."""
+        """Fill `out`, whole rows, from `offset` bytes into the weight as float32."""
         del name
         width = self.shape[-1]
         rows = out.reshape(-1, width)

@@ -1,7 +1,6 @@
 """mxfp4 on the host: blocks of 32 four-bit floats (e2m1) that share one power of two (e8m0).
 
-A byte contains two values, low nibble first; a scale s means 2 ** (s - 127). Every value with a
-usual scale is exact in bfloat16.
+A byte contains two values, low nibble first; a scale s means 2 ** (s - 127).
 """
 
 from __future__ import annotations

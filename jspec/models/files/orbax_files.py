@@ -1,8 +1,4 @@
-"""Orbax checkpoints: a flat tree of tensors under their published names, in their own types.
-
-Names and shapes are those of the source file and independent of any mesh: each engine shards the
-tensors as it reads them, as from any other file.
-"""
+"""Orbax checkpoints: a flat tree of tensors under their published names, in their own types."""
 
 from __future__ import annotations
 
@@ -65,7 +61,6 @@ def _restore(
 
 
 def save_orbax(path: Path, tensors: Mapping[str, HostArray]) -> None:
-    """Writes a checkpoint of orbax, which must not exist. Raises OutputError."""
     try:
         with without_tracebacks():
             ocp.PyTreeCheckpointer().save(path.resolve(), dict(tensors))
@@ -75,10 +70,9 @@ def save_orbax(path: Path, tensors: Mapping[str, HostArray]) -> None:
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Keeps what orbax's threads say of an error, which it also raises, off the terminal.
+    """Suppress what orbax's threads print about an error that it also raises.
 
-    After an error its storage calls an event loop that has ended, at any time later: what Python
-    says of that is dropped from then on.
+    Its storage may call a closed event loop later; Python's messages about that are dropped, too.
     """
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
@@ -99,6 +93,6 @@ def without_tracebacks() -> Iterator[None]:
 
 
 def reason_of_orbax(error: Exception) -> str:
-    """Return the system's message if an orbax storage error contains it, else the error's start."""
+    """Return the system's message in an orbax storage error, else the error's start."""
     found = _SYSTEM_ERROR.search(str(error))
     return found[1].strip() if found else f"{type(error).__name__}: {shown(str(error))}"

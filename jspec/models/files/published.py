@@ -1,8 +1,4 @@
-"""Served weights under their checkpoint names.
-
-Fused, sharded and repeated weights are taken apart again. In the other direction, some tensors of a
-checkpoint replace parts of served weights; the remaining parts are taken from the served ones.
-"""
+"""Served weights under their checkpoint names, and tensors that replace parts of served weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Conversion between a checkpoint's tensors and the arrays that a table declares, on the host.
-
-Everything here is numpy. A weight is read block by block into its final array. The caller decides
-which threads read and where the arrays go (`Place`).
-"""
+"""Conversion between a checkpoint's tensors and the arrays that a table declares, in numpy."""
 
 from __future__ import annotations
 
@@ -42,8 +38,7 @@ def check_names(
 ) -> None:
     """Raise CheckpointError unless the checkpoint has exactly the tensors that the table declares.
 
-    optional: additional names that may be present, as may tied and optional weights. integers:
-    names of tensors that are not weights.
+    optional: names that may also be present; integers: names of tensors that are not weights
     """
     required: dict[str, Shape] = {}
     allowed = dict(optional or {})
@@ -84,8 +79,6 @@ def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRead:
-    """A declared weight to be read, by any thread."""
-
     spec: ParamSpec
     host_bytes: int  # peak host memory of `read`, its result included
     # Returns a new weight over all shards, in the spec's format and owned by the caller;
@@ -102,8 +95,8 @@ def param_reads(
 ) -> list[ParamRead]:
     """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
-    A tied weight comes with its other; if it is stored as well it must be equal, else reading
-    raises CheckpointError. Raise ConfigError if a weight cannot be sharded.
+    A tied weight comes with its other; reading raises CheckpointError if both are stored and
+    differ. Raise ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     return [
@@ -119,7 +112,6 @@ def param_reads(
 
 
 def on_host(reads: Sequence[ParamRead]) -> dict[Path, Weight]:
-    """Read the weights one after the other into numpy arrays."""
     values: dict[Path, Weight] = {}
     for each in reads:
         values[each.spec.path] = value = each.read()
@@ -181,7 +173,6 @@ def _is_whole(part: Part, spec: ParamSpec) -> bool:
 
 
 def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> Weight:
-    """Read one weight of a model in `dtype`, its parts sharded over `shards`."""
     layout = chosen_layout(tensors, spec)
     part = layout[0]
     if len(layout) == 1 and _is_whole(part, spec):
@@ -247,7 +238,6 @@ def _stored_rows(
 
 
 def _output_rows(stored: HostArray, part: Part) -> HostArray:
-    """Return the part's entries of the output axis: the last but one of OUT_IN, else the last."""
     if part.form is Form.OUT_IN:
         return stored[..., part.rows, :]
     return stored[..., part.rows]
@@ -270,8 +260,7 @@ def stored_tensors(
 ) -> dict[str, HostArray]:
     """Return the checkpoint's tensors of unsharded params, in each weight's first layout.
 
-    Raise CheckpointError for a weight whose shape is not the table's (sharded params contain
-    repeats, which are not written), or for a tied weight that differs from its other.
+    Raise CheckpointError for a shape that is not the table's, or a tied weight that differs.
     """
     tensors: dict[str, HostArray] = {}
     for spec in table:
@@ -318,7 +307,6 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
 
 
 def in_stored(part: Part) -> tuple[Any, ...]:
-    """Return the index of a part in the whole stored tensor."""
     return (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
 
 

@@ -1,7 +1,4 @@
-"""Checkpoints on the host: reading a directory's tensors by name, and writing a new one.
-
-Everything here is numpy and independent of models: `stored` reads what a parameter table declares.
-"""
+"""Checkpoints on the host: reading a directory's tensors by name, and writing a new one."""
 
 from __future__ import annotations
 
@@ -51,14 +48,14 @@ _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the d
 
 
 class TensorFile(Protocol):
-    """A thread-safe source of tensors, as `Tensors` uses it."""
+    """A thread-safe source of tensors."""
 
     @property
     def path(self) -> Path: ...
 
     @property
     def header(self) -> Any:
-        """Has get_slice(name).get_shape() and .get_dtype() (safetensors' name), get_tensor(name)"""
+        """Like safetensors': get_slice(name).get_shape() and .get_dtype(), get_tensor(name)."""
         ...
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
@@ -70,8 +67,8 @@ class TensorFile(Protocol):
 class StoredFile:
     """An open weights file: its header as safetensors reads it, and its bytes.
 
-    Weights are read from the file, not through safetensors' memory map: reads release the GIL, map
-    nothing into the process, and a truncated file is an error instead of a signal.
+    Weights are not read through safetensors' memory map: reads release the GIL, map nothing, and a
+    truncated file is an error instead of a signal.
     """
 
     path: Path
@@ -120,12 +117,10 @@ class Tensors:
         return tuple(file.header.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return safetensors' name of the dtype."""
         file, stored = self.sources[name]
         return str(file.header.get_slice(stored).get_dtype())
 
     def read(self, name: str) -> HostArray:
-        """Return a tensor of any type as stored. Raise CheckpointError."""
         file, stored = self.sources[name]
         if self.dtype(name) == FP8:  # safetensors cannot read it into numpy
             out = np.empty(self.shape(name), ml_dtypes.float8_e4m3fn)
@@ -137,7 +132,7 @@ class Tensors:
             raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
 
     def weight_dtype(self, name: str) -> np.dtype[Any]:
-        """Return the numpy dtype of a tensor; raise CheckpointError unless it is floating-point."""
+        """Return the numpy dtype; raise CheckpointError unless it is floating-point."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -147,7 +142,7 @@ class Tensors:
         return WEIGHT_DTYPES[dtype]
 
     def weight(self, name: str) -> HostArray:
-        """Return a whole floating-point tensor in its own type. Raise CheckpointError."""
+        """Return a whole floating-point tensor as stored. Raise CheckpointError."""
         out = np.empty(self.shape(name), self.weight_dtype(name))
         file, stored = self.sources[name]
         file.read_into(out, stored)
@@ -156,7 +151,7 @@ class Tensors:
     def row_blocks(self, name: str, rows: range) -> Iterator[tuple[int, HostArray]]:
         """Yield (first row, block) for `rows` of a weight [.., in] seen as [rows, in].
 
-        A block is overwritten by the next and takes 1 MiB, or one row. Raise CheckpointError.
+        The next block, of 1 MiB or one row, overwrites it. Raise CheckpointError.
         """
         width = self.shape(name)[-1]
         dtype = self.weight_dtype(name)
@@ -189,11 +184,10 @@ class Tensors:
         integers: Collection[str] = (),
         packed: Collection[str] = (),
     ) -> None:
-        """Raise CheckpointError if a tensor is missing, not allowed, or does not fit.
+        """Raise one CheckpointError for all tensors that are missing, not allowed, or do not fit.
 
-        One error names all that does not fit, and its file if there are several: tensors that are
-        missing, unknown, of another shape or not floating-point (except those in `integers`, and
-        those in `packed`, which are bytes). Reads headers only.
+        Weights are floating-point unless in `integers` or in `packed`, which are bytes. Reads
+        headers only.
         """
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
@@ -239,7 +233,7 @@ class Tensors:
 
 
 def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fit") -> str:
-    """Join the lines of all kinds: the first 20 of each, and how many more there are."""
+    """Join the lines of all kinds: the first 20 of each, and the number of others."""
     total = sum(map(len, kinds.values()))
     lines = [f"{total} {what}"] if total > 1 else []
     for kind, found in kinds.items():
@@ -250,13 +244,11 @@ def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fi
 
 
 def lazy_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> Tensors:
-    """Return lazy tensors as a checkpoint. path: its name in errors."""
     file = LazyFile(path, LazyHeader(tensors))
     return Tensors(path, {name: (file, name) for name in tensors})
 
 
 def has_tensors(path: Path) -> bool:
-    """Return whether `open_tensors` would find weights in the directory."""
     return any(exists(path / name) for name in NAMES)
 
 
@@ -264,12 +256,11 @@ def has_tensors(path: Path) -> bool:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Open a directory's weights: the first that exists of the following.
+    """Open a directory's weights, the first of the following. Raise CheckpointError.
 
     model.safetensors or the files of model.safetensors.index.json; pytorch_model.bin or its index
-    (files.torch_files); the directory orbax (files.orbax_files).
-    canonical: maps a stored name to the caller's.
-    Raise CheckpointError, naming the file, if one is missing, truncated or corrupt.
+    (files.torch_files); the directory orbax (files.orbax_files). canonical: maps a stored name to
+    the caller's.
     """
     with ExitStack() as stack:
         sources: dict[str, tuple[TensorFile, str]] = {}
@@ -364,10 +355,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
 def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, HostArray]
 ) -> None:
-    """Writes `path`/model.safetensors and config.json; holds one copy of the tensors meanwhile.
-
-    Raises OutputError.
-    """
+    """Write `path`/model.safetensors and config.json, copying the tensors. Raises OutputError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / "model.safetensors", tensors)
@@ -375,7 +363,6 @@ def write_checkpoint(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, HostArray]) -> None:
-    """Writes one safetensors file. Raises OutputError."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except (SafetensorError, OSError) as error:  # the former for a full disk, too
@@ -385,7 +372,7 @@ def write_tensors(path: Path, tensors: Mapping[str, HostArray]) -> None:
 
 
 def transpose_into(out: HostArray, source: HostArray) -> None:
-    """Set out[...] = source.T, cast. 16-bit floats are moved as integers, several times faster."""
+    """Set out[...] = source.T, cast. 16-bit floats move as integers, several times faster."""
     moved = out.view(np.uint16) if out.dtype.itemsize == 2 else out
     for start in range(0, source.shape[0], _TURNED):
         rows = source[start : start + _TURNED].astype(out.dtype, copy=False)

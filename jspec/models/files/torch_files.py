@@ -1,8 +1,8 @@
 """Tensors of torch.save files (.bin, .pt), read without torch and without executing them.
 
 Such a file is a zip archive: a pickle that describes the contents, and one member of raw bytes per
-storage. A pickle can call any function it names. Here it may name only what torch.save writes for
-tensors, and each of those names maps to a function of this module; everything else is refused.
+storage. The pickle may name only what torch.save writes for tensors, each mapped to a function of
+this module; everything else is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class TorchTensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype."""
         return STORAGES[self.kind][0]
 
     def read(self) -> npt.NDArray[Any]:
@@ -96,7 +95,6 @@ class TorchFile:
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Return [start, end) of each tensor, in bytes."""
         return {
             name: (tensor.first, tensor.first + tensor.num_bytes)
             for name, tensor in self._tensors.items()
