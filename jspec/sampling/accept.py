@@ -1,7 +1,6 @@
 """The acceptance rule: a draft is accepted iff it equals the target's own choice.
 
-It is an integer walk down the tree. The target's choice at a node depends only on the noise of that
-position, so the emitted text does not depend on the drafts.
+That choice depends only on the noise of its position, so the text does not depend on the drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def accept_tree(
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
     """Return (node_path[B, S + 1], num_accepted[B]); node_path is 0 after num_accepted.
 
-    may_accept: False for rows that accept no drafts; None: all may
+    may_accept: False for rows that accept no drafts
 
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], target_ids [a1 a2 x y]
     Out: node_path [0 1 3], num_accepted 2

@@ -3,10 +3,9 @@
 At T = 0 this is plain argmax, without a branch. Each vocabulary shard reduces to (value, id), and
 every device picks from the same gathered pairs; the lowest id wins ties (`Ops.sample`).
 
-Whether a program filters depends on all rows of its batch, and a row's choice must not: NaN is not
-chosen where anything else is, with filters or without, and a row that asks for no filter is
-compared with nothing. What filters keep is decided on one array of logits, which the program stores
-(`_stored`): the search for the threshold and the choice read the same bits.
+All rows of a batch determine whether its program filters, but a row's choice must not depend on it:
+NaN is chosen only where nothing else is, and a row that requests no filter is compared with
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def perturb(
     positions: Int[Array, "B N"],
     token_ids: Int[Array, "V"],
 ) -> Float[Array, "B N V"]:
-    """Return logits + T * g(seed, position, token id)."""
     seed = jnp.broadcast_to(rows.seed[:, None, :], (*positions.shape, 2))
     g = noise.gumbel(seed, positions, token_ids)
     return logits + rows.temperature[:, None, None] * g
@@ -75,10 +73,9 @@ def choose(
 
 
 def _stored(logits: jax.Array) -> jax.Array:
-    """Compute the logits once.
+    """Compute the logits once: the search for the threshold and the choice must read the same bits.
 
-    Penalties are arithmetic. Without the barrier each fusion that reads the logits may repeat it,
-    contract it or rewrite its divisions differently, and a logit that is the threshold would fail
-    its own comparison by the last bit.
+    Each fusion could repeat, contract or rewrite the penalties' arithmetic, and a logit that is the
+    threshold would fail its own comparison by the last bit.
     """
     return jax.lax.optimization_barrier(logits)

@@ -1,24 +1,20 @@
 """Joint top-k, top-p and min-p: one threshold per node, found by bisection.
 
-All three look at the same distribution, softmax(logits / T) (not one after the other with
-renormalisation in between). A token of logit x is kept iff
+All three filter the same distribution, softmax(logits / T), without renormalisation in between. A
+token of logit x is kept iff
 
     #{v : x_v > x} < top_k   and   P{v : x_v > x} < top_p   and   p(x) >= min_p * p(max)
 
-Each condition can only turn true as x grows, so what is kept is "x >= threshold". The threshold is
-found among the float32 logits themselves, by dividing the range of their ordered bit patterns: a
-pass over the logits measures count and mass above several pivots at once and leaves one of the
-parts between them. Counts and sums only, no sort, and nothing of size V is kept. Tokens that tie
-with the threshold are all kept.
+Each condition can only turn true as x grows, so "x >= threshold" is kept, ties included. The search
+divides the range of the logits' ordered float32 bit patterns: a pass over the logits measures count
+and mass above several pivots at once and leaves one of the parts between them. Nothing is sorted,
+and no array of size V is stored.
 
-The threshold is often one of the logits, to the bit. It is therefore a logit, not a logit / T: a
-compiler may round that quotient differently in each place that computes it (it multiplies by 1 / T
-in one and divides in another), and the token at the threshold would be dropped. Whoever compares
-with it must have the very array that was searched; `choose` keeps that in memory. A row that asks
-for no filter is not compared at all: its threshold is -infinity.
+The threshold is a logit, not a logit / T, a quotient that a compiler may round differently where it
+is computed twice. It must be compared with the very array that was searched (`choose._stored`).
 
-The number of parts is a matter of speed alone and depends on the platform (record 0006). The
-number of passes is static: a device loop that waits for its own data makes the host wait too.
+The number of parts affects speed alone and depends on the platform (record 0006). The number of
+passes is static: a device loop that waits for its own data makes the host wait too.
 """
 
 from __future__ import annotations
@@ -75,11 +71,11 @@ def threshold(
     shard: Shard,
     passes: Passes | None = None,
 ) -> Float[Array, "B N"]:
-    """Smallest logit that is kept at each node; -inf for a row that asks for no filter.
+    """Return the smallest logit that is kept at each node; -inf for a row without filters.
 
-    logits: one vocabulary shard, in which NaN counts as -inf; all shards return the same threshold,
-    never more than the largest logit. passes: None is what suits the platform that this is compiled
-    for.
+    logits: one vocabulary shard, in which NaN counts as -inf. All shards return the same threshold,
+        never more than the largest logit.
+    passes: None chooses by the platform that this is compiled for
     """
     top = _max_over(jnp.max(without_nan(logits), axis=-1), shard)
     divisor = divisors(rows.temperature)
@@ -116,9 +112,9 @@ def _lowest_kept(
     shard: Shard,
     passes: Passes,
 ) -> jax.Array:
-    """f32[B, N]: the smallest logit that top-k and top-p keep.
+    """Return f32[B, N], the smallest logit that top-k and top-p keep.
 
-    top: the largest there is. inverse: f32[B], 1 / T.
+    top: the largest logit. inverse: f32[B], 1 / T.
     """
     bits = passes.parts.bit_length() - 1
     limit_k, limit_p = top_k[:, None], top_p[:, None]
@@ -147,9 +143,9 @@ def _lowest_kept(
 def _pivots(low: jax.Array, high: jax.Array, *, bits: int) -> list[jax.Array]:
     """Return low + floor(i * (high - low) / 2**bits) for i = 1 .. 2**bits - 1, without overflow.
 
-    In:  low 10, high 21, bits 2   Out: 12 15 18, which part it into 10..12, 13..15, 16..18, 19..21
+    In:  low 10, high 21, bits 2   Out: 12 15 18, for the parts 10..12, 13..15, 16..18, 19..21
 
-    No interval is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
+    No part is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
     """
     length = high.astype(jnp.uint32) - low.astype(jnp.uint32)
     whole, rest = length >> bits, length & jnp.uint32(2**bits - 1)
@@ -165,11 +161,11 @@ def _above(
     *,
     columns: int,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return (count, mass relative to the maximum's) of the logits above each pivot.
+    """Return (count, mass relative to the maximum's) of the logits above each pivot, without NaN.
 
-    Both comparisons say the same. XLA on a GPU stores a [B, N, V] array that two operands of a
-    reduction share, and a mask a pivot costs more bytes than the logits; it does not see that
-    these are equal, so one kernel reads the logits and nothing else. NaN is above no pivot.
+    Both comparisons are equal, written twice on purpose: XLA on a GPU stores a [B, N, V] array that
+    two operands of a reduction share, and a mask per pivot costs more bytes than the logits. With
+    two, one kernel reads only the logits.
     """
     pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))
@@ -185,7 +181,6 @@ def _above(
 
 
 def _weights(logits: jax.Array, top: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Probabilities relative to the largest."""
     return jnp.exp((logits - top) * inverse)
 
 

@@ -20,8 +20,8 @@ def restrict(
 ) -> Float[Array, "B N V"]:
     """Set every token that is not allowed to -inf.
 
-    raw: the logits before penalties; used where penalties forbid all that the grammar allows (the
-        end, below the minimum length): the grammar takes precedence
+    raw: the logits before penalties, used where penalties forbid all that the grammar allows (the
+        end, below the minimum length)
     allowed: bit v % 32 of word v // 32 is token v, over the whole vocabulary
     token_ids: ids of this vocabulary shard's columns
     """

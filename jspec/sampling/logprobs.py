@@ -1,7 +1,6 @@
 """Log-probabilities of the raw float32 logits: before penalties, bias, temperature and filters.
 
-Each vocabulary shard reduces its own columns (maximum, sum of exponentials, largest logits). Only
-these are gathered, and every device computes the same result.
+Each vocabulary shard reduces its columns; only these results are gathered.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from jspec.messages.request import MAX_TOP_LOGPROBS
 
 @pytree
 class Logprobs:
-    """Log-probabilities of one token per row, of the most likely ones and of requested ids."""
-
     logprobs: jax.Array  # f32[...], of the token
     top_logprobs: jax.Array  # f32[..., 20], descending; -inf past the vocabulary
     top_ids: jax.Array  # i32[..., 20]; ties in order of ids
@@ -35,7 +32,7 @@ def logprobs_of(
 ) -> Logprobs:
     """Return the log-probabilities of one vocabulary shard's logits, merged over shards.
 
-    watched_ids: ids outside the vocabulary count as none
+    watched_ids: ids outside the vocabulary are ignored
     token_ids: target id of each column, ascending over the shards
     """
     first, width = token_ids[0], logits.shape[1]

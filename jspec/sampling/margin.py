@@ -1,9 +1,7 @@
 """The margin by which a token was not chosen, in units of a logit.
 
-It applies the rule of `choose` to one token and one row of logits in float64 numpy: the least
-change of the logits that makes the token the choice. A near-tie flipped by rounding has a margin of
-the size of rounding; a token that the model did not mean has a large one. A filter's edge counts
-like a score: a token just outside top-p has the margin by which it missed it.
+It is the least change of the logits that makes the token the choice, by the rule of `choose` in
+float64 numpy: about as large as rounding for a near-tie. A filter's edge counts like a score.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ def margin(
     """Return 0 if the token is the choice, else the least change of the logits that makes it so.
 
     logits: f32[V], with penalties and bias. seed: the request's final one. position: the token's.
-        Every better token must fall below it, in score or out of the filters, and the token itself
-        must pass them. The largest of these changes is the margin.
+    Every better token must fall below it, in score or out of the filters, and the token itself must
+    pass them; the largest of these changes is the margin.
 
     In:  logits [2, 1.5, 0], temperature 0, token 1   Out: 0.5
     """

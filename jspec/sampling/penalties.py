@@ -1,8 +1,8 @@
 """Penalties, bias and the minimum length, exact at every node of a tree.
 
-A node's output is what the row has emitted (root included) plus the draft tokens on the path to the
-node, itself included; the root is already counted in `output_counts`. Per-node counts are compared
-inside the reduction that reads the logits, so no [B, N, V] array of counts exists.
+A node's output is what the row has emitted (root included, counted in `output_counts`) plus the
+draft tokens on the path to the node, itself included. Per-node counts are compared inside the
+reduction that reads the logits, so no [B, N, V] array of counts exists.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ def penalize(
     tokens_on_path: Int[Array, "B N S"],
     num_output: Int[Array, "B N"],
 ) -> Float[Array, "B N V"]:
-    """Apply repetition, frequency and presence penalties and the bias.
+    """Apply repetition, frequency and presence penalties, the bias and the minimum length.
 
-    Stop ids get -inf while the output is below its minimum length. token_ids: target id of each
-    column of this vocabulary shard. num_output: tokens emitted before the one chosen at this node.
-    A row without penalties keeps its bits.
+    token_ids: target id of each column of this vocabulary shard. num_output: tokens emitted before
+    the one chosen at this node. A row without penalties keeps its bits.
     """
     counts = seen.output_counts[:, None, :]
     for level in range(tokens_on_path.shape[-1]):
@@ -98,10 +97,7 @@ def see_filled(
     is_prompt: jax.Array,
     first_id: jax.Array | int,
 ) -> Seen:
-    """Mark prefilled prompt tokens, and count those after the prompt (of a retracted row).
-
-    Ids outside this vocabulary shard are dropped.
-    """
+    """Mark prefilled prompt tokens, and count those after the prompt (of a retracted row)."""
     marks = seen.prompt_marks
     at = _places(marks, slots, token_ids, valid & is_prompt, first_id=first_id)
     is_output = valid & ~is_prompt
