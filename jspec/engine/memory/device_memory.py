@@ -1,5 +1,4 @@
-"""Device memory: jax's share of a GPU, what is free of it, and what fits. Imports no jax, whose
-share must be set before it starts."""
+"""Device memory. Imports no jax, whose share of a GPU must be set before it starts."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ GIB = 1 << 30
 
 
 class MemoryDevice(Protocol):
-    """The used part of jax.Device."""
-
     @property
     def platform(self) -> str: ...
 
@@ -31,7 +28,7 @@ class MemoryDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device: `limit` is what jax may use, `in_use` what it uses."""
+    """Bytes of one device: `limit` is what jax may use."""
 
     limit: int
     in_use: int
@@ -46,10 +43,9 @@ class DeviceMemory:
 
 
 def share_for_server(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that give a process that only serves its share of a GPU.
+    """Return the variables that give a server its share of a GPU; set them before jax starts.
 
-    Set them before jax starts. Empty if the environment configures allocation already; other
-    platforms ignore them.
+    Empty if the environment configures allocation.
     """
     names = (SHARE_VARIABLE, OLD_SHARE_VARIABLE, *OTHER_VARIABLES)
     return {} if any(environ.get(name) for name in names) else {SHARE_VARIABLE: str(SERVER_SHARE)}
@@ -69,8 +65,7 @@ def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
 def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
     """Return the bytes for the KV pool on all devices together, after the weights are loaded.
 
-    Devices get equal parts, so the one with the least room (`fraction` of its limit minus what is
-    in use) decides. 0 if one has none; None if a device has no limit.
+    Devices get equal parts, so the one with the least free of `fraction` of its limit decides.
     """
     rooms = []
     for device in devices:
@@ -112,8 +107,7 @@ def check_weights_fit(devices: Sequence[MemoryDevice], num_bytes: int, what: str
 def check_pool_fits(
     devices: Sequence[MemoryDevice], *, tokens: int, num_bytes: int, fitting: int
 ) -> None:
-    """Raise ConfigError if the requested pool exceeds the free memory. tokens: the requested size;
-    fitting: tokens that fit mem_fraction_static."""
+    """Raise ConfigError for a pool of `tokens` where `fitting` fit mem_fraction_static."""
     memory = least_memory(devices)
     each = math.ceil(num_bytes / len(devices))
     if memory is None or each <= memory.free:
@@ -133,8 +127,10 @@ def no_pool_error(
     target_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> ConfigError:
-    """Make the error for a smallest pool (num_bytes on all devices) that does not fit, with
-    remedies. target_bytes, draft_bytes: weights on each device; 0: unknown."""
+    """Return the error for a smallest pool (num_bytes on all devices) that does not fit.
+
+    target_bytes, draft_bytes: weights on each device; 0: unknown.
+    """
     found = [least_memory([device]) for device in devices]
     known = [memory for memory in found if memory is not None]
     if not known:
@@ -164,6 +160,5 @@ def no_pool_error(
 
 
 def gib(num_bytes: float) -> str:
-    """Format bytes as GiB, with enough digits that it is not 0."""
     size = num_bytes / GIB
     return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"

@@ -1,7 +1,6 @@
 """Device memory by use, and a check that the programs' scratch fits into the rest.
 
-Weights and pools are allocated before a program runs, its scratch is not: without the check an
-engine would start, and fail at the first long prompt or full batch.
+Without the check an engine would start, and fail at the first long prompt or full batch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def bytes_each(arrays: Any) -> int:
 def held_bytes(
     params: Mapping[str, Any], state: Any = None, *, shares: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes per device by name: weights of target and draft and, with a state, its parts.
+    """Return bytes per device of the weights by model and, with a state, of its parts.
 
     shares: names of the draft's params that are the target's
     """
@@ -66,8 +65,7 @@ def check_scratch_fits(
     held: Mapping[str, int],
     fraction: float,
 ) -> None:
-    """Raise ConfigError, with remedies, if a program's scratch exceeds the free memory. Pools and
-    weights must be allocated. fraction: mem_fraction_static."""
+    """Raise ConfigError if a program's scratch exceeds the memory left by weights and pools."""
     key = max(scratch, key=lambda key: scratch[key], default=None)
     memory = least_memory(devices)
     if key is None or memory is None or scratch[key] <= memory.free:

@@ -57,9 +57,8 @@ def size_pool(
 ) -> ServeLimits:
     """Return the engine's static sizes, with as many pages as the loaded weights leave.
 
-    groups: what target and drafter cache per token.
-    weights: byte counts for `no_pool_error`.
-    Raises ConfigError if one request does not fit, or if no memory is left for a pool.
+    groups: what target and drafter cache per token. weights: byte counts for `no_pool_error`.
+    Raises ConfigError if one request does not fit.
     """
     page_size, num_slots = config.page_size, config.max_running_requests
     limits = ServeLimits(
@@ -99,9 +98,8 @@ def _sized(
 ) -> ServeLimits:
     """Return `limits`, which has the most useful page count, with the pages that fit.
 
-    max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
-    row: the last one that runs when pages are short. of_page: bytes of a page in all layers of some
-    groups.
+    max_total_tokens are usable tokens of the full space. The scratch for one row, the last one that
+    runs when pages are short, is extra. of_page: bytes of a page in all layers of some groups.
     """
     page_size = limits.page_size
     scratch = config.speculative.num_scratch_pages(page_size)
@@ -138,10 +136,10 @@ def _window_spaces(
 ) -> tuple[WindowSpace, ...]:
     """Return a space for each window that gains by one: pages for all slots, or what memory allows.
 
-    With a prefix cache they include the ends of finished texts (TAILS_PER_SLOT).
-    as_one: pages of the pools if all layers cached everything. It bounds every window, so that the
-    full space never shrinks. A window stays in the full space if one row's does not fit into
-    as_one, or if it is as long as the context.
+    With a prefix cache they include the ends of finished texts (TAILS_PER_SLOT). as_one: pages of
+    the pools if all layers cached everything; it bounds every window, so that the full space never
+    shrinks. A window stays in the full space if one row's does not fit, or if it is as long as the
+    context.
     """
     of_chunks = limits.pages_of_chunks(limits.chunk_size)
     of_context = limits.num_pages // limits.num_slots
@@ -158,8 +156,10 @@ def _window_spaces(
 
 
 def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
-    """Return when decodes share prefix reads; None: never. That is without a prefix cache, when
-    switched off, or if no kernel of `ops` reads a prefix for two rows of this target at once."""
+    """Return when decodes share prefix reads; None: never.
+
+    They need a prefix cache, and a kernel in `ops` that reads a prefix for two rows at once.
+    """
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     full = {layer.attention for layer in target.layers if layer.attention.window is None}
     if is_off or ops.sharing_pays_from is None or not full:

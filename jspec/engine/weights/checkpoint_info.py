@@ -1,7 +1,4 @@
-"""A description of a checkpoint directory and what serving it takes, from its headers.
-
-No weight is read. Problems are reported in the loader's words, together with everything else.
-"""
+"""A description of a checkpoint directory and what serving it takes, from its headers."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """The KV memory left on a device. tokens: of one sequence or of all together."""
-
     device_bytes: int
     weight_bytes: int
     cache_bytes: int
@@ -50,12 +45,12 @@ class MemoryFit:
 class CheckpointInfo:
     """Facts about a checkpoint.
 
-    kind: "target" or "draft".
-    parameters: number of weights.
-    stored_bytes: bytes of the files' tensors by dtype.
-    weight_bytes, cache_bytes_per_token: as served in `dtype`.
-    tied_bytes: the part of weight_bytes that is a transposed copy, so not counted in `parameters`.
-    serve: the command that serves it; "" if problems prevent that.
+    kind: "target" or "draft"
+    parameters: number of weights
+    stored_bytes: bytes of the files' tensors by dtype
+    weight_bytes, cache_bytes_per_token: as served in `dtype`
+    tied_bytes: the part of weight_bytes that is a transposed copy, not counted in `parameters`
+    serve: the command that serves it; "" if problems prevent that
     """
 
     path: str
@@ -84,10 +79,8 @@ class CheckpointInfo:
 def describe(
     path: Path, *, target: Path | None = None, dtype: str = "bfloat16", memory: int | None = None
 ) -> CheckpointInfo:
-    """Describe a checkpoint.
+    """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
 
-    target: the target of the draft in `path`.
-    memory: bytes of a device, 90% of which are used.
     Raises CheckpointError without a directory or a readable config.json.
     """
     check_directory("DIR", path)
@@ -237,8 +230,7 @@ def _of_draft(
 
 
 def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
-    """Return the draft's source and its extra words of the command. Raises JspecError. Layers for
-    multi-token prediction may be fewer than the default S."""
+    """Return the draft's source and its extra words of the command. Raises JspecError."""
     least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
     spec = load_model_spec(target)
     faults: list[JspecError] = []  # the last one applies to every S

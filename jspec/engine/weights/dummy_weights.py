@@ -1,7 +1,4 @@
-"""Random weights generated on the devices, without files or host memory.
-
-For measurements: shapes of a real model, meaningless text. It uses only the parameter table.
-"""
+"""Random weights generated on the devices, without files or host memory, for measurements."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ def dummy_params(
     """Return arrays for {"target": table, "draft": table}, placed by the tables.
 
     Matrices and embeddings are normal with a standard deviation of 0.02, norms are 1, biases 0;
-    draft_ids ascend evenly over the target's vocabulary. The weights depend on the table only, not
-    on the number of devices. column_major: see placement.param_places.
+    draft_ids ascend evenly over the target's vocabulary. The weights do not depend on the number of
+    devices.
     """
     shards = Parallel.of(mesh).tensor
     abstract = {
@@ -80,7 +77,6 @@ class _Maker:
         *,
         name: str,
     ) -> Weight:
-        """Make the weight of `spec`, seeded by its name alone."""
         if isinstance(like, MXFP4Weight):
             codes = self._drawn(hashed_bits, like.codes, place, name=f"{name}['codes']")
             small = jnp.full(like.scales.shape, SMALL_SCALE, like.scales.dtype, device=place)
@@ -111,8 +107,10 @@ class _Maker:
 
 
 def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return N(0, STD) from a hash of (seed, row, column), elementwise without larger temporaries.
-    jax.random keeps 32-bit arrays of bits alongside the result on some backends."""
+    """Return N(0, STD) from a hash of (seed, row, column), elementwise.
+
+    jax.random keeps 32-bit arrays of bits alongside the result on some backends.
+    """
     bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
@@ -120,7 +118,6 @@ def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax
 
 
 def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return random unsigned integers from a hash of (seed, row, column)."""
     rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
     for axis in range(len(shape) - 2):  # leading axes count as more rows
         stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

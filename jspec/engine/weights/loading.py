@@ -1,7 +1,4 @@
-"""Loading checkpoints onto devices: configs, weights, and their static models.
-
-With `load_format` "dummy" only configs are read, and random weights are made on the devices.
-"""
+"""Loading checkpoints, or with `load_format` "dummy" random weights, onto devices."""
 
 from __future__ import annotations
 
@@ -57,8 +54,6 @@ BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPaths:
-    """Directories of the checkpoints. draft: None without a draft model."""
-
     target: Path
     tokenizer: Path
     draft: Path | None
@@ -68,8 +63,7 @@ class ModelPaths:
 class LoadedModels:
     """Resolved config, static target and drafter, and their params on the mesh.
 
-    source, request, read_source: inputs of the drafter, to read other weights for it.
-    draft_layer: spec of the draft model, if any.
+    source, request, read_source: inputs of the drafter, to read other weights for it
     """
 
     config: ResolvedConfig
@@ -111,8 +105,7 @@ def load_models(
 ) -> LoadedModels:
     """Read configs, resolve, and load target and draft onto the mesh.
 
-    drafters: supported algorithms. Raises CheckpointError or ConfigError naming the tensor, file or
-    value that does not fit.
+    drafters: supported algorithms. Raises CheckpointError or ConfigError.
     """
     parallel = Parallel.of(mesh)
     parallel.check_served()
@@ -178,7 +171,6 @@ def _place_models(
 
 
 def _formats(config: ResolvedConfig, spec: ModelSpec, ops: Ops, *, shards: int) -> Formats:
-    """Decide which packed weights stay so, and log it."""
     path, has_files = Path(config.model_path), config.load_format != "dummy"
     found: list[tuple[Op, WeightFormat]] = []
     for op, stored in read_formats(path, spec, has_files=has_files).items():
@@ -287,7 +279,6 @@ def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
 
 
 def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the model's files, then the tokenizer's. A tokenizer
-    may be in another directory, and may name none."""
+    """Return the ids that end a text: those of the model's files, then the tokenizer's."""
     named = () if tokenizer is None else tokenizer.eos_token_ids
     return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))

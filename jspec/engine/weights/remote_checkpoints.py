@@ -1,7 +1,7 @@
 """Remote checkpoints: gs://bucket/path, and org/name on the Hugging Face hub.
 
-Each is downloaded to a directory by its own library (gcsfs, huggingface_hub), which is optional: a
-missing one is an error before anything is read. A local directory of that name takes precedence.
+Optional libraries (gcsfs, huggingface_hub) download them. A local directory of that name takes
+precedence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TORCH_FILES = ("*.bin", "*.pt")
 def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
     """Return the directory of each value, by argument name. Raises CheckpointError.
 
-    All values are checked before the first download. Each is downloaded once per process and cached
-    for the next one: by Hugging Face, or in ~/.cache/jspec/models for a bucket.
+    All are checked before the first download. Later processes find it in Hugging Face's cache, or
+    in ~/.cache/jspec/models for a bucket.
     """
     ways = {name: _way(name, value) for name, value in named.items()}
     return {name: way(name, named[name]) for name, way in ways.items()}

@@ -60,8 +60,6 @@ from jspec.speculative.drafters.source import DraftSource
 
 
 class HoldsParams(Protocol):
-    """The used part of a runner."""
-
     @property
     def params(self) -> Any: ...
 
@@ -88,9 +86,9 @@ class PreparedWeights:
 class ServedWeights:
     """Implements `messages.protocols.Weights` for a runner's params.
 
-    models: what the runner was built from, without params.
-    has_room: True if the devices can take that many more bytes over all shards; default: if at most
-    half of the free memory.
+    models: what the runner was built from, without params
+    has_room: takes bytes over all shards, True if the devices have room; default: at most half of
+        the free memory
     """
 
     def __init__(
@@ -123,7 +121,6 @@ class ServedWeights:
 
     @property
     def params(self) -> Any:
-        """The arrays on the devices, {"target": ..., "draft": ...}."""
         return self._runner.params
 
     @property
@@ -161,8 +158,7 @@ class ServedWeights:
     # Changing.
 
     def prepare(self, update: WeightUpdate) -> PreparedWeights:
-        """Read and check an update; the served weights stay. Raises CheckpointError naming every
-        fault, or ConfigError if no weights could fit."""
+        """Read and check an update. Raises CheckpointError naming every fault, or ConfigError."""
         try:
             found = Finite()
             if isinstance(update, DiskUpdate):
@@ -182,8 +178,10 @@ class ServedWeights:
         return PreparedWeights({**kept, **new}, source)
 
     def switch(self, prepared: PreparedWeights) -> None:
-        """Serve the prepared weights. On the runner's thread, with no step in flight. If it raises,
-        the old weights still serve, unless it is EngineClosedError."""
+        """Serve the prepared weights, on the runner's thread, with no step in flight.
+
+        If it raises anything but EngineClosedError, the old weights still serve.
+        """
         with self._runner.exclusively():
             self._switch(prepared)
 
@@ -331,8 +329,10 @@ class ServedWeights:
         return new
 
     def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
-        """Split arrays by model. An unknown name goes to the target, where it is an error. A
-        draft's copies of target tensors are skipped, as they are when files are read."""
+        """Split arrays by model; an unknown name goes to the target, where it is an error.
+
+        A draft's copies of target tensors are skipped, as when files are read.
+        """
         known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
         whose: dict[Model, dict[str, LazyTensor]] = {}
         both: list[str] = []
@@ -365,7 +365,6 @@ def _tree(leaves: Mapping[ParamPath, Any]) -> dict[str, Any]:
 
 
 def _fault(run: Callable[[], object]) -> list[str]:
-    """Return the error of `run` as text: a JspecError or an OSError."""
     try:
         run()
     except JspecError as error:

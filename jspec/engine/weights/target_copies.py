@@ -16,11 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
-    """Log each tensor of the draft that should equal the target's but differs.
-
-    path: the draft's directory.
-    target: params, on the host or the devices. A sample of tokens is compared.
-    """
+    """Log each of a sample of tensors that the draft should share with the target but does not."""
     if source.copies_in is None:
         return
     with open_tensors(path, canonical=source.canonical) as tensors:

@@ -37,7 +37,6 @@ class Finite:
         return checked
 
     def check(self) -> None:
-        """Raise CheckpointError naming the weights that are not finite."""
         if self._bad:
             lines = [f"{name} has values that are not finite" for name in sorted(self._bad)]
             more = len(lines) - LISTED

@@ -1,7 +1,6 @@
 """Streams weights from files to devices, several at once, with bounded host memory.
 
-Each thread reads one weight, puts it on its devices, waits for that, and drops the host copy. A
-weight starts only when its host bytes and those in progress stay within the bound.
+A weight starts only when its host bytes and those in progress stay within the bound.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ Put = Callable[[ParamSpec, Weight], Weight]
 
 
 def put_on(mesh: Mesh, *, column_major: bool) -> Put:
-    """Make a Put that places a weight by its declaration; each device gets its own shard only. On a
-    CPU the result may alias the host array, so that is made read-only."""
+    """Return a Put that places a weight by its declaration; each device gets only its shard.
+
+    On a CPU the result may alias the host array, which is therefore made read-only.
+    """
 
     def put(spec: ParamSpec, value: Weight) -> Weight:
         for array in jax.tree.leaves(value):
@@ -51,8 +52,8 @@ def stream(
     """Read and put all weights, at most `num_workers` at once.
 
     max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
-    error of a thread, or an interrupt, ends the rest and is raised, an error with a note naming the
-    weight. Arrays placed by then are deleted.
+    error or interrupt of a thread is raised, an error with a note naming the weight, and the arrays
+    placed by then are deleted.
     """
     flow = _Flow(put, max_bytes)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
@@ -77,8 +78,6 @@ def stream(
 
 
 class _Flow:
-    """State of the weights in progress."""
-
     def __init__(self, put: Put, max_bytes: int) -> None:
         self.placed: dict[Path, Any] = {}
         self.error: BaseException | None = None

@@ -1,8 +1,7 @@
 """Switches served weights in place, without two models on the devices, and undoes a failure.
 
-New weights are on the devices already, or on the host. Those on the host replace the old ones one
-by one: the old array is copied to the host and deleted, then the new one is put. So devices and
-host hold at most one model each, and no file is read.
+To replace a weight from the host, the old array is copied to the host and deleted, then the new one
+is put. So devices and host hold at most one model each, and no file is read.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class SwitchError(Exception):
 def switch_leaves(old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -> Flat:
     """Put the new weights on the devices; empties `new` on the way to free host memory.
 
-    old: the served arrays; those replaced by host arrays are deleted to make room. Raises
-    SwitchError with the cause and the restored weights; EngineClosedError if the old ones could not
-    be restored.
+    old: the served arrays; those replaced by host arrays are deleted. Raises SwitchError with the
+    restored weights; EngineClosedError if they could not be restored.
     """
     switch = _Switch(old, new, put)
     try:
@@ -101,7 +99,7 @@ def _whole(leaves: Mapping[Path, Leaf]) -> Flat:
 
 
 def flat_leaves(params: Any, *, shares: Collection[str] = ()) -> dict[Path, Any]:
-    """Every weight by (model, *path). shares: names of a draft's params that are its target's."""
+    """Return every weight by (model, *path). shares: the draft's params that are its target's."""
     flat: dict[Path, Any] = traverse_util.flatten_dict(params, keep_empty_nodes=False)
     return {
         path: SameAs(("target", *path[1:])) if path[0] == "draft" and path[1] in shares else leaf
