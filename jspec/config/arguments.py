@@ -1,7 +1,6 @@
-"""Declaration of an engine or server argument, in one place.
+"""Declaration of an engine or server argument: one dataclass field.
 
-`argument` declares a dataclass field. Its check, its flag, the flag's help and its entry in the
-docs derive from the field's name, type, default and metadata.
+Its check, its flag, the flag's help and its entry in the docs derive from it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ SGLANG_GRAMMARS = dict.fromkeys(("xgrammar", "outlines"), "llguidance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shorthand:
-    """A flag without a value that sets the argument to `value`."""
-
     flag: str
     value: bool | int
     text: str
@@ -54,15 +51,17 @@ class Shorthand:
 class Argument:
     """Metadata of a field, in addition to its name, type and default.
 
-    text: what it does, for the help and the docs; a number's default is added. group: heading
-        above it there. aliases: other names of its flag.
-    choices: all its values. translated: values of the flag that mean another one. replaced: other
-        servers' values, each with the one that is used instead, with a warning.
-    low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
-        where the bounds say it badly.
-    is_local: it names something on this machine; is_model: a directory, which "" cannot be;
-    is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket).
-    shorthands: flags that set it without a value.
+    text, group: for the help and the docs; a number's default is appended
+    aliases: other names of its flag
+    choices: all its values
+    translated: values of the flag that mean another one
+    replaced: likewise for other servers' values, with a warning
+    low, high, above: bounds; `above` is excluded
+    expected: the expectation in errors, if the bounds do not express it
+    is_local: it names something on this machine
+    is_model: a directory, which "" cannot be
+    is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket)
+    shorthands: flags that set it without a value
     """
 
     text: str
@@ -87,7 +86,6 @@ def argument(default: Any, text: str, group: str, **more: Any) -> Any:
 
 
 def argument_of(declared: Field[Any]) -> Argument:
-    """Return the field's Argument."""
     found: Argument = declared.metadata[_METADATA]
     return found
 
@@ -98,10 +96,9 @@ def type_of(declared: Field[Any]) -> str:
 
 
 def check_arguments(given: Any) -> None:
-    """Raise ConfigError for the first field with an invalid value, by name and value.
+    """Raise ConfigError for the first field with an invalid value; None is valid as the default.
 
-    None is valid if it is the default: jspec then chooses. Paths in text fields become strings,
-    also in a frozen dataclass.
+    Paths in text fields become strings, also in a frozen dataclass.
     """
     for declared in fields(given):
         value = getattr(given, declared.name)
@@ -117,7 +114,7 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
         raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
     is_fetched = says.is_fetched and str(value).startswith("gs://")
     if says.is_local and not is_fetched and _SCHEME.match(str(value)):
-        # Otherwise gs://b/c would be taken as a directory called `gs:`.
+        # Otherwise gs://b/c would be a directory called `gs:`.
         other = ", gs://bucket/path" * says.is_fetched
         other += ", or org/name of Hugging Face's hub" * (says.is_fetched and says.is_model)
         raise ConfigError(
@@ -170,10 +167,10 @@ def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
 def meant_argument(name: str, *declared: type[Any]) -> str:
     """Return the suggestion that completes a message about an unknown name, or "".
 
-    declared: dataclasses of arguments. Aliases of flags and vLLM's names are known too.
-
         tensor_parallel_size → "; did you mean 'tp_size'?"
         gpu_memory_utilization → ": write mem_fraction_static"
+
+    declared: dataclasses of arguments. Aliases of flags and vLLM's names are known too.
     """
     flag, known = f"--{name.replace('_', '-')}", [each for cls in declared for each in fields(cls)]
     for each in known:
@@ -201,7 +198,6 @@ def near_name(name: str, known: Sequence[str]) -> str:
 
 
 def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:
-    """Return the error for an argument that only another algorithm uses."""
     return ConfigError(
         f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset{hint}"
     )

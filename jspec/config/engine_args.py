@@ -1,9 +1,4 @@
-"""Engine arguments under SGLang's names; None lets jspec choose.
-
-Host only, and from the arguments alone; `config.resolved_config` has what follows from checkpoint
-and devices. Each field is declared once: its check, its flag and its entry in docs/flags.md derive
-from it.
-"""
+"""Engine arguments under SGLang's names, each declared once; `resolved_config` fills them in."""
 
 from __future__ import annotations
 
@@ -342,7 +337,6 @@ class EngineArgs:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:
-        """Build from a mapping. Raises ConfigError for an unknown name, with a suggestion."""
         return of_names(cls, values)
 
     @classmethod

@@ -1,8 +1,4 @@
-"""Replacements for flags of other servers and for removed flags. Data alone.
-
-Source of the former: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own
-(cli/flag_table.py).
-"""
+"""Replacements for removed flags and for flags of vLLM 0.25's `vllm serve --help`."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ OF_VLLM: Mapping[str, str] = {
     "--download-dir": "set HF_HOME: Hugging Face's own cache keeps what is fetched",
 }
 
-# A flag that jspec had, and why it has it no longer.
+# Flags that jspec had, and why it no longer has them.
 REMOVED: Mapping[str, str] = {
     "--speculative-total-nodes-per-row": "removed: it brought about 1% more tokens for 3 to 10 "
     "points of step time; write --speculative-num-draft-tokens for a smaller tree",
@@ -66,5 +62,4 @@ REMOVED: Mapping[str, str] = {
 
 
 def advice(flag: str) -> str:
-    """Return the replacement of such a flag; empty for an unknown one."""
     return OF_VLLM.get(flag, "") or REMOVED.get(flag, "")

@@ -13,10 +13,8 @@ from jspec.config.limits import Algorithm, SpeculativeConfig
 class ResolvedConfig(EngineArgs):
     """Engine arguments with all choices made, and what follows from them.
 
-    `engine.resolving.resolve` makes it, once, before a weight is read. The fields that are named
-    again here were open, and no longer are; "auto" is the value of none. Where None is left it is
-    a value: no rope theta beside the checkpoint's, no corpus, nothing simulated, no seed;
-    and max_total_tokens is None until the pool is made, which takes what the weights leave.
+    No value is "auto". A remaining None is a value: the checkpoint's rope theta, no corpus, nothing
+    simulated, no seed; max_total_tokens is None until the pool is made.
 
         tokenizer_path: a directory even if no tokenizer is loaded
         compilation_cache_dir: "" if programs are not kept, or cannot be
@@ -58,7 +56,6 @@ class ResolvedConfig(EngineArgs):
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm in force, whatever the flag calls it."""
         return Algorithm(self.drafts_as)
 
     @property

@@ -12,9 +12,9 @@ from jspec.errors import ConfigError
 def shapes_for(
     spec: SpeculativeConfig, steps: tuple[int, ...] | None = None
 ) -> tuple[SpeculativeConfig, ...]:
-    """The shapes of an adaptive engine whose largest is `spec`, smallest first.
+    """Return the shapes of an adaptive engine whose largest is `spec`, smallest first.
 
-    steps: levels of drafts, 0 is plain decoding; those beyond S are left out. None: plain, one
+    steps: levels of drafts, 0 is plain decoding; those beyond S are left out. Default: plain, one
     level, half of four or more, and for trees also the chain as deep as they are.
 
     In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
@@ -45,7 +45,7 @@ def _shaped(spec: SpeculativeConfig, steps: int, topk: int, nodes: int) -> Specu
 
 
 def read_candidates(path: Path) -> tuple[int, ...]:
-    """The levels of {"candidate_steps": [levels, ...]}. Raises ConfigError for any other file."""
+    """Return the levels of {"candidate_steps": [levels, ...]}. Raises ConfigError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,6 @@
 """Prefixes shared by rows of a decode, as the host plans them for the device.
 
-They are a hint. A kernel may read the shared pages once for all of these rows (cascade attention);
-without that it reads the same keys through each row's own page table.
+They are a hint: a kernel may read the shared pages once for all of these rows (cascade attention).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class SharingLimits:
     rows_a_pack: rows for which a kernel reads a prefix at once
     pays_from: least number of keys saved, over all rows, for which sharing pays
     least_rows: smallest batch with programs for sharing
-    unit: shared prefixes are multiples of it
     """
 
     rows_a_pack: int
@@ -32,7 +30,7 @@ class SharedPrefix(NamedTuple):
     """Shared prefix of one row of a plan.
 
     leader: the first row of the plan that starts in the same pages, possibly itself
-    num_keys: length of the prefix, equal for all rows with that leader; 0: none
+    num_keys: length of the prefix, equal for all rows with that leader
     """
 
     leader: int

@@ -1,7 +1,4 @@
-"""Logical axes: names for the dimensions of weights, caches and batches, and where each is sharded.
-
-A weight or a cache entry names what its dimensions are; only this table knows the mesh.
-"""
+"""Logical axes of weights, caches and batches; only this table maps them to the mesh."""
 
 from __future__ import annotations
 

@@ -9,10 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Encoding of one row of E numbers.
-
-    is_half: two bfloat16 per word, the first in its low half; else one float32 per word.
-    """
+    """Encoding of E numbers. is_half: two bfloat16 per word, low half first; else one float32."""
 
     width: int
     is_half: bool = False
@@ -23,9 +20,6 @@ class HiddenRows:
 
     @classmethod
     def of(cls, width: int, dtype: str) -> HiddenRows:
-        """Return the encoding for a model that computes in `dtype`: bfloat16 if possible, else
-        float32.
-        """
         return cls(width, is_half=dtype == "bfloat16" and width % 2 == 0)
 
     @property

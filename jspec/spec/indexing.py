@@ -1,8 +1,8 @@
 """The only functions that compute a position, a slot, or a number of pages.
 
-All are plain arithmetic on integers or arrays, so that the host plans and the device steps with the
-same formulas. For committed tokens, slot in the sequence = RoPE position = token index. Scratch
-(draft tokens in flight) follows right after them:
+They are plain arithmetic, used by the host to plan and by the device to step. For committed tokens,
+slot in the sequence = RoPE position = token index. Scratch (draft tokens in flight) follows right
+after them:
 
     worked example, L = 7 committed, root t7 at position 7, S/K/N = 2/2/4
     node            0   1   2   3        (root, a1, b1, a2 under a1)
@@ -29,71 +29,70 @@ Index = Any  # an int on the host, an i32 array on the device
 
 
 def scratch_slot(seq_len: Index, row: Index) -> Index:
-    """Slot in the sequence of scratch row `row`."""
     return seq_len + row
 
 
 def target_position(seq_len: Index, depth: Index) -> Index:
-    """RoPE position in the target of a node at `depth`; the root has depth 0."""
+    """Return the target's RoPE position of a node at `depth`; the root has depth 0."""
     return seq_len + depth
 
 
 def chosen_position(seq_len: Index, depth: Index) -> Index:
-    """Position of the token that the target chooses at a node, whose noise is used."""
+    """Return the position of the token that the target chooses at a node, whose noise is used."""
     return seq_len + depth + 1
 
 
 def draft_position(seq_len: Index, depth: Index) -> Index:
-    """RoPE position in the draft model of the row with the token of a node at `depth`.
+    """Return the draft model's RoPE position of the token of a node at `depth`.
 
-    Draft row i has the pair (token i + 1, feature i), hence one less than in the target.
+    Draft slot i has the pair (token i + 1, feature i), hence one less than in the target.
     """
     return seq_len + depth - 1
 
 
 def beam_row(depth: int, *, topk: int, rows_before: int) -> int:
-    """Scratch row of the first of the K beams at `depth`; depths start at 1.
+    """Return the scratch row of the first beam at `depth`; depths start at 1.
 
-    rows_before: scratch rows before all beams, 1 where the root has a row of its own.
+    rows_before: scratch rows before all beams, 1 where the root has its own.
     """
     return rows_before + (depth - 1) * topk
 
 
 def emitted_position(start: Index, row: Index) -> Index:
-    """Position of row `row` of a drafter's input that starts at position `start`.
+    """Return the position of token `row` of a drafter's input that starts at position `start`.
 
-    It is the token's index, and the row's slot and RoPE position in a draft model.
+    It is the token's index, and its slot and RoPE position in a draft model.
     """
     return start + row
 
 
 def lagged_start(seq_len: Index, lag: Index) -> Index:
-    """First row missing in a draft layer that lags by `lag`: slot and RoPE position.
+    """Return the first slot missing in a draft layer that lags by `lag`; also its RoPE position.
 
-    Its row i has token i + lag + 1. L = 7, root t7: without a lag row 6 has t7, with lag 2 row 4.
+    Its slot i has token i + lag + 1. L = 7, root t7: slot 6 has t7 without a lag, slot 4 with lag
+    2.
     """
     return seq_len - lag
 
 
 def max_emitted(num_steps: int) -> int:
-    """M: most tokens that one verification can emit, S accepted drafts and the bonus token."""
+    """Return M, the most tokens that a verification emits: S drafts and the bonus token."""
     return num_steps + 1
 
 
 def num_scratch_rows(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
-    """KV slots after L that one step may write: the target's N nodes or the drafter's own."""
+    """Return the KV slots after L that a step may write: the target's N nodes or the drafter's."""
     return max(num_draft_tokens, propose_rows, advance_rows)
 
 
 def num_pages(num_tokens: int, page_size: int) -> int:
-    """Pages for `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
 def reserved_tokens(
     committed: int, *, unread_rounds: int, num_steps: int, scratch_rows: int
 ) -> int:
-    """Positions that a row must own for a round with `unread_rounds` unread rounds before it.
+    """Return the positions that a row must own for a round with `unread_rounds` before it.
 
     Each unread round commits at most M tokens; the new round writes its scratch after them.
     """

@@ -24,10 +24,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding.
-
-    `factor` > 1 without `yarn` is Llama 3.1's scaling, with low_freq_factor and high_freq_factor.
-    """
+    """Rotary embedding. `factor` > 1 without `yarn` is Llama 3.1's scaling."""
 
     theta: float = 10000.0
     factor: float = 1.0

@@ -1,10 +1,9 @@
 """RoPE in configuration files: `rope_theta`, `rope_scaling`, `rope_parameters`.
 
 transformers 4 writes theta and a table `rope_scaling`; transformers 5 writes one table,
-`rope_parameters`, with theta in it, and still reads the older keys. A converted or edited file may
-have both. The kind is `rope_type`, in older files `type`.
-
-A new kind needs a function here, its entry in KINDS, and its arithmetic in layers/rope.
+`rope_parameters`, with theta in it, and still reads the older keys. The kind is `rope_type`, in
+older files `type`. A new kind needs a function here, its entry in KINDS, and its arithmetic in
+layers/rope.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def read_rope(fields: Fields) -> RopeConfig:
     """Read one RoPE for all layers from all keys about it.
 
     Like transformers 5, a non-empty `rope_scaling` replaces `rope_parameters`, and theta in the
-    chosen table has precedence over `rope_theta`. Contradicting tables are an error; dropped values
-    give a warning. Raises ConfigError for an unsupported kind, CheckpointError for a contradiction.
+    chosen table has precedence. Raises ConfigError for an unsupported kind, CheckpointError for
+    contradicting tables.
     """
     merged = _merged(fields)
     kind = merged.get("rope_type") or "default"
@@ -146,7 +145,7 @@ def _yarn(merged: Fields) -> RopeConfig:
 
 
 def _attention_factor(merged: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1; with both mscales, the ratio of their factors, as in DeepSeek."""
+    """Return 0.1 ln(factor) + 1; with both mscales, the ratio of their factors, as in DeepSeek."""
     if not merged.get("mscale") or not merged.get("mscale_all_dim"):
         return 0.1 * math.log(factor) + 1.0
     first, second = (
@@ -156,7 +155,7 @@ def _attention_factor(merged: Fields, factor: float) -> float:
 
 
 def rope_json(rope: RopeConfig) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling (transformers 4's keys), which `read_rope` reads back."""
+    """Return transformers 4's rope_theta and rope_scaling, which `read_rope` reads back."""
     scaling: dict[str, Any] | None = None
     if rope.yarn is not None:
         scaling = {
