@@ -1,11 +1,9 @@
 """A head's acceptance measured without an engine, on rows sampled from the target.
 
 A chain's draft at depth i is accepted if it and all before it equal the target's tokens. Up to the
-first miss, drafting freely and drafting with the true tokens forced are the same computation. So
-one unrolled forward over a sampled row gives, for every position at once, how many drafts a
-verification there would accept. Drafts are selected as in serving: the argmax of draft logits + T *
-g(seed, position, target id), with the noise that the row was sampled with. Without draft noise they
-are the plain argmax, which shows the gain of sharing the noise.
+first miss, drafting freely and drafting with the true tokens forced are equal, so one unrolled
+forward gives for every position how many drafts a verification there would accept. Drafts are
+selected as in serving, with the row's own noise; without draft noise they are the plain argmax.
 """
 
 from __future__ import annotations

@@ -62,8 +62,6 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One call: its folders, sizes, and time budget per stage."""
-
     data: Path
     out: Path
     sizes: PairSizes
@@ -147,7 +145,6 @@ def num_parameters(params: Params) -> int:
 
 
 def load_target(job: Job) -> tuple[ModelSpec, Params]:
-    """Return the exported target on the device, in bfloat16 as served."""
     config = load_model_spec(job.out / "target")
     params = checkpoint.load_target(job.out / "target", config, dtype=ml_dtypes.bfloat16)
     return config, jax.tree.map(jnp.asarray, params)
@@ -168,7 +165,6 @@ def train_prompts(job: Job, stream: TokenStream) -> Prompts:
 
 
 def held_out_prompts(job: Job, stream: TokenStream) -> Prompts:
-    """Return prompts of equal length, for the reported acceptance."""
     return draw_prompts(
         stream,
         count=job.sizes.num_held_out_samples,
@@ -181,7 +177,6 @@ def held_out_prompts(job: Job, stream: TokenStream) -> Prompts:
 
 
 def run_samples(job: Job) -> None:
-    """Sample training prompts for the head to learn from, and held-out ones to measure it on."""
     _, train_stream, held_out_stream = load_streams(job.data)
     config, params = load_target(job)
     held_out, train = held_out_prompts(job, held_out_stream), train_prompts(job, train_stream)
@@ -215,7 +210,6 @@ def run_samples(job: Job) -> None:
 
 
 def read_samples(job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training rows, held-out rows) of the stage `samples`."""
     path = job.out / "samples.npz"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected samples (run the stage 'samples')")
@@ -272,7 +266,6 @@ def run_head(job: Job) -> None:
 
 
 def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) -> BatchAt:
-    """Return batches of text crops, then the target's own samples [R, T]."""
     num_samples = round(recipe.batch_size * recipe.sample_share)
     seed, num_text = recipe.loop.seed, recipe.batch_size - num_samples
     parts = []
@@ -285,7 +278,6 @@ def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) ->
 
 
 def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config, Params]:
-    """Return the exported head in bfloat16: (config, parameters)."""
     config = load_eagle3_config(job.out / "head", target=target)
     return config, load_eagle3(
         job.out / "head", config, dtype=ml_dtypes.bfloat16, target_params=params

@@ -1,13 +1,11 @@
-r"""The small heads for the bundled target: EAGLE-1, three layers for multi-token prediction, and a
-small language model.
+r"""Small heads for the bundled target: EAGLE-1, three MTP layers, and a small language model.
 
     python -m recipes.bundled_pair.pair --data DATA --out OUT --stage samples
     python -m recipes.bundled_pair.pair_heads --data DATA --out OUT --head eagle1 \
         --budget-seconds 100
 
 DATA and OUT are the pair's: DATA with corpus and tokenizer, OUT with `target/` and the target's
-samples. Like the pair's head, these train on the training part of the corpus and on the target's
-continuations of it; the held-out modules are the pair's.
+samples.
 
     OUT/draft_eagle1/, OUT/draft_mtp/, OUT/draft_lm/    the weights, ready to serve
     OUT/report_eagle1.json, ...                         held-out loss by step, sizes, seconds
@@ -48,15 +46,12 @@ TARGET_DTYPE = jnp.bfloat16  # of the target's forward, as for the pair's head
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A head and its recipe."""
-
     head: DraftHead
     folder: str
     recipe: HeadRecipe
 
 
 def make(name: str, target: ModelSpec, *, loop: LoopConfig, tiny: bool) -> Made:
-    """Return a head by name; all three together take 5 MB in bfloat16."""
     recipe = HeadRecipe(
         loop=loop, batch_size=4 if tiny else 32, length=64 if tiny else 512, num_depths=4
     )
@@ -79,15 +74,13 @@ HEADS = ("eagle1", "mtp", "lm")
 def in_rows(table: np.ndarray, *, length: int) -> np.ndarray:
     """Cut rows into rows of `length`, dropping remainders: [R, T] -> [R * (T // length), length].
 
-    Rows that start in the middle of a text are valid: the teacher is the target's distribution over
-    the row itself, whatever context it was sampled in.
+    Rows may start in the middle of a text: the teacher is the target's distribution over the row.
     """
     pieces = table.shape[1] // length
     return table[:, : pieces * length].reshape(-1, length)
 
 
 def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
-    """Train, export and report one head."""
     _, train_stream, held_out_stream = load_streams(job.data)
     target, params = load_target(job)
     made = make(name, target, loop=loop, tiny=tiny)

@@ -17,8 +17,6 @@ from recipes.bundled_pair.target import TargetRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSizes:
-    """Sizes of the recipe; the defaults are the bundled pair's."""
-
     target: TargetRecipe
     head: HeadRecipe
     vocab_size: int = 4096
@@ -35,7 +33,6 @@ class PairSizes:
 
     @classmethod
     def bundled(cls) -> PairSizes:
-        """Return the sizes for one H200; a laptop runs the same recipe more slowly."""
         target = LoopConfig(
             num_steps=9000,
             peak_learning_rate=2e-3,

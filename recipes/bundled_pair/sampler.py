@@ -1,9 +1,7 @@
 """Batched sampling from a target with a dense KV cache: training data for a head.
 
-The rule is the engine's: the token at position p of a row with seed s is
-argmax_v(logits(v) + T * g(s, p, v)). So the acceptance of a head, which drafts with the same noise,
-can be measured on these rows without an engine. One program samples all rows in lockstep, without
-requests, stop conditions or pages.
+The token at position p of a row with seed s is argmax_v(logits(v) + T * g(s, p, v)), as in the
+engine, so a head's acceptance can be measured on these rows. All rows run in lockstep.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def draw_prompts(
 ) -> Prompts:
     """Return random crops as prompts, a quarter of them from the start of a document.
 
-    Temperatures are assigned round robin, so a value that is listed twice gets twice the rows.
+    Temperatures are assigned round robin; listing one twice gives it twice the rows.
     """
     random = np.random.default_rng((seed, 1))
     last = len(stream.ids) - length
@@ -74,7 +72,7 @@ def draw_prompts(
 def cached_attend(cache: Cache, position: jax.Array) -> Callable[[int], Attend]:
     """Return attend of layer i at `position`: writes K and V there, attends to 0..position.
 
-    heads are [B, H + 2G, D]: one token per row, all at the same position.
+    Heads are [B, H + 2G, D]: one token per row, all at the same position.
     """
 
     def of_layer(index: int) -> Attend:
@@ -124,8 +122,7 @@ def make_sampler(
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Return jitted (params, token_ids[B, T], prompt_lens, temperatures, seeds) -> i32[B, T].
 
-    The prompt is fed token by token like the rest: one program, no prefill. params as served:
-    lm_head present, in `dtype`.
+    The prompt is fed token by token: one program, no prefill. params: as served, with lm_head.
     """
     vocabulary = jnp.arange(config.vocab_size)
 

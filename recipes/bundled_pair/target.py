@@ -2,9 +2,7 @@
 
     python -m recipes.bundled_pair.target --corpus DIR --out DIR [--budget-seconds 300]
 
---corpus needs the output of the stages `corpus` and `tokenizer` of recipes.bundled_pair.pair:
-corpus.jsonl.xz, manifest.json, tokenizer.json. jspec serves the export, and transformers'
-LlamaForCausalLM and AutoTokenizer load it.
+--corpus has the output of the stages `corpus` and `tokenizer` of recipes.bundled_pair.pair.
 """
 
 from __future__ import annotations
@@ -107,7 +105,6 @@ def next_token_loss(config: ModelSpec, recipe: TargetRecipe, *, train: bool) -> 
 
 
 def held_out_evaluation(loss: Loss, held_out: np.ndarray, *, batch_size: int) -> Evaluate:
-    """Return mean loss and metrics over the rows of `held_out` [R, T], batch by batch."""
     jitted = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch, jax.random.key(0)))
     return lambda params: mean_metrics(
         lambda batch: jitted(params, None, batch), held_out, batch_size=batch_size
@@ -122,7 +119,7 @@ def train_target(
     held_out_stream: TokenStream,
     checkpoint_dir: Path | None = None,
 ) -> Result:
-    """Trains from random weights and keeps the EMA that is best on held-out text."""
+    """Train from random weights and return the EMA that is best on held-out text."""
     count = min(recipe.num_eval_rows, len(held_out_stream.ids) // recipe.length or 1)
     held_out = fixed_crops(held_out_stream, count=count, length=recipe.length)
     return train(
@@ -145,7 +142,7 @@ def train_target(
 
 
 def export_target(folder: Path, config: ModelSpec, params: Params, *, tokenizer: Tokenizer) -> None:
-    """In bfloat16: config.json, generation_config.json, model.safetensors, tokenizer files."""
+    """Write config.json, generation_config.json, model.safetensors (bfloat16), tokenizer files."""
     save_target(folder, config, jax.device_get(with_lm_head(params)), dtype=ml_dtypes.bfloat16)
     eos = list(config.eos_token_ids)
     generation = {
@@ -160,7 +157,6 @@ def export_target(folder: Path, config: ModelSpec, params: Params, *, tokenizer:
 
 
 def load_streams(folder: Path) -> tuple[Tokenizer, TokenStream, TokenStream]:
-    """Return (tokenizer, training stream, held-out stream) of a corpus folder."""
     tokenizer = load_tokenizer(folder)
     documents = corpora.read_corpus(folder)
     end = end_of_text_id(tokenizer)

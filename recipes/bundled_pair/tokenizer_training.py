@@ -1,9 +1,9 @@
 """Training of a byte-level BPE tokenizer for source code, written in Hugging Face's layout.
 
 Pre-tokens: a run of line breaks; a run of two or more spaces or of tabs (so a line's indentation is
-one token and a prompt may end right after it); a word with at most one character before it ("
-word", ".word", "_word"); up to three digits; a run of punctuation. There is no normaliser, so
-decoding an encoding restores the text byte for byte. Independent of models.
+one token and a prompt may end right after it); a word with at most one character before it, as in
+".word" and "_word"; up to three digits; a run of punctuation. There is no normaliser, so decoding
+an encoding restores the text byte for byte.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / TOKENIZER_FILE))
     config = {
@@ -68,7 +67,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> No
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Return END_OF_TEXT's id. Raise ConfigError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(END_OF_TEXT)
     if token_id is None:
         raise ConfigError(f"the tokenizer has no {END_OF_TEXT}; expected one of this module's")
