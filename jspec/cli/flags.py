@@ -48,7 +48,7 @@ def add_flags(
     """Add `--config` and the flags of `groups`; the help lists only implemented ones.
 
     also: arguments of other groups, listed under Answers
-    unlisted: arguments that are parsed because the command refuses them
+    unlisted: arguments that are not in the help because the command refuses them
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     for title in groups:

@@ -69,8 +69,7 @@ def emitted_position(start: Index, row: Index) -> Index:
 def lagged_start(seq_len: Index, lag: Index) -> Index:
     """Return the first slot missing in a draft layer that lags by `lag`; also its RoPE position.
 
-    Its slot i has token i + lag + 1. L = 7, root t7: slot 6 has t7 without a lag, slot 4 with lag
-    2.
+    Its slot i has token i + lag + 1. L = 7, root t7: slot 6 has t7 with lag 0, slot 4 with lag 2.
     """
     return seq_len - lag
 

@@ -25,7 +25,8 @@ class IdsOnlyStream:
     def matched(self) -> str | None:
         return None
 
-    def watch(self) -> None: ...
+    def watch(self) -> None:
+        """Return None: there is no text to watch."""
 
 
 class TokenizedStream:

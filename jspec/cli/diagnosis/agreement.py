@@ -1,8 +1,8 @@
 """Teacher-forced agreement of a draft head with its target.
 
 At every token of texts that the target generated, the head's guesses up to S tokens ahead are
-compared with the target's choices, both from the rescorer's features. The head runs in its training
-form, which shares neither pages nor steps with serving.
+compared with the target's choices. The rescorer gives features and choices; the head runs in its
+training form, which shares neither pages nor steps with serving.
 """
 
 from __future__ import annotations

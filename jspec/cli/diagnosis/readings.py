@@ -1,6 +1,6 @@
 """Readings of a head: common faults of checkpoints and configs, each repaired on its own.
 
-The one that agrees with the target far more often than the served one shows the fault.
+The reading that agrees with the target far more often than the served one shows the fault.
 """
 
 from __future__ import annotations

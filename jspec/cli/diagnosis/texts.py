@@ -40,7 +40,7 @@ def make_texts(
     reverse: bool = False,
     logprobs: bool = False,
 ) -> list[Text]:
-    """Generate one text per request, in their order, with the TOP `logprobs` if requested."""
+    """Generate texts in the requests' order, at most `at_once` at a time, with TOP `logprobs`."""
     order = list(range(len(requests)))[:: -1 if reverse else 1]
     most = min(at_once or engine.limits.num_slots, engine.limits.max_queued_requests)
 

@@ -17,7 +17,8 @@ POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
-class UnreachableError(JspecError): ...
+class UnreachableError(JspecError):
+    """Raised for a server that does not answer like an inference server."""
 
 
 class Target(Protocol):

@@ -193,7 +193,8 @@ class XmlCallParser(CallMachine):
             self._rest = ""
         return [*found, *super().flush()]
 
-    def _call_ended(self, *, is_whole: bool) -> None: ...
+    def _call_ended(self, *, is_whole: bool) -> None:
+        """Unused: the arguments are not JSON, so there is no reader."""
 
 
 def is_text(schema: Any) -> bool:
