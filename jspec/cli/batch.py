@@ -31,10 +31,10 @@ def run_batch_command(argv: Sequence[str]) -> int:
         prog="jspec batch",
         allow_abbrev=False,
         description="Answers OpenAI's batch lines (custom_id, method, url, body) from one file "
-        "into another, in order. The same command goes on after an interruption.",
+        "into another, in order. The same command continues after an interruption.",
         epilog="A line without a seed gets one from --random-seed (0) and its number. Exit status: "
-        "0 if at least one line was answered (each says for itself), 1 if none was or the run "
-        "failed, 2 for what was asked wrongly, 130 after Ctrl-C.",
+        "0 if at least one line was answered (others have their error), 1 if none was or the run "
+        "failed, 2 for invalid arguments, 130 after Ctrl-C.",
     )
     parser.add_argument("requests", metavar="IN.jsonl", help="One request per line")
     parser.add_argument("answers", metavar="OUT.jsonl", help="One answer per line")
@@ -51,7 +51,7 @@ def run_batch_command(argv: Sequence[str]) -> int:
         if answers.num_written < total:
             _answer(settings, requests, answers, total=total, created=_created(path))
     if total and not answers.num_well:
-        print(f"jspec: failed: {path}: no line was answered; each says why", file=sys.stderr)
+        print(f"jspec: failed: {path}: no line was answered; each has its error", file=sys.stderr)
         return 1
     return 0
 
@@ -64,8 +64,7 @@ def _there(answers: AnswerFile, total: int) -> str:
     errors = "an error" if answers.num_errors == 1 else "errors"
     return (
         f"{said}, {answers.num_errors} of them {errors}, the first in line {answers.first_error}; "
-        "they are kept: cut the file before that line, and the same command asks again from there "
-        "on"
+        "they are kept: to run them again, cut the file before that line and repeat the command"
     )
 
 

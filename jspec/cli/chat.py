@@ -132,10 +132,10 @@ class Chat:
         try:
             asyncio.run(self._answer([*self.messages, *said], texts))
         except RequestError as error:  # too long, or refused by the template
-            self._note(f"{error}; the message is left out (/reset forgets what was said)")
+            self._note(f"{error}; the message is left out (/reset forgets the conversation)")
             return
         except KeyboardInterrupt:
-            self._note("stopped; what was written stays in the conversation")
+            self._note("stopped; the text so far stays in the conversation")
         self.messages += [*said, {"role": "assistant", "content": "".join(texts)}]
 
     async def _answer(self, messages: list[dict[str, str]], texts: list[str]) -> None:

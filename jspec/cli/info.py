@@ -73,7 +73,7 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
     yield f"  parameters: {info.parameters:,} in {info.num_tensors} tensors"
     stored = ", ".join(f"{kind} {gib(size)}" for kind, size in info.stored_bytes.items())
     yield f"  stored: {stored or 'nothing'}"
-    tied = ", with lm_head beside the table that it is tied to" if info.tied_bytes else ""
+    tied = ", including a copy of the tied table for lm_head" if info.tied_bytes else ""
     yield f"  weights as {info.dtype} (--dtype): {gib(info.weight_bytes)}{tied}"
     if info.cache_bytes_per_token:
         yield f"  cache: {info.cache_bytes_per_token:,} bytes a token"

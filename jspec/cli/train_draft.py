@@ -250,7 +250,7 @@ class EngineServing:
 
     def sample(self, prompts: RowTable, lens: np.ndarray, *, seed: int) -> np.ndarray:
         rows, length = prompts.ids.shape
-        print(f"the target says {rows} rows of its own", flush=True)
+        print(f"sampling {rows} rows from the target", flush=True)
         params = [
             {
                 "temperature": SAMPLE_TEMPERATURES[row % len(SAMPLE_TEMPERATURES)],
@@ -308,7 +308,7 @@ def run_train_draft(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, OutputError):
         if (job.out / SETTINGS).is_file():
             again = "" if options.resume else " with --resume"
-            print(f"the same command{again} goes on from the last checkpoint", file=sys.stderr)
+            print(f"the same command{again} continues from the last checkpoint", file=sys.stderr)
         raise
     words = serve_settings(job.kind, num_steps=min(SERVED_STEPS, job.recipe.num_depths))
     flags = " ".join(

@@ -111,7 +111,7 @@ def check_reads_weights(command: str, engine: Mapping[str, Any]) -> None:
     if engine.get("engine_process"):
         raise ConfigError(
             f"--engine-process is set, but {command} reads weights in its own process; expected it "
-            "unset (what is computed is the same)"
+            "unset (the results are the same)"
         )
 
 
@@ -146,8 +146,8 @@ def text_of(report: VerifyReport) -> str:
         f"{report.engine} against plain decoding, {report.dtype}: {report.num_texts} texts",
         f"  {'':36}{'speculation':>12}{'plain':>12}",
         *(f"  {name:36}{left:>12}{right:>12}" for name, left, right in rows),
-        f"noise: log-probabilities of plain decoding lie up to {report.noise:.2g} from rescored "
-        f"ones; a margin above {report.tolerance:.2g} is a fault",
+        f"noise: log-probabilities of plain decoding differ by up to {report.noise:.2g} from "
+        f"rescored ones; a margin above {report.tolerance:.2g} is a fault",
         *(f"warning: {warning}" for warning in report.warnings),
     ]
     faults = (*ours.faults, *plain.faults)

@@ -19,7 +19,7 @@ OF_VLLM: Mapping[str, str] = {
     "--speculative-num-draft": "write --speculative-num-draft-tokens",
     "--draft-model": "write --speculative-draft-model-path",
     "--generation-config": "write --sampling-defaults",
-    "--override-generation-config": "requests say how they are sampled; --sampling-defaults openai "
+    "--override-generation-config": "requests give their sampling; --sampling-defaults openai "
     "leaves the model's own defaults out",
     "--max-model-length": "write --context-length",
     "--max-seq-len": "write --context-length",
@@ -31,7 +31,7 @@ OF_VLLM: Mapping[str, str] = {
     "--scheduling-policy": "write --enable-priority-scheduling for priorities",
     "--async-scheduling": "leave it out: steps are dispatched ahead (--overlap-depth)",
     "--no-async-scheduling": "write --disable-overlap-schedule",
-    "--compilation-config": "leave it out: every step is compiled; --compile-at-start says when",
+    "--compilation-config": "leave it out: every step is compiled; --compile-at-start sets when",
     "--guided-decoding-backend": "write --grammar-backend",
     "--structured-outputs-config": "write --grammar-backend, llguidance or none",
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser is enough",
@@ -49,7 +49,7 @@ OF_VLLM: Mapping[str, str] = {
     "--no-enable-prefix-caching": "write --disable-radix-cache",
     "--enable-chunked-prefill": "leave it out: prompts are read in chunks",
     "--no-enable-chunked-prefill": "write --chunked-prefill-size",
-    "--disable-log-requests": "leave it out: requests are not logged unless --log-requests says so",
+    "--disable-log-requests": "leave it out: requests are logged only with --log-requests",
     "--swap-space": "leave it out: pages are not swapped to the host",
     "--download-dir": "set HF_HOME: Hugging Face's own cache keeps what is fetched",
 }

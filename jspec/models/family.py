@@ -97,7 +97,7 @@ def read_attention(
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     if fields.get("head_dim") is None and default_head_dim is None and hidden_size % num_heads:
         raise CheckpointError(
-            f"{fields.path}: hidden_size is {hidden_size}; expected head_dim beside it, or a "
+            f"{fields.path}: hidden_size is {hidden_size}; expected head_dim as well, or a "
             f"multiple of num_attention_heads {num_heads}"
         )
     return AttentionSpec(

@@ -31,8 +31,8 @@ INTEGERS, FLOAT32 = Dense("int32"), Dense("float32")
 class Form(enum.Enum):
     """The layout of a stored tensor, relative to the params."""
 
-    OUT_IN = "a projection [.., out, in], held as [.., in, out]"
-    AS_HELD = "as it is held: a vector, a table, or [.., in, out]"
+    OUT_IN = "a projection [.., out, in], transposed in the params"
+    AS_HELD = "as in the params: a vector, a table, or [.., in, out]"
 
 
 class Init(enum.Enum):

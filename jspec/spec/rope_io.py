@@ -58,8 +58,8 @@ def _merged(fields: Fields) -> Fields:
     dropped = {name: value for name, value in ours.items() if merged.get(name) != value}
     if dropped:
         log.warning(
-            "%s: rope_parameters says %s, which is not read, as in transformers: rope_scaling "
-            "takes its place, and theta is %s",
+            "%s: rope_parameters has %s, which is ignored as in transformers: rope_scaling "
+            "replaces it, and theta is %s",
             fields.path,
             shown(dropped),
             merged["rope_theta"] or DEFAULT_THETA,
@@ -76,8 +76,8 @@ def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
         merged.setdefault(name, fields.get("max_position_embeddings"))
     elif merged.setdefault(name, beside) != beside:
         raise CheckpointError(
-            f"{fields.path}: {name} is {shown(merged[name])} for RoPE and {shown(beside)} beside "
-            "it; expected one value"
+            f"{fields.path}: {name} is {shown(merged[name])} for RoPE and {shown(beside)} "
+            "outside; expected one value"
         )
 
 

@@ -205,7 +205,7 @@ def run_samples(job: Job) -> None:
         ids = tables["held_out"][row]
         print(f"--- temperature {held_out.temperatures[row]:.1f}, prompt's last 48 tokens:")
         print(tokenizer.decode(ids[max(prompt_len - 48, 0) : prompt_len].tolist()))
-        print("--- and the target goes on:")
+        print("--- continued by the target:")
         print(tokenizer.decode(ids[prompt_len : prompt_len + 160].tolist()))
 
 

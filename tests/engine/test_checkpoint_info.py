@@ -71,7 +71,7 @@ def test_a_tied_head_is_counted_once_and_held_twice(
     assert info.parameters == own.parameters - of_head == sum(x.size for x in tensors.values())
     assert info.weight_bytes == own.weight_bytes
     assert main(["info", str(tied)]) == 0
-    assert "MiB, with lm_head beside the table that it is tied to" in capsys.readouterr().out
+    assert "MiB, including a copy of the tied table for lm_head" in capsys.readouterr().out
 
 
 def test_a_draft_is_read_beside_its_target(pair: TinyPair) -> None:

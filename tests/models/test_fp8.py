@@ -244,10 +244,10 @@ def scale(value: float, *shape: int) -> HostArray:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"x": some_codes(4, 4)}, "x has dtype F8_E4M3, and no scales; expected x_scale_inv or x_"),
+        ({"x": some_codes(4, 4)}, "x has dtype F8_E4M3 but no scales; expected x_scale_inv or x_"),
         (
             {"x": some_codes(4, 4), "x_scale": scale(1, 3)},
-            r"x_scale has shape \(3,\); expected \(1, 1\), a scale a block of 128 x 128, \(4, 1\)",
+            r"x_scale has shape \(3,\); expected \(1, 1\), one per block of 128 x 128, \(4, 1\)",
         ),
         ({"x": some_codes(4), "x_scale": scale(1, 1)}, r"x has .* shape \(4,\); expected a matrix"),
         ({"x": some_codes(4, 4), "x_scale": scale(np.nan, 1)}, "x_scale has a scale of nan; exp"),

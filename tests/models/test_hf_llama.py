@@ -206,7 +206,7 @@ def test_a_load_holds_one_model_and_a_few_tensors(tmp_path: Path) -> None:
         ),
         (
             {"lm_head.weight": np.zeros((40, 16), ml_dtypes.float8_e4m3fn)},
-            r"lm_head\.weight has dtype F8_E4M3, and no scales; expected lm_head",
+            r"lm_head\.weight has dtype F8_E4M3 but no scales; expected lm_head",
         ),
         (
             {"model.layers.0.self_attn.o_proj.bias": np.ones(16, np.float32)},

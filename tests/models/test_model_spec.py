@@ -238,7 +238,7 @@ def test_what_is_not_served_is_refused(
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is None"),
         ({"architectures": None}, "architectures is None; expected a list of names"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected an integer or a list"),
-        ({"hidden_size": 4100}, "hidden_size is 4100; expected head_dim beside it"),
+        ({"hidden_size": 4100}, "hidden_size is 4100; expected head_dim as well"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; .* 32"),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 16},

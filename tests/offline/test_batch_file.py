@@ -123,7 +123,7 @@ def test_a_finished_file_says_how_many_lines_are_errors(
     assert main(["batch", str(requests), str(path)]) == 0  # as the run that wrote it
     assert capsys.readouterr().err == (
         f"{path}: 4 of 4 lines are there, 2 of them errors, the first in line 2; they are kept: "
-        "cut the file before that line, and the same command asks again from there on\n"
+        "to run them again, cut the file before that line and repeat the command\n"
     )
     assert path.read_bytes() == before
     few = written(tmp_path / "few", request("a"))

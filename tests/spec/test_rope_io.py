@@ -101,7 +101,7 @@ def test_without_the_length_before_scaling_it_is_the_context(tmp_path: Path) -> 
         ),
         (
             {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8192},
-            "original_max_position_embeddings is 4096 for RoPE and 8192 beside it",
+            "original_max_position_embeddings is 4096 for RoPE and 8192 outside",
         ),
         (
             {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},

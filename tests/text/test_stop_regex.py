@@ -72,7 +72,7 @@ BAD = {
     "\\bword": "has \\b, which is not implemented",
     "a*": "matches the empty text",
     "[z-a]": "whose end is before",
-    "a{3,2}": "a rising range",
+    "a{3,2}": "an ascending range",
     "(a{90}){90}": "too large",
     "(" * 40 + "a" + ")" * 40: "32 deep",
     "\\x4": "expected hexadecimal digits",

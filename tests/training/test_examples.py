@@ -167,8 +167,8 @@ def test_files_without_examples_are_refused(tokenizer: Tokenizer, tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "template", "message"),
     [
-        ({"text": "a"}, TEMPLATE, "has text, of which the assistant says nothing"),
-        ({"messages": CHAT[:1]}, TEMPLATE, "the assistant says nothing; expected"),
+        ({"text": "a"}, TEMPLATE, "has text, without an assistant's message"),
+        ({"messages": CHAT[:1]}, TEMPLATE, "there is no assistant's message; expected"),
         ({"messages": CHAT}, None, "no chat template"),
         ({"messages": CHAT}, "{{ messages | length }}", "before number 2 with it"),
         ({"messages": CHAT}, "{{ raise_exception('no') }}", "refuses the messages: no"),
@@ -222,5 +222,5 @@ def test_one_example_in_twenty_is_held_out() -> None:
 
 def test_nothing_to_learn_is_an_error() -> None:
     short = Example(ids=np.asarray([1, 2]), is_learnt=np.ones(2, bool))
-    with pytest.raises(ConfigError, match="of 1 examples nothing is to be learnt"):
+    with pytest.raises(ConfigError, match="1 examples have no token to learn"):
         rows_of([short], length=8)

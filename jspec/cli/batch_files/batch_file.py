@@ -185,7 +185,7 @@ class AnswerFile:
                 self._cut()
             raise OutputError(
                 f"answer file {str(self._path)!r} cannot be written: {reason_of(error)}; its lines "
-                "are whole, and the same command goes on after them"
+                "are complete, and the same command continues after them"
             ) from error
         self._end += len(text)
         self.num_well += is_well(answer)

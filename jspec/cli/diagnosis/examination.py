@@ -62,7 +62,7 @@ class Examination:
         self._engine, self._served, self._say = engine, engine.served, say
         self._texts = [text for text in texts if text.ids]
         if not self._texts:
-            raise RequestError("every text is empty; expected prompts that the target goes on from")
+            raise RequestError("every text is empty; expected prompts that the target continues")
         self._spec = engine.limits.spec
         self._dtype = engine.config.dtype
         self._target: Decoder = self._served.models.target

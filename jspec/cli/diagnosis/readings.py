@@ -66,9 +66,9 @@ def target_readings(
 
         yield Reading(
             kind="embedding" if part == "embed" else "lm_head",
-            fault=f"the head brings {stored} of its own, and drafts better with the target's",
+            fault=f"the head has its own {stored}, and drafts better with the target's",
             repair=f"leave {stored} out of the head's file, so that the target's is used, or get "
-            "the head that was trained beside this target",
+            "the head that was trained for this target",
             head=head,
             layer_ids=layer_ids,
             params=with_targets,

@@ -264,6 +264,6 @@ def _warnings(noise: float, dtype: str) -> tuple[str, ...]:
     if noise <= PLAUSIBLE_NOISE.get(dtype, 2.0):
         return ()
     return (
-        f"plain decoding's log-probabilities lie up to {noise:.3g} from rescored ones, more than "
-        f"rounding in {dtype} does: faults of that size cannot be told from noise",
+        f"plain decoding's log-probabilities differ by up to {noise:.3g} from rescored ones, more "
+        f"than by rounding in {dtype}: faults of that size are indistinguishable from noise",
     )

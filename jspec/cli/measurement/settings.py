@@ -79,7 +79,7 @@ class BenchSettings:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}")
         if self.vocab_size is not None and self.backend.endswith("chat"):
-            raise ConfigError("vocab_size asks for token ids, which a chat cannot carry")
+            raise ConfigError("vocab_size requests token ids, which a chat cannot contain")
 
     def _check_integer(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

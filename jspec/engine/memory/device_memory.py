@@ -85,8 +85,8 @@ def unused_notice(devices: Sequence[MemoryDevice], environ: Mapping[str, str]) -
     card = memory.limit / JAX_SHARE
     return (
         f"jax may use {gib(memory.limit)} of each GPU, its default share of {JAX_SHARE:.0%}; about "
-        f"{gib(card * SERVER_SHARE - memory.limit)} more hold KV with {SHARE_VARIABLE}="
-        f"{SERVER_SHARE} in the environment before jax starts"
+        f"{gib(card * SERVER_SHARE - memory.limit)} more are available for KV with "
+        f"{SHARE_VARIABLE}={SERVER_SHARE} in the environment before jax starts"
     )
 
 

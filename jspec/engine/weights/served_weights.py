@@ -272,7 +272,7 @@ class ServedWeights:
         lines = [f"config.json: {line}" for line in other]
         lines += _fault(lambda: check_target(path, served, formats=formats))
         if lines:
-            raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))
+            raise CheckpointError("\n  ".join((f"{path}: not weights of the served model", *lines)))
 
     def _draft_source(self, path: Path) -> tuple[DraftSource, list[str]]:
         models = self._models

@@ -56,7 +56,7 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; expected a new or an empty directory")
     if source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ConfigError(f"{out} lies in {source}; expected a directory elsewhere")
+        raise ConfigError(f"{out} is inside {source}; expected a directory elsewhere")
     is_new = not out.exists()
     with open_tensors(source) as tensors:
         try:

@@ -107,8 +107,8 @@ def unscaled(tensors: Tensors) -> Tensors:
         scales = next((name + end for end in SCALES if name + end in tensors), None)
         if scales is None:
             raise CheckpointError(
-                f"{tensors.path}: {name} has dtype {FP8}, and no scales; expected "
-                f"{' or '.join(name + end for end in SCALES)} beside it"
+                f"{tensors.path}: {name} has dtype {FP8} but no scales; expected "
+                f"{' or '.join(name + end for end in SCALES)}"
             )
         scaled = _Scaled.of(tensors, name, scales, block)
         sources[name] = scaled, scaled.name
@@ -224,8 +224,8 @@ def _block_of(tensors: Tensors, name: str, scales: str, block: tuple[int, int]) 
     }
     if found not in forms:
         raise CheckpointError(
-            f"{tensors.path}: {scales} has shape {found}; expected {(*stack, *blocks)}, a scale a "
-            f"block of {block[0]} x {block[1]}, {(*stack, length, 1)}, one a row, or "
-            f"{tuple(stack) or (1,)}, one for all, beside {name} of shape {shape}"
+            f"{tensors.path}: {scales} has shape {found}; expected {(*stack, *blocks)}, one per "
+            f"block of {block[0]} x {block[1]}, {(*stack, length, 1)}, one per row, or "
+            f"{tuple(stack) or (1,)}, one for all, for {name} of shape {shape}"
         )
     return forms[found]

@@ -84,7 +84,7 @@ def changed_reads(
     fixed = [name for name in given if name in known and known[name][0].is_integer]
     if fixed:
         raise CheckpointError(
-            f"{where}: {fixed[0]} says which ids are drafted; expected it to stay as it is, or an "
+            f"{where}: {fixed[0]} determines which ids are drafted; expected it unchanged, or an "
             "update of the draft from disk"
         )
     shapes = {name: _shape(name, known[name][1]) for name in given if name in known}

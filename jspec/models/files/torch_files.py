@@ -174,7 +174,7 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in allowed:
             raise CheckpointError(
                 f"{self._path}: its pickle names {shown(f'{module}.{name}')}; expected tensors, "
-                "lists and dictionaries alone (nothing else in such a file is run)"
+                "lists and dictionaries alone (nothing else in such a file is executed)"
             )
         return allowed[module, name]
 

@@ -89,22 +89,22 @@ class Grammars:
             return self._compiler
         if self._tokenizer is None:
             raise RequestError(
-                f"a grammar is asked for ({name}) and the engine has no tokenizer "
-                f"(skip_tokenizer_init); expected one, since a grammar speaks of text"
+                f"a grammar is requested ({name}) and the engine has no tokenizer "
+                f"(skip_tokenizer_init); expected one, since a grammar constrains text"
             )
         if not self._eos_token_ids:
             raise RequestError(
-                f"a grammar is asked for ({name}) and the model names no end of sequence; expected "
+                f"a grammar is requested ({name}) and the model names no end of sequence; expected "
                 f"eos_token_id in its config, since nothing else can end the text of a grammar"
             )
         if self._backend == "none":
             raise RequestError(
-                f"a grammar is asked for ({name}) and grammar_backend is 'none'; expected an "
+                f"a grammar is requested ({name}) and grammar_backend is 'none'; expected an "
                 f"engine with llguidance"
             )
         if part := cuts_the_end(self._tokenizer.backend):
             raise RequestError(
-                f"a grammar is asked for ({name}) and the tokenizer's decoder has {part}, which "
+                f"a grammar is requested ({name}) and the tokenizer's decoder has {part}, which "
                 f"cuts the end of a text; expected a decoder that leaves it as it is"
             )
         if self._vocabulary is None:
@@ -113,7 +113,7 @@ class Grammars:
             self._compiler = LlguidanceGrammars(self._vocabulary)
         except ImportError:
             raise RequestError(
-                f"a grammar is asked for ({name}), which needs the package llguidance, and that is "
+                f"a grammar is requested ({name}), which needs the package llguidance, and that is "
                 f"not installed: pip install 'jspec[grammar]'"
             ) from None
         return self._compiler

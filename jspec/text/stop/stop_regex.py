@@ -215,7 +215,7 @@ class _Parser:
         fewest = int(low or 0)
         most = fewest if not comma else int(high) if high else None
         if most is not None and most < max(fewest, 1):
-            raise self.error(f"repeats {{{inside}}} times; expected a rising range, not of nothing")
+            raise self.error(f"repeats {{{inside}}} times; expected an ascending range, not 0")
         return fewest, most
 
     def _one(self, *, depth: int) -> Part:

@@ -298,7 +298,7 @@ def _bos_rule(
     if wanted is not None and not isinstance(wanted, bool):
         raise CheckpointError(f"add_bos_token in {path} is {wanted!r}; expected true or false")
     if wanted and bos_token_id is None:
-        raise CheckpointError(f"add_bos_token in {path} is true; expected a bos_token beside it")
+        raise CheckpointError(f"add_bos_token in {path} is true; expected a bos_token as well")
     template_adds = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
     if wanted is None or wanted == template_adds:
         return BosRule.AS_TEMPLATE

@@ -105,7 +105,7 @@ class Reader:
             return [self._checked(example) for example in chat]
         if self.loss_on is LossOn.ASSISTANT:
             raise ConfigError(
-                f"has {kinds[0]}, of which the assistant says nothing; expected messages or "
+                f"has {kinds[0]}, without an assistant's message; expected messages or "
                 "conversations, or a loss on all tokens"
             )
         ids = self._text_ids(value) if kinds[0] == "text" else _ids(value)
@@ -131,7 +131,7 @@ class Reader:
             whole = text if text.startswith(through) else through
             spans.setdefault(whole, []).append((first, len(through)))
         if not spans:
-            raise ConfigError("the assistant says nothing; expected a message of its own")
+            raise ConfigError("there is no assistant's message; expected at least one")
         return [self._marked(whole, spoken) for whole, spoken in spans.items()]
 
     def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
@@ -208,7 +208,7 @@ def _replies(
         if not through.startswith(before):
             raise ConfigError(
                 f"the chat template changes the messages before number {i + 1} with it, so "
-                "what the assistant says cannot be told apart; expected a loss on all tokens"
+                "the assistant's text cannot be located; expected a loss on all tokens"
             )
         yield through, len(before)
 
@@ -230,7 +230,7 @@ def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
         lens[row] = len(own)
     if not weights.sum():
         raise ConfigError(
-            f"of {len(examples)} examples nothing is to be learnt; expected some of at least "
+            f"{len(examples)} examples have no token to learn; expected some of at least "
             f"{SHORTEST} tokens"
         )
     return RowTable(ids=ids, lens=lens, weights=weights)
@@ -241,8 +241,8 @@ def held_out_from(examples: Sequence[Example]) -> tuple[list[Example], list[Exam
     lines = [list(own) for _, own in groupby(examples, key=lambda each: each.line or id(each))]
     if len(lines) < 2:
         raise ConfigError(
-            "the data has 1 example; expected at least 2, since one is held out, or a file with "
-            "held-out ones beside it"
+            "the data has 1 example; expected at least 2, since one is held out, or a file "
+            "with held-out ones as well"
         )
     last = min(EVERY, len(lines)) - 1
     train = [example for i, own in enumerate(lines) if i % EVERY != last for example in own]
