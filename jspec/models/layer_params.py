@@ -9,10 +9,10 @@ from jspec.models.params import (
     FLOAT32,
     Form,
     Init,
+    ParamPath,
     ParamSpec,
     ParamTable,
     Part,
-    Path,
     prefixed,
 )
 from jspec.spec.axes import Axes
@@ -33,7 +33,7 @@ def norm(path: str, name: str, size: int) -> ParamSpec:
 
 
 def product(
-    path: Path,
+    path: ParamPath,
     in_size: int,
     parts: Iterable[tuple[str, int, int]],
     *,
@@ -166,7 +166,7 @@ def _with_gate_in_queries(
 
 
 def dense_params(
-    spec: DenseSpec, *, size: int, path: Path = ("mlp",), stored: str = "mlp."
+    spec: DenseSpec, *, size: int, path: ParamPath = ("mlp",), stored: str = "mlp."
 ) -> ParamTable:
     """Declare a layer's `mlp`, under Hugging Face's names after `stored`."""
     inner = spec.inner

@@ -24,7 +24,7 @@ from jspec.errors import ConfigError
 from jspec.spec.axes import TENSOR, Axes, mesh_axis
 from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
-Path = tuple[str | int, ...]
+ParamPath = tuple[str | int, ...]
 INTEGERS, FLOAT32 = Dense("int32"), Dense("float32")
 
 
@@ -89,12 +89,12 @@ class Part:
 class ParamSpec:
     """One weight. Its first layout that a checkpoint has is read; the first of all is written."""
 
-    path: Path
+    path: ParamPath
     shape: Shape  # unsharded
     layouts: tuple[tuple[Part, ...], ...] = ()  # parts in order; empty: the weight's owner reads it
     axes: Axes = ()  # of each dimension; empty: all replicated
     init: Init = Init.FAN_IN
-    tied_to: Path | None = None  # without a stored tensor, the weight is this one, transposed
+    tied_to: ParamPath | None = None  # without a stored tensor, the weight is this one, transposed
     column_major: bool = False  # column-major where the backend reads weights along their inputs
     optional: bool = False  # zeros without a stored tensor
     op: Op | None = None  # the product that reads it
@@ -154,7 +154,7 @@ def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, i
             yield i, shard * part.num_blocks // shards * size, count * size
 
 
-def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTable:
+def prefixed(table: Iterable[ParamSpec], *, path: ParamPath, stored: str) -> ParamTable:
     return tuple(
         replace(
             spec,

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 
 from jspec.device.parallel import partition_spec
 from jspec.device.weights import abstract_weight
-from jspec.models.params import Init, ParamSpec, ParamTable, Path
+from jspec.models.params import Init, ParamPath, ParamSpec, ParamTable
 
 Tables = Mapping[str, ParamTable]
 
 
-def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+def nested(values: Iterable[tuple[ParamPath, Any]]) -> dict[str, Any]:
     """Return the params tree of (path, value) pairs: plain dicts, layers keyed by their number."""
     tree: dict[str, Any] = traverse_util.unflatten_dict(dict(values))
     return tree
@@ -59,7 +59,7 @@ def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool)
     return _by_path(known, params, other=NamedSharding(mesh, PartitionSpec()))
 
 
-def _by_path(known: Mapping[Path, Any], params: Any, *, other: Any) -> Any:
+def _by_path(known: Mapping[ParamPath, Any], params: Any, *, other: Any) -> Any:
     """Return the value of every array's weight; a packed weight has several arrays."""
 
     def value(keys: tuple[Any, ...], _: Any) -> Any:
@@ -69,7 +69,7 @@ def _by_path(known: Mapping[Path, Any], params: Any, *, other: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, params)
 
 
-def path_of(path: tuple[Any, ...]) -> Path:
+def path_of(path: tuple[Any, ...]) -> ParamPath:
     return tuple(getattr(k, "key", getattr(k, "name", getattr(k, "idx", ""))) for k in path)
 
 
@@ -82,7 +82,7 @@ def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> 
 
 def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
     """Return random unsharded dense weights by `Init`, a function of table and seed."""
-    values: dict[Path, Any] = {}
+    values: dict[ParamPath, Any] = {}
     for i, spec in enumerate(table):
         key = jax.random.fold_in(jax.random.key(seed), i)
         (array,) = spec.format_in(dtype).arrays(spec.shape).values()

@@ -52,8 +52,7 @@ from jspec.models.files.checkpoint import (
 from jspec.models.files.published import changed_reads, layouts_by_name, published_tensor
 from jspec.models.files.stored import ParamRead
 from jspec.models.files.tensor_files import HostArray
-from jspec.models.params import ParamSpec, ParamTable
-from jspec.models.params import Path as ParamPath
+from jspec.models.params import ParamPath, ParamSpec, ParamTable
 from jspec.models.placement import nested
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.source import DraftSource

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jspec.device.weights import Weight
 from jspec.engine import interrupts
 from jspec.models.files.stored import ParamRead
-from jspec.models.params import ParamSpec, Path
+from jspec.models.params import ParamPath, ParamSpec
 from jspec.models.placement import place_of
 
 NUM_WORKERS = 4
@@ -48,7 +48,7 @@ def stream(
     *,
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,
-) -> dict[Path, Any]:
+) -> dict[ParamPath, Any]:
     """Read and put all weights, at most `num_workers` at once.
 
     max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
@@ -79,7 +79,7 @@ def stream(
 
 class _Flow:
     def __init__(self, put: Put, max_bytes: int) -> None:
-        self.placed: dict[Path, Any] = {}
+        self.placed: dict[ParamPath, Any] = {}
         self.error: BaseException | None = None
         self._put = put
         self._max_bytes = max_bytes

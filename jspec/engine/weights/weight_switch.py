@@ -16,19 +16,19 @@ from flax import traverse_util
 
 from jspec.device.weights import Weight
 from jspec.errors import EngineClosedError
-from jspec.models.params import Path
+from jspec.models.params import ParamPath
 
 
 @dataclass(frozen=True, slots=True)
 class SameAs:
     """A draft's weight that is its target's, at `path`."""
 
-    path: Path
+    path: ParamPath
 
 
 Leaf = Weight | SameAs
-Flat = dict[Path, Weight]
-PutAt = Callable[[Path, Weight], Weight]  # from the host
+Flat = dict[ParamPath, Weight]
+PutAt = Callable[[ParamPath, Weight], Weight]  # from the host
 
 
 class SwitchError(Exception):
@@ -39,7 +39,7 @@ class SwitchError(Exception):
         self.cause, self.restored = cause, restored
 
 
-def switch_leaves(old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -> Flat:
+def switch_leaves(old: Mapping[ParamPath, Leaf], new: dict[ParamPath, Leaf], put: PutAt) -> Flat:
     """Put the new weights on the devices; empties `new` on the way to free host memory.
 
     old: the served arrays; those replaced by host arrays are deleted. Raises SwitchError with the
@@ -53,13 +53,15 @@ def switch_leaves(old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -
 
 
 class _Switch:
-    def __init__(self, old: Mapping[Path, Leaf], new: dict[Path, Leaf], put: PutAt) -> None:
+    def __init__(
+        self, old: Mapping[ParamPath, Leaf], new: dict[ParamPath, Leaf], put: PutAt
+    ) -> None:
         self._old, self._new, self._put = old, new, put
-        self._saved: dict[Path, Weight] = {}
+        self._saved: dict[ParamPath, Weight] = {}
         self._made: list[Weight] = []
 
     def run(self) -> Flat:
-        done: dict[Path, Leaf] = {}
+        done: dict[ParamPath, Leaf] = {}
         for path in tuple(self._new):
             leaf = self._new.pop(path)
             if isinstance(jax.tree.leaves(leaf)[0], jax.Array | SameAs):  # it needs no room
@@ -70,7 +72,7 @@ class _Switch:
             self._made.append(made)
         return _whole(done)
 
-    def _make_room(self, path: Path) -> None:
+    def _make_room(self, path: ParamPath) -> None:
         leaf = self._old.get(path)
         if leaf is not None and not isinstance(leaf, SameAs):
             self._saved[path] = jax.tree.map(np.array, leaf)
@@ -90,7 +92,7 @@ class _Switch:
         return _whole({**self._old, **back})
 
 
-def _whole(leaves: Mapping[Path, Leaf]) -> Flat:
+def _whole(leaves: Mapping[ParamPath, Leaf]) -> Flat:
     targets = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, SameAs)}
     return {
         path: targets[leaf.path] if isinstance(leaf, SameAs) else leaf
@@ -98,9 +100,9 @@ def _whole(leaves: Mapping[Path, Leaf]) -> Flat:
     }
 
 
-def flat_leaves(params: Any, *, shares: Collection[str] = ()) -> dict[Path, Any]:
+def flat_leaves(params: Any, *, shares: Collection[str] = ()) -> dict[ParamPath, Any]:
     """Return every weight by (model, *path). shares: the draft's params that are its target's."""
-    flat: dict[Path, Any] = traverse_util.flatten_dict(params, keep_empty_nodes=False)
+    flat: dict[ParamPath, Any] = traverse_util.flatten_dict(params, keep_empty_nodes=False)
     return {
         path: SameAs(("target", *path[1:])) if path[0] == "draft" and path[1] in shares else leaf
         for path, leaf in flat.items()

@@ -14,8 +14,7 @@ from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
 from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
 from jspec.models.files.tensor_files import HostArray, Shape, lazy_tensors
-from jspec.models.params import ParamSpec, ParamTable, Part, shard_columns
-from jspec.models.params import Path as ParamPath
+from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
 
 Held = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]

@@ -16,7 +16,7 @@ from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, Path, shard_columns
+from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import Dense, Op, Shape, WeightFormat, num_bytes
 
 
@@ -87,7 +87,7 @@ class ParamRead:
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
 
 
-Place = Callable[[Sequence[ParamRead]], Mapping[Path, Any]]  # reads weights, puts them somewhere
+Place = Callable[[Sequence[ParamRead]], Mapping[ParamPath, Any]]  # reads the weights somewhere
 
 
 def param_reads(
@@ -111,8 +111,8 @@ def param_reads(
     ]
 
 
-def on_host(reads: Sequence[ParamRead]) -> dict[Path, Weight]:
-    values: dict[Path, Weight] = {}
+def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
+    values: dict[ParamPath, Weight] = {}
     for each in reads:
         values[each.spec.path] = value = each.read()
         if each.tied is not None:
@@ -310,7 +310,7 @@ def in_stored(part: Part) -> tuple[Any, ...]:
     return (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
 
 
-def value_at(params: Mapping[str, Any], path: Path) -> Any:
+def value_at(params: Mapping[str, Any], path: ParamPath) -> Any:
     value: Any = params
     for key in path:
         value = value[key]

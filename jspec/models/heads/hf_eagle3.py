@@ -40,8 +40,7 @@ from jspec.models.heads.head_files import (
     shared_head,
     stored_embed,
 )
-from jspec.models.params import ParamTable
-from jspec.models.params import Path as ParamPath
+from jspec.models.params import ParamPath, ParamTable
 from jspec.models.placement import nested
 from jspec.spec.model_spec import Eagle3Config
 

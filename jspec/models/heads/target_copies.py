@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.files.tensor_files import WEIGHT_DTYPES, Tensors
-from jspec.models.params import Path as ParamPath
+from jspec.models.params import ParamPath
 
 EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
 NUM_ROWS = 64
