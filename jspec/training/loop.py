@@ -22,10 +22,10 @@ import optax
 
 from jspec.errors import TrainingError
 from jspec.files.output_files import write_text, writing
+from jspec.models.decoder import Params
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, show, speed
-from jspec.training.train_state import Params as Params
 from jspec.training.train_state import Progress, Resumed
 from jspec.training.train_state import TrainState as TrainState
 

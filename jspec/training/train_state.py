@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from jspec.device.pytree import pytree
-
-Params = dict[str, Any]
+from jspec.models.decoder import Params
 
 
 @pytree

@@ -31,6 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jspec.errors import ConfigError
+from jspec.models.decoder import Params
 from jspec.models.files import checkpoint
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3_config import load_eagle3_config
@@ -41,7 +42,7 @@ from jspec.training.data.token_stream import BatchAt, TokenStream, crops, fixed_
 from jspec.training.draft_loss import features_on_the_fly, make_frozen
 from jspec.training.draft_recipe import HeadRecipe, all_count, draft_vocabulary, train_head
 from jspec.training.heads.head_eagle3 import TrainedEagle3, eagle3_head
-from jspec.training.loop import Params, write_report
+from jspec.training.loop import write_report
 from recipes.bundled_pair.acceptance import measure_acceptance
 from recipes.bundled_pair.pair_sizes import PairSizes
 from recipes.bundled_pair.sampler import Prompts, draw_prompts, sample_rows

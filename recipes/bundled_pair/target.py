@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
+from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.training.data import corpus as corpora
@@ -38,7 +39,6 @@ from jspec.training.loop import (
     Evaluate,
     LoopConfig,
     Loss,
-    Params,
     Result,
     mean_metrics,
     train,

@@ -19,11 +19,11 @@ import numpy as np
 from jspec.cli.diagnosis.texts import Text
 from jspec.device import noise
 from jspec.engine.rescorer import Rescored, Rescorer
+from jspec.models.decoder import Params
 from jspec.training.heads.draft_head import DraftHead, TargetFeatures
 
 ROWS_AT_ONCE = 4
 MULTIPLE = 64  # texts are padded to a multiple of this
-Params = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

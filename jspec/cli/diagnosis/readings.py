@@ -12,11 +12,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jspec.models.decoder import Params
 from jspec.spec.model_spec import Eagle3Config, ModelSpec
 from jspec.training.heads.draft_head import DraftHead
 from jspec.training.heads.head_eagle3 import TrainedEagle3
 
-Params = dict[str, Any]
 THETAS = (10000.0, 500000.0, 1000000.0)
 NORMS = {
     "input_norm": "input_layernorm",

@@ -166,13 +166,13 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     except JspecError as error:
         return _with_problem(info, error)
     table = table_of(spec)
-    held = sum(math.prod(param.shape) for param in table)
+    total = sum(math.prod(param.shape) for param in table)
     tied = sum(math.prod(param.shape) for param in table if param.tied_to is not None)
     info = replace(
         info,
         shapes=_shapes(spec),
-        parameters=held - tied,
-        weight_bytes=held * _itemsize(info.dtype),
+        parameters=total - tied,
+        weight_bytes=total * _itemsize(info.dtype),
         tied_bytes=tied * _itemsize(info.dtype),
         cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
     )

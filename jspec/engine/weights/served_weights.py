@@ -42,7 +42,7 @@ from jspec.errors import (
     shown,
 )
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
-from jspec.models.files.array_tensors import LazyTensor, held
+from jspec.models.files.array_tensors import LazyTensor, in_memory
 from jspec.models.files.checkpoint import (
     check_directory,
     check_target,
@@ -138,11 +138,11 @@ class ServedWeights:
             stored = self._source.canonical(name) if each is DRAFT else name
             found = layouts_by_name(self._published(each)).get(stored)
             if found is not None:
-                return published_tensor(*found, stored, self._held(each), shards=self._shards)
+                return published_tensor(*found, stored, self._served(each), shards=self._shards)
         whose = "target or draft" if model is None else f"the {model.value}"
         raise RequestError(f"name is {shown(name)}; expected a tensor of {whose}")
 
-    def _held(self, model: Model) -> Callable[[ParamPath], Any]:
+    def _served(self, model: Model) -> Callable[[ParamPath], Any]:
         leaves = flat_leaves(self._runner.params)
         return lambda path: leaves[(model.value, *path)]
 
@@ -314,7 +314,7 @@ class ServedWeights:
                     f"{GIVEN} ({model.value})",
                     given,
                     self._published(model),
-                    self._held(model),
+                    self._served(model),
                     dtype=self._dtype,
                     shards=self._shards,
                 )
@@ -346,7 +346,7 @@ class ServedWeights:
             given = whose.setdefault(model, {})
             if named in given:
                 raise CheckpointError(f"{GIVEN}: {name} is a second {named}")
-            given[named] = held(as_host(name, array))
+            given[named] = in_memory(as_host(name, array))
         if update.model is None and both and DRAFT in whose:
             raise CheckpointError(
                 f"{GIVEN}: {both[0]} is a tensor of the target and of the draft, and "

@@ -83,18 +83,18 @@ class _Flow:
         self.error: BaseException | None = None
         self._put = put
         self._max_bytes = max_bytes
-        self._held = 0
+        self._bytes = 0
         self._num_open = 0
         self._is_stopped = False
         self._changed = threading.Condition()
 
     def admit(self, each: ParamRead) -> bool:
         """Wait until `each` fits within the bound; False if something failed first."""
-        self._wait(lambda: self._held == 0 or self._held + each.host_bytes <= self._max_bytes)
+        self._wait(lambda: self._bytes == 0 or self._bytes + each.host_bytes <= self._max_bytes)
         with self._changed:
             if self._is_stopped:
                 return False
-            self._held += each.host_bytes
+            self._bytes += each.host_bytes
             self._num_open += 1
             return True
 
@@ -118,7 +118,7 @@ class _Flow:
             self.stop()
         finally:
             with self._changed:
-                self._held -= each.host_bytes
+                self._bytes -= each.host_bytes
                 self._num_open -= 1
                 self._changed.notify_all()
 

@@ -58,7 +58,7 @@ NAMES = MtpNames(
     zero_centred=True,
     is_after_own=True,
 )
-NO_MIXTURE = "-1"  # SGLang and vLLM parse moe_layers_enum as numbers even if it is empty
+NO_MOE = "-1"  # SGLang and vLLM parse moe_layers_enum as numbers even if it is empty
 EXPERT_LIMIT = 7.0  # the limit of Gate.SILU_WITHIN_7
 # Published values of keys whose other values would change the computation.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -281,7 +281,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "moe_layers_enum": ",".join(
             str(i) for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoESpec)
         )
-        or NO_MIXTURE,
+        or NO_MOE,
         "swiglu_limits": [_limits(layer.ffn)[0] for layer in spec.layers],
         "swiglu_limits_shared": [_limits(layer.ffn)[1] for layer in spec.layers],
         "intermediate_size": dense.inner if dense else spec.hidden_size,

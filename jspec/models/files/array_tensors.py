@@ -15,9 +15,9 @@ import numpy.typing as npt
 import safetensors
 
 from jspec.errors import CheckpointError
+from jspec.spec.weight_format import Shape
 
 HostArray = npt.NDArray[Any]
-Shape = tuple[int, ...]
 FP8 = "F8_E4M3"
 
 # safetensors' names of numpy dtypes.
@@ -99,7 +99,7 @@ class LazyFile:
         wanted[...] = data[offset : offset + wanted.size]
 
 
-def held(array: HostArray) -> LazyTensor:
+def in_memory(array: HostArray) -> LazyTensor:
     return LazyTensor(array.shape, dtype_name(array.dtype), lambda: array)
 
 

@@ -67,7 +67,7 @@ def convert(
             if to is Format.ORBAX:
                 from jspec.models.files.orbax_files import save_orbax
 
-                save_orbax(out / ORBAX, _held(tensors, tuple(tensors.sources)))
+                save_orbax(out / ORBAX, _read(tensors, tuple(tensors.sources)))
             else:
                 _write_safetensors(out, tensors, groups)
         except BaseException:
@@ -79,7 +79,7 @@ def convert(
     return Converted(num_tensors=len(sizes), num_bytes=sum(sizes), num_files=len(groups))
 
 
-def _held(tensors: Tensors, names: tuple[str, ...]) -> dict[str, HostArray]:
+def _read(tensors: Tensors, names: tuple[str, ...]) -> dict[str, HostArray]:
     return {name: np.asarray(tensors.read(name), order="C") for name in names}
 
 
@@ -108,7 +108,7 @@ def _write_safetensors(out: Path, tensors: Tensors, groups: list[tuple[str, ...]
         file = SINGLE
         if len(groups) > 1:
             file = f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
-        write_tensors(out / file, _held(tensors, names))
+        write_tensors(out / file, _read(tensors, names))
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         total = sum(_num_bytes(tensors, name) for name in weight_map)

@@ -25,8 +25,9 @@ import numpy as np
 from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import Fields, exists, read_fields, shown
 from jspec.models.files.array_tensors import LazyHeader, LazyTensor
-from jspec.models.files.tensor_files import FP8, HostArray, Shape, TensorFile, Tensors
+from jspec.models.files.tensor_files import FP8, HostArray, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored
+from jspec.spec.weight_format import Shape
 
 SCALES = ("_scale_inv", "_scale")
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")

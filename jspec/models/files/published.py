@@ -13,25 +13,26 @@ import numpy.typing as npt
 from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
 from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
-from jspec.models.files.tensor_files import HostArray, Shape, lazy_tensors
+from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
+from jspec.spec.weight_format import Shape
 
-Held = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
+ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]
 
 
-def unsharded(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
-    """Return the unsharded weight. held: the weight over `shards` shards, repeats included."""
+def unsharded(spec: ParamSpec, served: HostArray, *, shards: int) -> HostArray:
+    """Return the unsharded weight. served: the weight over `shards` shards, repeats included."""
     shards = spec.column_shards(shards)
     if not spec.layouts or shards == 1:
-        return held
+        return served
     parts = spec.layouts[0]
     starts = np.cumsum([0, *(part.size for part in parts)])
-    out = np.empty(spec.shape, held.dtype)
+    out = np.empty(spec.shape, served.dtype)
     column = 0
     for i, first, count in shard_columns(parts, shards):
         start = starts[i] + first
-        out[..., start : start + count] = held[..., column : column + count]
+        out[..., start : start + count] = served[..., column : column + count]
         column += count
     return out
 
@@ -48,10 +49,10 @@ def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
 
 
 def published_tensor(
-    spec: ParamSpec, layout: Layout, name: str, held: Held, *, shards: int
+    spec: ParamSpec, layout: Layout, name: str, served: ServedArray, *, shards: int
 ) -> HostArray:
     """Return one tensor as a checkpoint would store it, in the served dtype."""
-    host = unsharded(spec, np.asarray(held(spec.path)), shards=shards)
+    host = unsharded(spec, np.asarray(served(spec.path)), shards=shards)
     if spec.is_integer:  # a vocabulary map, which is stored as offsets
         host = host.astype(np.int64) - np.arange(len(host))
     whole: HostArray | None = None
@@ -69,7 +70,7 @@ def changed_reads(
     where: str,
     given: Mapping[str, LazyTensor],
     table: ParamTable,
-    held: Held,
+    served: ServedArray,
     *,
     dtype: npt.DTypeLike,
     shards: int,
@@ -96,8 +97,8 @@ def changed_reads(
         for name in (name for part in layout for name in part.names if name not in given):
             all_tensors[name] = LazyTensor(
                 _shape(name, layout),
-                dtype_name(np.dtype(held(spec.path).dtype)),
-                partial(published_tensor, spec, layout, name, held, shards=shards),
+                dtype_name(np.dtype(served(spec.path).dtype)),
+                partial(published_tensor, spec, layout, name, served, shards=shards),
             )
     return param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
 

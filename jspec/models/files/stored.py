@@ -190,24 +190,24 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
     for i, part in enumerate(layout):
         if _is_by_rows(part):
             for index, name in enumerate(part.names):
-                held = out[index] if part.stack else out
-                _place_by_rows(held, tensors, name, part, pieces[i])
+                dest = out[index] if part.stack else out
+                _place_by_rows(dest, tensors, name, part, pieces[i])
             continue
-        for held, stored in _stored_rows(tensors, part, out):
+        for dest, stored in _stored_rows(tensors, part, out):
             for rows, columns in pieces[i]:
-                _place(held[..., columns], stored, slice(rows.start, rows.stop), part.form)
+                _place(dest[..., columns], stored, slice(rows.start, rows.stop), part.form)
     return out
 
 
 def _place_by_rows(
-    held: HostArray,
+    dest: HostArray,
     tensors: Tensors,
     name: str,
     part: Part,
     pieces: Sequence[tuple[range, slice]],
 ) -> None:
     """Read a projection [out, in], or a stack of them, without a second copy."""
-    stack = held if held.ndim > 2 else held[None]
+    stack = dest if dest.ndim > 2 else dest[None]
     for index, one in enumerate(stack):
         start = index * part.shape[-2] + part.first
         for rows, columns in pieces:

@@ -22,8 +22,8 @@ from jspec.files.output_files import write_text, writing
 from jspec.models.files.array_tensors import FP8 as FP8
 from jspec.models.files.array_tensors import HostArray as HostArray
 from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
-from jspec.models.files.array_tensors import Shape as Shape
 from jspec.models.files.torch_files import open_torch_file
+from jspec.spec.weight_format import Shape as Shape
 
 # By safetensors' names; files are little-endian.
 WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -44,7 +44,7 @@ NAMES = (*(name for names in FILES for name in names), ORBAX)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
 BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
 _SYSTEM_ERROR = re.compile(r"I/O error: (.+) \(os error \d+\)")
-_TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
+_TRANSPOSED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
 
 
 class TensorFile(Protocol):
@@ -374,6 +374,6 @@ def write_tensors(path: Path, tensors: Mapping[str, HostArray]) -> None:
 def transpose_into(out: HostArray, source: HostArray) -> None:
     """Set out[...] = source.T, cast. 16-bit floats move as integers, several times faster."""
     moved = out.view(np.uint16) if out.dtype.itemsize == 2 else out
-    for start in range(0, source.shape[0], _TURNED):
-        rows = source[start : start + _TURNED].astype(out.dtype, copy=False)
-        moved[:, start : start + _TURNED] = rows.view(moved.dtype).T
+    for start in range(0, source.shape[0], _TRANSPOSED):
+        rows = source[start : start + _TRANSPOSED].astype(out.dtype, copy=False)
+        moved[:, start : start + _TRANSPOSED] = rows.view(moved.dtype).T
