@@ -28,10 +28,10 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.block_plan import NUM_SMS
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu import attend_rows
-from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS
+from jspec.pallas_kernels.attention.tuning import Tuning
 
 READ_CEILING = 4.49e12  # bytes per second, measured on one H200
 HEADS, GROUPS, WIDTH = 32, 8, 128

@@ -35,11 +35,11 @@ from benchmarks.gpu_timing import (
     watched,
 )
 from jspec.device.weights import Weight, dense, weight_of
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
+from jspec.pallas_kernels.experts.api import ExpertBlocks
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
-from jspec.pallas_kernels.experts.reference import gated, run_experts
+from jspec.pallas_kernels.experts.reference import blocks_of, gated, run_experts
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.spec.model_spec import Gate
 from jspec.spec.weight_format import MXFP4, ArraySpec
 

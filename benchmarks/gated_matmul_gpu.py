@@ -27,17 +27,17 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, sustained_seconds, watched
-from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.gated_mlp.few_gpu import ONE, SEVERAL, few_gated_product
-from jspec.pallas_kernels.gated_mlp.gpu import (
-    DEFAULT,
-    FEW,
-    MOST_FEW,
-    NARROW,
-    gated_product,
-    reference,
+from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, MOST_FEW, NARROW, gated_product
+from jspec.pallas_kernels.gated_mlp.gpu_few import ONE, SEVERAL, few_gated_product
+from jspec.pallas_kernels.gated_mlp.reference import gated_product as reference
+from jspec.pallas_kernels.gated_mlp.tuning import (
+    FEWEST_LANES,
+    FewTuning,
+    GatedTuning,
+    Layout,
+    Shared,
 )
-from jspec.pallas_kernels.gated_mlp.plan import FEWEST_LANES, FewTuning, GatedTuning, Layout, Shared
 
 GATE_UP = "gate_up"
 SHAPES = {GATE_UP: (4096, 28672)}

@@ -30,12 +30,12 @@ from benchmarks.experts_gpu import MODELS, Model, parameters
 from benchmarks.gpu_timing import READ_TB_S, seconds_per_call
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe
-from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts import few_gpu
-from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.mixed_gpu import mixed_norm
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_few
-from jspec.pallas_kernels.experts.routing_gpu import SLICE, choose, norm_and_score
+from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.experts import gpu_few
+from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.experts.gpu_mixed_norm import mixed_norm
+from jspec.pallas_kernels.experts.gpu_router import SLICE, choose, norm_and_score
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_few
 from jspec.spec.model_spec import MoESpec, Routing
 
 LAYERS, EPS = 24, 1e-6
@@ -94,7 +94,7 @@ def layers(
     def one(x: jax.Array, params: Any) -> jax.Array:
         scale = params["scale"]
         if tuning is not None:
-            total, mixed = few_gpu.moe_of_sum(
+            total, mixed = gpu_few.moe_of_sum(
                 x, x, scale, params, eps=EPS, spec=spec, tuning=tuning, interpret=interpret
             )
             return ops.mixed_norm(total, mixed, scale, eps=EPS)[1]
@@ -149,10 +149,10 @@ def kernels(name: str, tokens: int, tuning: ExpertsTuning) -> dict[str, Callable
             rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing}
             return choose(shares, bias, dtype=x.dtype, interpret=interpret, **rule)
         if kernel == "gate_up":
-            return few_gpu.gate_up(x, ids, experts, gate=spec.gate, **how)
+            return gpu_few.gate_up(x, ids, experts, gate=spec.gate, **how)
         if kernel == "down":
             inner = rows(ids, model.inner)
-            return few_gpu.down(inner, ids, experts["down"], size=model.size, **how)
+            return gpu_few.down(inner, ids, experts["down"], size=model.size, **how)
         weights = jnp.ones(ids.shape, jnp.float32)
         mixed = Mixed(rows=rows(ids, model.size), weights=weights, ids=ids)
         return mixed_norm(x, mixed, params["scale"], eps=EPS, interpret=interpret)

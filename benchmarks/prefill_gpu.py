@@ -28,9 +28,10 @@ import numpy as np
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, seconds_per_call, watched
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
-from jspec.pallas_kernels.prefill.plan import plan_prefill
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.prefill.gpu import attend_packed
+from jspec.pallas_kernels.prefill.gpu_plan import plan_prefill
+from jspec.pallas_kernels.prefill.tuning import Tuning
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
 SCALE = WIDTH**-0.5

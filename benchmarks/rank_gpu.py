@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import num_copies, seconds_per_call
-from jspec.pallas_kernels.sample.gpu import SampleTuning
-from jspec.pallas_kernels.sample.rank import reference
-from jspec.pallas_kernels.sample.rank_gpu import rank_one
+from jspec.pallas_kernels.sample.gpu_rank import rank_one
+from jspec.pallas_kernels.sample.reference import rank_one as reference
+from jspec.pallas_kernels.sample.tuning import SampleTuning
 from jspec.speculative.tree import LOWEST
 
 WAYS: dict[str, Callable[..., Any]] = {

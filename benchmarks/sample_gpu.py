@@ -29,7 +29,9 @@ from benchmarks.gpu_timing import (
     seconds_per_call,
     watched,
 )
-from jspec.pallas_kernels.sample.gpu import SampleTuning, reference, sample
+from jspec.pallas_kernels.sample.gpu import sample
+from jspec.pallas_kernels.sample.reference import sample as sample_reference
+from jspec.pallas_kernels.sample.tuning import SampleTuning
 
 VOCABULARY = 128_256
 ROWS = (1, 8, 64, 256, 1024)
@@ -67,7 +69,7 @@ class Case:
     def one(self, logits: jax.Array, *rows: jax.Array) -> Any:
         least = rows if self.filtered else rows[:-1]
         if self.tuning is None:
-            return reference(logits, *least)
+            return sample_reference(logits, *least)
         return sample(logits, *least, tuning=self.tuning)
 
     def row_arrays(self) -> tuple[jax.Array, ...]:

@@ -21,11 +21,11 @@ from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.rope import angles_of
 from jspec.models.decoder import LayerSettings, run_layer, trunk
-from jspec.pallas_kernels.attention.contract import AttentionCall
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.spec import indexing
 from jspec.spec.model_spec import AttentionSpec

@@ -55,7 +55,7 @@ LONG = (
     "sampling/test_accept.py",
     "speculative/test_prefix_cache.py",
     "models/test_families.py",
-    "pallas_kernels/test_few_experts_gpu.py",
+    "pallas_kernels/test_experts_gpu_few.py",
     "test_cli_processes.py",
     "test_cli.py",
     "server/test_hostile.py",
@@ -71,14 +71,14 @@ LONG = (
     "speculative/test_identity.py",
     "speculative/test_family_identity.py",
     "pallas_kernels/test_sample_gpu.py",
-    "pallas_kernels/test_paged_attention.py",
+    "pallas_kernels/test_attention.py",
     "speculative/test_shapes.py",
     "models/test_hf_eagle3_forward.py",
-    "pallas_kernels/test_rotate_write_gpu.py",
+    "pallas_kernels/test_kv_write_gpu.py",
     "speculative/test_simulated_acceptance.py",
-    "pallas_kernels/test_paged_prefill_tpu.py",
+    "pallas_kernels/test_prefill_tpu.py",
     "server/test_control.py",
-    "pallas_kernels/test_packed_experts.py",
+    "pallas_kernels/test_experts_gpu_mxfp4.py",
 )
 
 

@@ -54,7 +54,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, read_formats
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.placement import abstract_params
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.model_spec import DenseSpec, MoESpec
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram

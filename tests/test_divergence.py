@@ -42,7 +42,7 @@ from jspec import Engine
 from jspec.layers.rope import angles_of
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3_config import load_eagle3_config
-from jspec.pallas_kernels.kv_write.rotation import rotate
+from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.spec.model_spec import ModelSpec
 
 SETTINGS = Settings(

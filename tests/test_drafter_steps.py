@@ -29,7 +29,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.heads.eagle1 import Eagle1Head
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.heads.mtp import MtpHead
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter

@@ -164,6 +164,16 @@ def test_a_folder_can_be_kept_in_mind() -> None:
     assert max(folders.values()) <= MAX_FILES, folders
 
 
+# The contract, its definition, XLA's way if that is another, and a file a kernel of each platform.
+OP_FILES = re.compile(r"(api|reference|xla|tuning|(gpu|tpu)(_[a-z0-9_]+)?)")
+
+
+@in_every_module
+def test_a_file_of_an_op_says_which_part_it_is(path: Path) -> None:
+    if path.parent.parent.name == "pallas_kernels" and path.stem != "__init__":
+        assert OP_FILES.fullmatch(path.stem), f"{dotted(path)}; expected {OP_FILES.pattern}"
+
+
 @in_every_module
 def test_a_statement_of_three_quotes_is_a_docstring(path: Path) -> None:
     """Where the program digest leaves it out (jspec/engine/programs/source_digest.py)."""

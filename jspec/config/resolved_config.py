@@ -20,7 +20,7 @@ class ResolvedConfig(EngineArgs):
         compilation_cache_dir: "" if programs are not kept, or cannot be
         speculative_algorithm: the flag's name
         drafts_as: the Algorithm in force, which may depend on the checkpoint
-        kernels: the bundle's name in `pallas_kernels.choose.OPS`
+        kernels: the bundle's name in `pallas_kernels.bundles.OPS`
         column_major: store weights column-major where the kernels can read them so
         decode_buckets, prefill_buckets: B and T of the programs, ascending
         prefill_rows: most rows of a prefill step

@@ -19,7 +19,7 @@ from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shape_sets import read_candidates, shapes_for
 from jspec.engine.programs.program_keys import FEW_PROGRAMS, step_programs
 from jspec.errors import ConfigError
-from jspec.pallas_kernels.choose import OPS, choose_ops
+from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.model_spec import ModelSpec

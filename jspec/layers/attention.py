@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of
-from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.spec.model_spec import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.layers.linear import Shard, linear
+from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.ops import Ops
 
 
@@ -30,11 +30,7 @@ def gated_mlp(
     at most limit and up to [-limit, limit].
     """
     if "bias" in params["gate_up"] or limit is not None:
-        gate, up = jnp.split(linear(params["gate_up"], x), 2, axis=-1)
-        inner = jax.nn.silu(gate)
-        if limit is not None:
-            inner, up = jnp.minimum(inner, limit), jnp.clip(up, -limit, limit)
-        inner = inner * up
+        inner = gated(*jnp.split(linear(params["gate_up"], x), 2, axis=-1), limit=limit)
     else:
         inner = ops.gated_product(x, params["gate_up"]["kernel"], of_prompts=of_prompts)
     return linear(params["down"], inner, reduce=shard)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
-from jspec.pallas_kernels.experts.mixed import biases_of
+from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import MoESpec, Routing
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jspec.device.pytree import pytree
 from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.ops import Ops
 
 

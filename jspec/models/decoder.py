@@ -24,9 +24,8 @@ from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.kv_write.rotation import Rotation
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
+from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jspec.pallas_kernels.gated_mlp.plan import SHARED_BYTES
+from jspec.pallas_kernels.gated_mlp.tuning import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
 SWIZZLE = 128  # bytes: a row of 64 bf16 in a swizzled tile, without bank conflicts
@@ -102,3 +102,21 @@ def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, f
     # tanh by exp2: the hardware tanh is off by 5e-4, and the cap multiplies that in an exponent.
     power = jnp.exp2(scores * (2 * scale / soft_cap * LOG2E))
     return 1.0 - 2.0 / (1.0 + power), soft_cap * LOG2E
+
+
+def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+    """Add a block of scores to an online softmax: return (its new maxima, the fade of what was
+    summed before, the block's weights, the new sums). Maxima are of log2-scaled scores.
+    """
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    fade = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+    return new_top, fade, weights, total * fade + jnp.sum(weights, axis=1)
+
+
+def zero_unwritten(values: Any, written: Any) -> None:
+    """Zero the V of a block's slots from `written` on: 0 times NaN is NaN."""
+    v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+    token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+    values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
+    plgpu.commit_smem()

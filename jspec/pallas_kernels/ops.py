@@ -15,16 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.device import noise
-from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.attention import reference, streaming
-from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.add_norm import reference as add_norm
+from jspec.pallas_kernels.attention import reference, xla
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
-from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.sample import rank
+from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.gated_mlp.reference import gated
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.sample import reference as sample
 from jspec.spec.model_spec import Gate, MoESpec
 
 
@@ -80,10 +81,10 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-        """Write k_new and v_new, then attend, as attention/contract.py specifies."""
+        """Write k_new and v_new, then attend, as attention/api.py specifies."""
         check_call(q, kv_pages, rows, call)
         kv_pages = _written(k_new, v_new, kv_pages, rows, call)
-        out = streaming.attend(
+        out = xla.attend(
             q, kv_pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
         )
         return out, kv_pages
@@ -114,16 +115,14 @@ class Ops:
         eps: float,
     ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
         """Return (x + delta, RMSNorm of that sum times scale)."""
-        total = x + delta
-        return total, rms_norm(total, scale, eps=eps)
+        return add_norm.add_norm(x, delta, scale, eps=eps)
 
     def gated_product(
         self, x: Float[Array, "*b E"], kernel: Float[Array, "E I2"], *, of_prompts: bool
     ) -> Float[Array, "*b I"]:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
-        gate, up = jnp.split(x @ kernel, 2, axis=-1)
-        return jax.nn.silu(gate) * up
+        return gated(*jnp.split(x @ kernel, 2, axis=-1))
 
     def experts(
         self,
@@ -226,7 +225,7 @@ class Ops:
 
         lowest: the value of NaN and lower scores; -lowest bounds scores above
         """
-        found = rank.reference(
+        found = sample.rank_one(
             logits.reshape(-1, logits.shape[-1]),
             temperature,
             seed,

@@ -13,15 +13,14 @@ from jspec.device.weights import dense
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
-from jspec.pallas_kernels.attention import gpu_layer as fused_attention_gpu
-from jspec.pallas_kernels.attention import gpu_shared, one_row_gpu, reference
-from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention import gpu_fused as fused_attention_gpu
+from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared, reference
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
-from jspec.pallas_kernels.experts import few_gpu, many_gpu, mixed_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
-from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import (
+from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm
+from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.experts.tuning import (
     MOST_RANKED,
     ExpertsTuning,
     choose_experts,
@@ -29,12 +28,12 @@ from jspec.pallas_kernels.experts.plan import (
     sizes_of,
 )
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
-from jspec.pallas_kernels.gated_mlp.few_gpu import choose_few_gated, few_gated_product
-from jspec.pallas_kernels.kv_write.rotation import Rotation
+from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
+from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
-from jspec.pallas_kernels.sample import rank_gpu
+from jspec.pallas_kernels.sample import gpu_rank
 from jspec.spec.model_spec import Gate, MoESpec
 
 # Decode steps with this many tokens disable Triton matrix products. Whole steps of Llama-3.1-8B on
@@ -124,9 +123,9 @@ class GpuOps(Ops):
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
         if is_whole and call.queries_per_row == 1:
             sizes = {"num_heads": rotation.num_heads}
-            pays = one_row_gpu.pays(kv_pages, rows, **sizes)
-            if pays and one_row_gpu.serves(heads, kv_pages, rows, **sizes):
-                return one_row_gpu.rotate_write_and_attend(
+            pays = gpu_one_row.pays(kv_pages, rows, **sizes)
+            if pays and gpu_one_row.serves(heads, kv_pages, rows, **sizes):
+                return gpu_one_row.rotate_write_and_attend(
                     heads, rotation, kv_pages, rows, **settings
                 )
         serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
@@ -195,17 +194,17 @@ class GpuOps(Ops):
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())
         if few is not None:
-            return few_gpu.moe_of_sum(x, delta, scale, params, tuning=few, **how)
+            return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, **how)
         experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
         if many is None:
             return None
         params = {**params, "experts": experts}
-        return many_gpu.moe_of_sum(x, delta, scale, params, tuning=many, **how)
+        return gpu_many.moe_of_sum(x, delta, scale, params, tuning=many, **how)
 
     def mixed_norm(
         self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        return mixed_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
+        return gpu_mixed_norm.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
 
     def commit(
         self,
@@ -251,7 +250,7 @@ class GpuOps(Ops):
         token_ids: jax.Array,
         lowest: float,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        found = rank_gpu.rank_one(
+        found = gpu_rank.rank_one(
             logits.reshape(-1, logits.shape[-1]),
             temperature,
             seed,

@@ -9,8 +9,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
-from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 from jspec.pallas_kernels.compaction import tpu as compaction_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.speculative.drafter import StepBatch
 from jspec.speculative.target import KVPool

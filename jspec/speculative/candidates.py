@@ -19,7 +19,7 @@ from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.sample.rank import finite
+from jspec.pallas_kernels.sample.reference import finite
 from jspec.sampling.choose import perturb
 from jspec.speculative.tree import LOWEST
 

@@ -26,7 +26,7 @@ from jspec.device.batch import DraftTree, Features, SharedPrefixes, Verified
 from jspec.device.pytree import pytree, static
 from jspec.device.state import SamplingBatch
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, QueryIndex, index_queries
+from jspec.pallas_kernels.attention.api import AttentionMetadata, QueryIndex, index_queries
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.target import KVPool, Params

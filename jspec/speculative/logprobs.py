@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device.batch import Verified
 from jspec.device.state import SamplingBatch
 from jspec.messages.request import MAX_TOP_LOGPROBS
-from jspec.pallas_kernels.attention.rows import QueryIndex
+from jspec.pallas_kernels.attention.api import QueryIndex
 from jspec.sampling.logprobs import Logprobs, logprobs_of
 from jspec.speculative.target import Params, Target
 

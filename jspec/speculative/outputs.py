@@ -14,7 +14,7 @@ from jspec.device.batch import PrefillBatch, Scored, Verified, pack_output
 from jspec.device.state import SamplingBatch
 from jspec.messages.layout import output_columns
 from jspec.messages.step_options import StepOption, StepOptions
-from jspec.pallas_kernels.attention.rows import index_queries
+from jspec.pallas_kernels.attention.api import index_queries
 from jspec.speculative.drafter import Emitted, following_ids
 from jspec.speculative.hidden import hidden_bits, rows_of
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs

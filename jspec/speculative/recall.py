@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from jspec.device.batch import Features, RecallBatch
 from jspec.device.state import EngineState, empty_seen, put_rows, take_rows
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.sampling.penalties import see_filled
 from jspec.speculative.drafter import Emitted
 from jspec.speculative.step import StepProgram

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch, Seen
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.logprobs import logprobs_of

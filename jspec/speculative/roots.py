@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jspec.device.batch import PrefillBatch
 from jspec.device.state import EngineState, SamplingBatch, Seen
 from jspec.messages.step_options import StepOption, StepOptions
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict

@@ -34,7 +34,7 @@ from jspec.device.state import EngineState, put_rows, take_rows
 from jspec.errors import ConfigError
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.penalties import count_emitted
 from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, StepBatch, emitted_by

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 

@@ -20,7 +20,7 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.device import noise
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import SamplingBatch, Seen
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose

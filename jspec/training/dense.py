@@ -22,7 +22,8 @@ from jspec.layers.norm import Residual, norm
 from jspec.models.decoder import LayerSettings, Params, feed_forward, run_layer, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 

@@ -21,7 +21,8 @@ from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm
 from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.training.data.token_stream import TokenStream

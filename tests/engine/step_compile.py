@@ -60,7 +60,7 @@ from jspec.models.heads.eagle1 import Eagle1Head
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.heads.mtp import MtpHead
 from jspec.models.placement import abstract_params, param_specs
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import Eagle3Config, ModelSpec, uniform_decoder

@@ -19,7 +19,7 @@ from jspec.engine.programs.program_keys import ProgramKey, program_keys
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.support.tiny_models import tiny_target_config

@@ -17,7 +17,7 @@ from jspec.config.limits import ServeLimits
 from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
 from jspec.engine.memory.pool_sizes import kv_bytes_per_token
 from jspec.errors import ConfigError
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.spec.model_spec import cache_groups
 from tests.support.limits import limits_for

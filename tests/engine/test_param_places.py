@@ -17,7 +17,7 @@ from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.loading import place
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from tests.engine.test_program_store import CONFIG, KEY, LIMITS, fresh_state, make_program
 

@@ -46,7 +46,7 @@ from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.placement import abstract_params
 from jspec.models.registry import family_named
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.serving.engine import Engine
 from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter

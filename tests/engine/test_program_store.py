@@ -31,7 +31,7 @@ from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram

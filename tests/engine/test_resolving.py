@@ -20,7 +20,7 @@ from jspec.engine.memory.pool_sizes import sharing_limits
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, ops_of, resolve
 from jspec.errors import ConfigError
 from jspec.pallas_kernels import hopper
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.server.serve import describe_config
 

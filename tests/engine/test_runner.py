@@ -21,7 +21,7 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.models.files.checkpoint import load_target
 from jspec.models.heads.hf_eagle3 import load_eagle3
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.loop import EngineLoop

@@ -15,7 +15,8 @@ from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
 from jspec.models.layer_params import attention_params
 from jspec.models.placement import init_params
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate, rotate_and_split
 from jspec.spec.model_spec import AttentionSpec, HeadGate
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)

@@ -15,7 +15,7 @@ import pytest
 
 from jspec.files.json_files import Fields
 from jspec.layers.rope import angles_of, inverse_frequencies
-from jspec.pallas_kernels.kv_write.rotation import rotate
+from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.spec.rope import RopeConfig, YarnConfig
 from jspec.spec.rope_io import read_rope
 from tests.support.golden_arrays import arrays_of

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.models.decoder import Decoder, Params
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 
 PAGE, CHUNK = 16, 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

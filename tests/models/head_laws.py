@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Params
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import cache_groups
 from jspec.speculative.drafters.eagle import FeatureHead

@@ -21,9 +21,10 @@ from jspec.layers.attention import Attend
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import FAMILIES
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.spec.model_spec import (
     AttentionSpec,
     ModelSpec,

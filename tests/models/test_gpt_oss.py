@@ -41,7 +41,7 @@ from jspec.models.files.tensor_files import open_tensors
 from jspec.models.params import with_formats
 from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
 from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import (

@@ -23,15 +23,15 @@ from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts import plan
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.experts import tuning
 from jspec.pallas_kernels.gated_mlp.gpu import (
     LEAST_TOKENS,
     LEAST_TOKENS_OF_PROMPTS,
     gated_product,
 )
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning
+from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import (
     Eagle3Config,
@@ -122,9 +122,9 @@ def test_a_mixture_gives_what_it_gives_over_xla(
     aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a mixture leaves unsummed meets the norm of a dense layer (but where it is captured
-    before), captured features and the last norm. few: tokens up to which few_gpu serves; many_gpu
+    before), captured features and the last norm. few: tokens up to which gpu_few serves; gpu_many
     the others, among them prompts."""
-    monkeypatch.setattr(plan, "MOST_TOKENS", few)
+    monkeypatch.setattr(tuning, "MOST_TOKENS", few)
     ffn = MoESpec(num_experts=6, top_k=2, inner=16 * few)  # a layer is traced once for its spec
     dense, moe = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
     config = dataclasses.replace(CONFIG, layers=(moe, dense, moe), family="qwen3_moe")

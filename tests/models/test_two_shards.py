@@ -22,7 +22,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.placement import param_specs
 from jspec.models.registry import FAMILIES
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
 from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import cache_groups

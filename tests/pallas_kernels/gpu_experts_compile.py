@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.spec.model_spec import Gate, MoESpec, Routing
 from tests.pallas_kernels.gpu_kernel_compile import H200
 

@@ -1,6 +1,6 @@
 """Compiles the gated Hopper kernels, and the XLA programs around them, for an absent H200.
 
-Run by test_gated_matmul_gpu.py in a process of its own, see gpu_kernel_compile.py. ptxas is run a
+Run by test_gated_mlp_gpu.py in a process of its own, see gpu_kernel_compile.py. ptxas is run a
 second time, on what Mosaic leaves in a folder, to say what spills. Prints one line a tuning.
 """
 
@@ -24,10 +24,10 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.gated_mlp.few_gpu import MORE, ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_product
-from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
-from jspec.pallas_kernels.gated_mlp.plan import Shared
+from jspec.pallas_kernels.gated_mlp.gpu_few import MORE, ONE, SEVERAL, few_gated_product
+from jspec.pallas_kernels.gated_mlp.tuning import Layout as WeightLayout
+from jspec.pallas_kernels.gated_mlp.tuning import Shared
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 K, N = 4096, 14336  # Llama-3.1-8B

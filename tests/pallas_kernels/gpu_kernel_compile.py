@@ -1,6 +1,6 @@
 """Compiles the Hopper kernel, and the XLA program around it, for an H200 that is not there.
 
-Run by test_paged_attention_gpu_target.py in a process of its own. Needs the jax-cuda13 plugin,
+Run by test_attention_gpu_target.py in a process of its own. Needs the jax-cuda13 plugin,
 which accepts a description of the chip in place of it, and ptxas; prints one line a shape.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu import attend_rows
-from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.tuning import Tuning
 
 # As the chip reports itself: what XLA asks of a device description.
 H200 = """

@@ -1,6 +1,6 @@
 """Compiles the packed Hopper kernel, and the XLA program around it, for an H200 that is not there.
 
-Run by test_paged_prefill_gpu.py in a process of its own, see gpu_kernel_compile.py; prints one
+Run by test_prefill_gpu.py in a process of its own, see gpu_kernel_compile.py; prints one
 line a shape. With MOSAIC_GPU_DUMP_TO and MOSAIC_GPU_DUMP_PTX set, `ptxas -v` says what spills.
 """
 
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.prefill.gpu import attend_packed
+from jspec.pallas_kernels.prefill.tuning import Tuning
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 ROWS = 16

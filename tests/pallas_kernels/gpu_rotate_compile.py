@@ -1,6 +1,6 @@
 """Compiles the kernel that rotates and writes, after its projection, for an absent H200.
 
-Run by test_rotate_write_gpu.py in a process of its own; see gpu_kernel_compile.py for what it
+Run by test_kv_write_gpu.py in a process of its own; see gpu_kernel_compile.py for what it
 needs. Prints one line a number of tokens, at the sizes of Llama-3.1-8B.
 """
 

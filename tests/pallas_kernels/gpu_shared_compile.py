@@ -1,7 +1,7 @@
 """Compiles attention over shared prefixes for an H200 that is not there.
 
-Run by test_attend_shared_gpu.py in a process of its own, see gpu_kernel_compile.py; prints one line
-a shape: how often the kernel of rows is launched, and what else is.
+Run by test_attention_gpu_shared.py in a process of its own, see gpu_kernel_compile.py; prints one
+line a shape: how often the kernel of rows is launched, and what else is.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.device.batch import SharedPrefixes
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import pack_queries
 from jspec.pallas_kernels.attention.gpu_shared import attend_shared
-from jspec.pallas_kernels.attention.query_tiles import pack_queries
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 HEADS, GROUPS, WIDTH, PAGE_SIZE = 32, 8, 128, 64

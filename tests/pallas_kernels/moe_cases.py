@@ -13,7 +13,7 @@ import numpy as np
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 EPS = 1e-5

@@ -23,9 +23,10 @@ from jspec.layers.norm import Residual, norm, norm_of_sum
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps, reference
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps
+from jspec.pallas_kernels.add_norm.reference import add_norm
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
@@ -75,7 +76,7 @@ def assert_equal(got: Pair, wanted: Pair) -> None:
 
 def check_interpreted(num_rows: int, size: int, dtype: Any) -> None:
     arrays = inputs(num_rows, size, dtype)
-    assert_equal(run(add_and_norm, *arrays, interpret=True), run(reference, *arrays))
+    assert_equal(run(add_and_norm, *arrays, interpret=True), run(add_norm, *arrays))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_reference_is_the_layer(dtype: Any) -> None:
     """Bit for bit: an addition in x's dtype, then RMSNorm as every other bundle runs it."""
     x, delta, scale = inputs(5, 96, dtype)
     stream, params = Residual(x=x, delta=delta), {"scale": scale}
-    found = reference(x, delta, scale, eps=EPS)
+    found = add_norm(x, delta, scale, eps=EPS)
     np.testing.assert_array_equal(found[0], stream.sum())
     np.testing.assert_array_equal(found[1], norm(params, stream.sum(), eps=EPS))
     for mine, own in zip(norm_of_sum(params, stream, eps=EPS, ops=OPS["xla"]), found, strict=True):
@@ -119,9 +120,7 @@ def test_the_sum_is_rounded_before_it_is_normalised() -> None:
 def test_a_wider_scale_stays_wide_and_no_rows_are_no_kernel() -> None:
     x, delta, _ = inputs(2, 64, jnp.bfloat16)
     scale = 1 + 2.0**-10 * jnp.arange(64.0)  # bfloat16 would round most of it away
-    assert_equal(
-        run(add_and_norm, x, delta, scale, interpret=True), run(reference, x, delta, scale)
-    )
+    assert_equal(run(add_and_norm, x, delta, scale, interpret=True), run(add_norm, x, delta, scale))
     empty = add_and_norm(x[:0], delta[:0], scale, eps=EPS)
     assert [out.shape for out in empty] == [(0, 64), (0, 64)]
 
@@ -219,7 +218,7 @@ def test_compiles_ahead_of_time_for_an_h200() -> None:
 @pytest.mark.parametrize("num_rows", [1, 64, 2048])
 def test_equals_the_reference_on_the_chip(num_rows: int, size: int, dtype: Any) -> None:
     arrays = inputs(num_rows, size, dtype)
-    assert_equal(run(add_and_norm, *arrays), run(reference, *arrays))
+    assert_equal(run(add_and_norm, *arrays), run(add_norm, *arrays))
 
 
 @needs_gpu

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.compaction.reference import flat_moves
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of

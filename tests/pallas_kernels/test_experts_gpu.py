@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu as experts_gpu
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.spec.model_spec import Gate
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import tpu as experts_tpu
 from jspec.spec.model_spec import Gate
 from tests.pallas_kernels.expert_cases import (

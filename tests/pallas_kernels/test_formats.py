@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jspec.errors import ConfigError
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.formats import TABLE, Reads, resident_format
 from jspec.spec.weight_format import FORMATS, MXFP4, Dense, Op
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.kv_write.reference import LARGE, finite, pool_rows
-from tests.pallas_kernels.test_paged_attention import (
+from tests.pallas_kernels.test_attention import (
     CASES,
     Case,
     Row,

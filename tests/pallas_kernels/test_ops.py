@@ -17,11 +17,10 @@ from jspec.config.arguments import argument_of
 from jspec.config.engine_args import EngineArgs
 from jspec.errors import ConfigError
 from jspec.layers.rope import angles_of
-from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
-from jspec.pallas_kernels.choose import OPS, choose_ops
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
-from jspec.pallas_kernels.kv_write.rotation import Rotation
+from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
 from jspec.spec.rope import RopeConfig, YarnConfig
@@ -183,7 +182,7 @@ def test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation(name: str, packed
 def test_an_engine_imports_no_kernels_of_another_platform() -> None:
     """Mosaic GPU alone is a quarter of the time that the import takes."""
     code = (
-        "import sys, jspec.engine.building as b; from jspec.pallas_kernels.choose import OPS; "
+        "import sys, jspec.engine.building as b; from jspec.pallas_kernels.bundles import OPS; "
         "others = {'jax.experimental.pallas.mosaic_gpu', 'jspec.pallas_kernels.ops_tpu'}; "
         "OPS['xla']; print(*others.intersection(sys.modules))"
     )

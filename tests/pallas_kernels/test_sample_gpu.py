@@ -18,9 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jspec.device import noise
 from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.sample import gpu as sample_gpu
-from jspec.pallas_kernels.sample.gpu import SampleTuning, choose_tuning, reference, sample
+from jspec.pallas_kernels.sample.gpu import sample
+from jspec.pallas_kernels.sample.reference import sample as sample_reference
+from jspec.pallas_kernels.sample.tuning import SampleTuning, choose_tuning
 from jspec.sampling.choose import choose
 from jspec.sampling.filters import threshold
 from tests.pallas_kernels.chips import needs_gpu
@@ -58,7 +60,7 @@ def interpreted(*arrays: Any, first_id: int = 0) -> tuple[jax.Array, jax.Array]:
 )
 def test_interpreted_sampling_is_bit_equal_to_the_reference(width: int, dtype: Any) -> None:
     arrays = inputs(4, width, dtype)
-    wanted = jax.jit(partial(reference, first_id=500))(*arrays)
+    wanted = jax.jit(partial(sample_reference, first_id=500))(*arrays)
     assert_equal(interpreted(*arrays, first_id=500), wanted)
 
 
@@ -66,7 +68,7 @@ def test_interpreted_sampling_is_bit_equal_to_the_reference(width: int, dtype: A
 def test_a_vocabulary_of_128256_is_bit_equal() -> None:
     arrays = inputs(6, 128_256)
     got = jax.jit(partial(sample, interpret=True))(*arrays)
-    assert_equal(got, jax.jit(reference)(*arrays))
+    assert_equal(got, jax.jit(sample_reference)(*arrays))
 
 
 _SCALES = st.sampled_from([0.0, 1e-6, 0.01, 1.0, 10.0, 1e4, 1e30])
@@ -109,7 +111,7 @@ def test_any_row_is_bit_equal(
     assert_equal(interpreted(*filtered), _reference(*filtered))
 
 
-_reference = jax.jit(reference)
+_reference = jax.jit(sample_reference)
 
 
 def test_the_rough_noise_bounds_the_exact_one() -> None:
@@ -174,7 +176,7 @@ def test_the_nodes_of_a_batch_row_share_its_temperature_and_seed() -> None:
     logits, temperature, seed, positions = inputs(6, 300)
     got = interpreted(logits, temperature[1:3], seed[1:3], positions)
     each = (jnp.repeat(temperature[1:3], 3), jnp.repeat(seed[1:3], 3, axis=0))
-    assert_equal(got, jax.jit(reference)(logits, *each, positions))
+    assert_equal(got, jax.jit(sample_reference)(logits, *each, positions))
 
 
 def rows_of(top_k: list[int]) -> SamplingBatch:
@@ -264,4 +266,4 @@ def test_is_bit_equal_on_the_chip(num_rows: int, dtype: Any) -> None:
     for rows, t in ((logits, temperature), (logits, temperature + 1.0), (flat, temperature + 0.1)):
         for extra in ((), (least,)):
             arrays = (rows, t, seed, positions, *extra)
-            assert_equal(jax.jit(sample)(*arrays), jax.jit(reference)(*arrays))
+            assert_equal(jax.jit(sample)(*arrays), jax.jit(sample_reference)(*arrays))

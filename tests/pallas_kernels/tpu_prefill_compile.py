@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.prefill.tpu import attend_packed
 from tests.engine.pool_copies import pool_copies
 

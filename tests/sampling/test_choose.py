@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from tests.support.goodness_of_fit import assert_fits
 

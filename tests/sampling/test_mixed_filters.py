@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jspec.device.state import SamplingBatch, Seen, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.messages.request import SamplingParams
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from jspec.sampling.margin import margin
 from jspec.sampling.penalties import penalize

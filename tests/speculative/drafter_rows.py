@@ -23,7 +23,7 @@ import pytest
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.engine.runner import empty_pools
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative import beams
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by

@@ -25,7 +25,7 @@ from jspec.models.heads.mtp import MtpHead
 from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import MtpConfig, uniform_decoder
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by

@@ -23,8 +23,7 @@ from jspec.config import drafting, speculation
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, KVEntry

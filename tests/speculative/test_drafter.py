@@ -17,7 +17,7 @@ from jspec.engine.runner import empty_pools
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
 from jspec.models.heads.mtp import MtpHead
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.spec.model_spec import Eagle1Config, MtpConfig

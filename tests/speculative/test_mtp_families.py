@@ -34,7 +34,7 @@ from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
 from jspec.spec.rope import RopeConfig

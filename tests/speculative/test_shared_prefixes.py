@@ -13,8 +13,7 @@ import pytest
 from jspec.config.shared_prefixes import UNIT, SharingLimits
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
-from jspec.pallas_kernels.attention.contract import AttentionCall
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from jspec.messages.step_options import StepOptions
-from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.bundles import OPS
 from tests.speculative.engines import build, dial_for, make_request, plain_ids, serve, spec_of
 
 PROMPT_LENS = (37, 1, 18)  # several chunks, none but a root's, across a page

@@ -11,7 +11,7 @@ import pytest
 
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree
-from jspec.pallas_kernels.attention.rows import index_queries
+from jspec.pallas_kernels.attention.api import index_queries
 from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.compaction.reference import compact_path
 from jspec.pallas_kernels.kv_write.reference import page_slots

@@ -26,7 +26,7 @@ from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
 from jspec.models.params import ParamTable, prefixed
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafters.eagle import EagleDrafter, FeatureHead, HeadConfig
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter

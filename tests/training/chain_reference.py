@@ -9,7 +9,8 @@ import numpy as np
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
 from jspec.models.heads.eagle3 import Eagle3Head, run_head_layer
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle3Config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2]
 # Modules whose functions are traced or decide what is traced.
-ROOTS = ("engine.programs.compilation", "pallas_kernels.choose", "speculative.drafters.registry")
+ROOTS = ("engine.programs.compilation", "pallas_kernels.bundles", "speculative.drafters.registry")
 IMPORTED_AT = time.time()  # a newer source is not the code that this process runs
 
 # A statement that starts with three quotes is a docstring everywhere in the package (a test checks

@@ -68,7 +68,7 @@ from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
 from jspec.models.placement import nested
 from jspec.models.registry import family_named
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle1Config, LayerSpec, ModelSpec
 

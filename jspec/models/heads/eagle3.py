@@ -36,7 +36,7 @@ from jspec.models.heads.head_files import LAYER, further_layers, head_layers
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, product
 from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle3Config, FeatureNorm
 

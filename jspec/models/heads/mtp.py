@@ -34,7 +34,7 @@ from jspec.models.decoder import (
 )
 from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LayerSpec, MtpConfig
 

@@ -20,17 +20,6 @@ ELEMENTS_PER_THREAD = 16  # per operand: two 16-byte loads of bfloat16, all in f
 LANES, MAX_WARPS = 32, 16
 
 
-def reference(
-    x: Float[Array, "T E"], delta: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """Return (x + delta in x's dtype, its RMSNorm times scale, computed in float32)."""
-    total = x + delta
-    wide = total.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + eps)
-    return total, (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
 def add_and_norm(
     x: Float[Array, "T E"],
     delta: Float[Array, "T E"],
@@ -39,7 +28,7 @@ def add_and_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """Compute `reference` in one kernel. T may be 0; E need not be a power of two."""
+    """Compute `reference.add_norm` in one kernel. T may be 0; E need not be a power of two."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x, x

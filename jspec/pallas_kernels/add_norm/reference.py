@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019)."""
+"""RMSNorm (Zhang and Sennrich, 2019), and the residual add before it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float) -
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + eps)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def add_norm(
+    x: Float[Array, "*b E"], delta: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float
+) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
+    """Return (x + delta in x's dtype, its RMSNorm times scale)."""
+    total = x + delta
+    return total, rms_norm(total, scale, eps=eps)

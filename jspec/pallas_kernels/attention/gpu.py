@@ -15,7 +15,7 @@ their V zeroed in shared memory, so they reach no product. Rounding: P is cast t
 before the second product, and each share's result before the merge.
 
 The kernel is launched before the preceding one ends (programmatic dependent launch) and waits for
-it inside, which hides the launch. benchmarks/attention_gpu.py measures it.
+it inside, which hides the launch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.pallas_kernels.attention import block_plan
-from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
+from jspec.pallas_kernels.attention import gpu_plan
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
-from jspec.pallas_kernels.attention.gpu_tuning import Tuning, choose_tuning
-from jspec.pallas_kernels.attention.query_tiles import can_place, pack_queries, tiles_of
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import (
+    TILE_ROWS,
+    BlockPlan,
+    can_place,
+    pack_queries,
+    tiles_of,
+)
+from jspec.pallas_kernels.attention.tuning import Tuning, choose_tuning
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
     capped,
     check_attention,
+    fold_scores,
     interpret_options,
+    zero_unwritten,
 )
 
 MAX_QUERIES = 64  # R
@@ -112,7 +119,7 @@ def attend_rows(
 
     q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128.
     plan: may be shared by all layers; must come from the same rows, window and block_tokens.
-    packed_heads: H, if q is in the layout of query_tiles.pack_queries, in the pool's D and dtype.
+    packed_heads: H, if q is in the layout of gpu_plan.pack_queries, in the pool's D and dtype.
     Raises ValueError for unsupported shapes, NotImplementedError with a jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
@@ -132,7 +139,7 @@ def attend_rows(
         interpreted=interpret,
     )
     if plan is None:
-        plan = block_plan.plan_blocks(
+        plan = gpu_plan.plan_blocks(
             rows,
             queries_per_row=queries_per_row,
             group=shape.group,
@@ -181,7 +188,7 @@ def shape_of(
         )
     group = q[1] // (two_g // 2)
     tiles, stored = tiles_of(queries_per_row * group)
-    splits = tuning.splits or block_plan.choose_splits(
+    splits = tuning.splits or gpu_plan.choose_splits(
         programs=batch * (two_g // 2) * tiles,
         max_blocks=-(-rows.page_table.shape[1] * page_size // block),
     )
@@ -496,7 +503,7 @@ def _absorb(
     *,
     masked: bool,
 ) -> Any:
-    """Add one block of keys to the online softmax; maxima are of log2-scaled scores."""
+    """Add one block of keys to the online softmax."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     keys = refs.ring.at[slot, :, pl.ds(0, width)]
@@ -509,10 +516,7 @@ def _absorb(
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
     scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
     scores = _mask(shape, block, scores, rule, masked=masked)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-    fade = jnp.exp2(top - new_top)
-    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-    total = total * fade + jnp.sum(weights, axis=1)
+    new_top, fade, weights, total = fold_scores(scores, factor, top, total)
     operand = weights.astype(shape.dtype)
     if shape.tuning.weights == "shared":
         refs.weights[warpgroup] = operand
@@ -528,17 +532,13 @@ def _absorb(
 
 
 def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
-    """Zero the V of unwritten slots: 0 times NaN is NaN."""
+    """Zero the V of the block's unwritten slots."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = work.keys - block * tokens
 
     @pl.when(written < tokens)
     def _ragged() -> None:
-        values = refs.ring.at[slot, :, pl.ds(width, width)]
-        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
-        token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
-        plgpu.commit_smem()
+        zero_unwritten(refs.ring.at[slot, :, pl.ds(width, width)], written)
 
 
 def _rule(shape: Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:

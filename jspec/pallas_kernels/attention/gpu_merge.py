@@ -18,8 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
-from jspec.pallas_kernels.attention.query_tiles import tiles_of
+from jspec.pallas_kernels.attention.gpu_plan import TILE_ROWS, tiles_of
 from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 
 
@@ -48,7 +47,7 @@ def merge_shares(
 ) -> Float[Array, "T H D"]:
     """Return the merged values of T = B * R queries in order, in the parts' dtype; 0 if not valid.
 
-    items are B * G * tiles in the layout of query_tiles.py; D is a power of two. others: additional
+    items are B * G * tiles in the layout of gpu_plan.py; D is a power of two. others: additional
     shares for rows that are in a pack.
     """
     batch, queries = valid.shape
@@ -91,7 +90,7 @@ def reference(
 def in_order(
     mixed: Float[Array, "items stored D"], valid: Bool[Array, "B R"], *, num_heads: int, num_kv: int
 ) -> Float[Array, "T H D"]:
-    """Reorder results from the layout of query_tiles.py to query order; 0 if not valid."""
+    """Reorder results from the layout of gpu_plan.py to query order; 0 if not valid."""
     (batch, queries), group = valid.shape, num_heads // num_kv
     mixed = mixed.reshape(batch, num_kv, -1, mixed.shape[-1])[:, :, : queries * group]
     mixed = mixed.reshape(batch, num_kv, queries, group, -1)

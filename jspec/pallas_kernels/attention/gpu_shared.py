@@ -16,12 +16,11 @@ from jaxtyping import Array, Float
 from jspec.config.shared_prefixes import UNIT
 from jspec.device.batch import SharedPrefixes
 from jspec.device.pytree import pytree
-from jspec.pallas_kernels.attention import block_plan, gpu
-from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
+from jspec.pallas_kernels.attention import gpu, gpu_plan
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_merge import OtherShares, merge_shares
-from jspec.pallas_kernels.attention.gpu_tuning import Tuning
-from jspec.pallas_kernels.attention.query_tiles import tiles_of
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import TILE_ROWS, BlockPlan, tiles_of
+from jspec.pallas_kernels.attention.tuning import Tuning
 
 
 @pytree
@@ -86,7 +85,7 @@ def attend_shared(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """Attend like gpu.attend_rows without a window, for q as query_tiles.pack_queries returns it.
+    """Attend like gpu.attend_rows without a window, for q as gpu_plan.pack_queries returns it.
 
     Raises ValueError without rows.shared or if not `serves`, and as gpu.attend_rows does.
     """
@@ -116,7 +115,7 @@ def attend_shared(
         **fixed,
     )
     plan = _after_prefix(
-        block_plan.plan_blocks(
+        gpu_plan.plan_blocks(
             rows, queries_per_row=queries_per_row, group=group, window=None, block_tokens=block
         ),
         packs,
@@ -125,7 +124,7 @@ def attend_shared(
     of_packs = replace(
         rows, page_table=jnp.take(rows.page_table, packs.rows[:, 0], axis=0, mode="clip")
     )
-    splits = block_plan.choose_splits(
+    splits = gpu_plan.choose_splits(
         programs=-(-batch // capacity) * num_kv,
         max_blocks=-(-rows.page_table.shape[1] * kv_pages.shape[1] // block),
     )

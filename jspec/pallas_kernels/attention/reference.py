@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries, visible_keys
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, visible_keys
 from jspec.pallas_kernels.kv_write.reference import page_slots, pool_rows, write_rows
 
 

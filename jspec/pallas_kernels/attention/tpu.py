@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.tpu_kernel import (
     LANES,
     NUM_BUFFERS,
@@ -61,7 +61,7 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages').
 
-    See contract.py for shapes and masks; T = B * queries_per_row. Donate kv_pages, which is updated
+    See api.py for shapes and masks; T = B * queries_per_row. Donate kv_pages, which is updated
     in place. Queries after a row's length are not written and return finite values. interpret: run
     on a CPU, for tests. Raises ValueError at trace time for unsupported arguments.
     """

@@ -415,7 +415,7 @@ def _lay_new_rows(
 def _seen(
     plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """Return the mask bool[packed, block_keys]; see contract.py for the rules."""
+    """Return the mask bool[packed, block_keys]; see api.py for the rules."""
     shape = (plan.query_rows, plan.block_keys)
     slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     prefix = refs.prefix_lens[row]

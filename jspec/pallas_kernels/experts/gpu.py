@@ -22,12 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks
-from jspec.pallas_kernels.experts.dealing_gpu import deal
-from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed_gpu import packed_products
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, check_tiles, sizes_of
+from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
+from jspec.pallas_kernels.experts.gpu_blocks import deal
+from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
 from jspec.spec.model_spec import Gate
 
 

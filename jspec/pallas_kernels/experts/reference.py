@@ -1,4 +1,4 @@
-"""MoE experts with XLA's ragged product: the reference of the kernels."""
+"""MoE experts with XLA's ragged product, and the blocks of pairs: the reference of the kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.weights import dense
+from jspec.pallas_kernels.experts.api import ExpertBlocks, num_blocks
+from jspec.pallas_kernels.gated_mlp.reference import gated as silu_gated
 from jspec.spec.model_spec import Gate
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash uses CLAMP, too
@@ -52,10 +54,49 @@ def gated(
     first: Float[Array, "*b I"], up: Float[Array, "*b I"], *, gate: Gate
 ) -> Float[Array, "*b I"]:
     """Apply an expert's activation to its gate and up columns."""
-    if gate is Gate.SILU:
-        return jax.nn.silu(first) * up
-    if gate is Gate.SILU_WITHIN_7:
-        return jnp.minimum(jax.nn.silu(first), CLAMP) * jnp.clip(up, -CLAMP, CLAMP)
+    if gate is not Gate.CLAMPED:
+        return silu_gated(first, up, limit=CLAMP if gate is Gate.SILU_WITHIN_7 else None)
     first = jnp.minimum(first, CLAMP)
     up = jnp.clip(up, -CLAMP, CLAMP)
     return (up + 1) * (first * jax.nn.sigmoid(SLOPE * first))
+
+
+def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> ExpertBlocks:
+    """Sort the pairs by expert, stably, and assign them to blocks. Raises ValueError for 0 pairs.
+
+    Blocks without pairs have the last one's expert, padding rows some pair's token.
+
+    In:  ids [[2 0] [0 1]], tile_m 2 (pairs are 0: (0, 2), 1: (0, 0), 2: (1, 0), 3: (1, 1))
+    Out: expert [0 1 2], num_pairs [2 1 1], token [0 1 | 1 . | 0 .], place [4 0 1 2]
+    """
+    flat = ids.reshape(-1)
+    total = flat.shape[0]
+    num = num_blocks(total, num_experts, tile_m)
+    each = jnp.arange(num_experts, dtype=jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes  # start of an expert's pairs in `order`
+    needed = (sizes + tile_m - 1) // tile_m
+    ends = jnp.cumsum(needed)
+    first_block = ends - needed
+
+    block = jnp.arange(num, dtype=jnp.int32)
+    used = jnp.minimum(block, ends[-1] - 1)
+    expert = jnp.sum(used[:, None] >= ends, axis=1, dtype=jnp.int32)
+    ahead = (used - first_block[expert]) * tile_m  # pairs of its expert in the blocks before
+    left = jnp.clip(sizes[expert] - ahead, 0, tile_m)
+    sorted_row = (starts[expert] + ahead)[:, None] + jnp.arange(tile_m, dtype=jnp.int32)
+    pair = jnp.take(order, sorted_row.reshape(-1), mode="clip")
+
+    rank = jnp.arange(total, dtype=jnp.int32)
+    of_pair = flat[order]
+    row = first_block[of_pair] * tile_m + rank - starts[of_pair]
+    place = jnp.zeros_like(rank).at[order].set(row, mode="drop", unique_indices=True)
+    return ExpertBlocks(
+        tile_m=tile_m,
+        expert=expert,
+        num_pairs=jnp.where(block < ends[-1], left, 0),
+        token=pair // ids.shape[1],
+        place=place,
+        num_used=ends[-1],
+    )

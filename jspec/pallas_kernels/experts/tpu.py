@@ -1,6 +1,6 @@
 """MoE experts for few tokens on a TPU (Mosaic): each weight is read in place, once.
 
-A grid step of the grouped product multiplies one block of pairs of one expert (blocks.py) by one
+A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one
 tile of its columns, all inputs at once. A table in scalar memory gives the pipeline the next tile.
 Columns are the outer grid axis, so adjacent blocks of one expert use the same tile, which is not
 copied again. Blocks without pairs use the last one's tile and end at once.
@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
-from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.reference import gated
+from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
+from jspec.pallas_kernels.experts.reference import blocks_of, gated
 from jspec.spec.model_spec import Gate
 
 # Average rows per expert up to which the kernel is used instead of XLA's product. Assumed, not

@@ -7,8 +7,7 @@ and the ring continues across tiles.
 
 The epilogue is hidden: a tile's sums are rounded to bf16, which halves their registers, and become
 results piece by piece during the first steps of the next tile. Rounding is that of a bf16 product
-followed by an activation in float32: gate and up to bf16, then once more at the end. `reference` is
-the specification.
+followed by an activation in float32: gate and up to bf16, then once more at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16
 
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     MEMBER,
@@ -62,13 +61,6 @@ FEW = GatedTuning(
 # so K and V of a prompt are equal in engines with and without speculation.
 LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
 LEAST_FEW, MOST_FEW, MOST_NARROW = 16, 64, 512
-
-
-def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16[Array, "M N"]:
-    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]): products rounded to x's dtype, then float32."""
-    product = jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-    gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 def choose_gated(

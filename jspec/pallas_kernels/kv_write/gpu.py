@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.attention.query_tiles import tiles_of
-from jspec.pallas_kernels.kv_write.reference import finite, pool_rows, write_rows
-from jspec.pallas_kernels.kv_write.rotation import HeadNorms
+from jspec.pallas_kernels.attention.gpu_plan import tiles_of
+from jspec.pallas_kernels.kv_write.api import HeadNorms
+from jspec.pallas_kernels.kv_write.reference import finite, norm_halves, turn
 
 HEADS_PER_PROGRAM = 16
 VECTOR_BYTES, WARP = 16, 32  # bytes that a thread loads at once; threads of a warp
@@ -50,7 +49,7 @@ def rotate_and_write(
 
     heads: q (num_heads), then k, then v. cos, sin: f32, half a head wide. norms: applied to each q
     and k head, and rounded, before RoPE. queries_per_row: None returns q as [T, H, D], else in the
-    layout of query_tiles.pack_queries, [B * G, rows, D], with its padding not written. The pool is
+    layout of gpu_plan.pack_queries, [B * G, rows, D], with its padding not written. The pool is
     written in place if donated. Raises ValueError for heads that do not fit the pool.
     """
     tokens, total, width = heads.shape
@@ -85,32 +84,6 @@ def rotate_and_write(
     return q, pool
 
 
-def reference(
-    heads: Float[Array, "T heads D"],
-    cos: Float[Array, "T half"],
-    sin: Float[Array, "T half"],
-    kv_pages: Float[Array, "NP S G2 D"],
-    page: Int[Array, "T"],
-    offset: Int[Array, "T"],
-    *,
-    num_heads: int,
-    norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-    """Compute `rotate_and_write` by definition."""
-    _check(heads, cos, kv_pages, num_heads=num_heads)
-    num_kv = (heads.shape[1] - num_heads) // 2
-    if norms is not None:
-        q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv), axis=1)
-        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
-        heads = jnp.concatenate((q, k, v), axis=1)
-    first, second = jnp.split(heads[:, : num_heads + num_kv].astype(jnp.float32), 2, axis=-1)
-    halves = _turn(first, second, cos[:, None], sin[:, None])
-    rotated = jnp.concatenate(halves, axis=-1).astype(heads.dtype)
-    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv :]
-    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype)
-    return q, write_rows(kv_pages, page, offset, values)
-
-
 def _check(heads: jax.Array, cos: jax.Array, kv_pages: jax.Array, *, num_heads: int) -> None:
     two_g, width = kv_pages.shape[2:]
     if heads.shape[1:] != (num_heads + two_g, width) or width % 2:
@@ -120,12 +93,6 @@ def _check(heads: jax.Array, cos: jax.Array, kv_pages: jax.Array, *, num_heads: 
         )
     if cos.shape[1] != width // 2:
         raise ValueError(f"cos is {cos.shape[1]} wide; expected {width // 2}")
-
-
-def _turn(
-    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return first * cos - second * sin, second * cos + first * sin
 
 
 def _rotate_and_write(
@@ -175,11 +142,10 @@ def _rotate_and_write(
     ]
     first, second = (x.astype(jnp.float32) for x in loaded)
     if eps is not None:
-        first, second = (
-            x.astype(heads_ref.dtype).astype(jnp.float32)
-            for x in _normed(scale_refs, first, second, lane, is_query=is_query, eps=eps)
-        )
-    turned = _turn(first, second, cos, sin)
+        scales = _scales(scale_refs, lane, is_query=is_query)
+        how: Any = {"width": width, "eps": eps, "dtype": heads_ref.dtype}
+        first, second = norm_halves((first, second), scales, **how)
+    turned = turn(first, second, cos, sin)
     for plain, rotated, start in zip(loaded, turned, (0, width // 2), strict=True):
         value = jnp.where(is_key, rotated.astype(plain.dtype), plain)
         plt.store(q_ref.at[q_outer, q_inner, column + start], value, mask=is_query & inside)
@@ -190,26 +156,18 @@ def _rotate_and_write(
         )
 
 
-def _normed(
-    scale_refs: list[Any],
-    first: jax.Array,
-    second: jax.Array,
-    lane: jax.Array,
-    *,
-    is_query: jax.Array,
-    eps: float,
+def _scales(
+    refs: list[Any], lane: jax.Array, *, is_query: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Divide both halves of each head by its RMS and multiply by q's or k's scale; v is unused."""
-    width = scale_refs[0].shape[0]
-    inside = lane < width // 2
-    mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width
-    factor = jax.lax.rsqrt(mean_square + eps)
+    """Load q's or k's scale for both halves of each head; that of v is unused."""
+    half = refs[0].shape[0] // 2
+    inside = lane < half
 
-    def scaled(x: jax.Array, start: int) -> jax.Array:
+    def scale(start: int) -> jax.Array:
         q, k = (
             plt.load(ref.at[start + lane], mask=inside, other=0.0).astype(jnp.float32)[None]
-            for ref in scale_refs
+            for ref in refs
         )
-        return x * factor * jnp.where(is_query, q, k)
+        return jnp.where(is_query, q, k)
 
-    return scaled(first, 0), scaled(second, width // 2)
+    return scale(0), scale(half)

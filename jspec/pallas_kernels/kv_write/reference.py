@@ -1,17 +1,25 @@
-"""Writing K and V to pages.
+"""Norms and RoPE of heads, and writing K and V to pages: the definition, which gpu.py fuses.
+
+RoPE (Su et al., 2021) is half-split, as in Llama; some families norm q and k before it (Qwen3).
 
 A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the dummy,
 which takes all writes that must go nowhere else. Indices are never negative.
 
 Written values are finite (`finite`): 0 times NaN is NaN, so one row's overflow would reach every
-query whose product includes that slot, visible or not. The GPU kernel (gpu.py) uses it, too.
+query whose product includes that slot, visible or not.
+
+`turn`, `norm_halves` and `finite` are also what the GPU kernels compute (gpu.py, gpu_one_row.py).
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from jspec.pallas_kernels.add_norm.reference import rms_norm
+from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 
 # Replaces infinities: the largest float16. The maximum of a wider type would overflow in the next
 # product.
@@ -72,3 +80,74 @@ def write_rows(
 ) -> Float[Array, "NP S G2 D"]:
     """Set pages[page, offset] = values, in place if the pool is donated."""
     return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")
+
+
+def turn(
+    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate both halves of heads."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def norm_halves(
+    halves: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, jax.Array],
+    *,
+    width: int,
+    eps: float,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Norm heads of `width`, given as f32 halves [heads, half], and round them to dtype."""
+    first, second = halves
+    mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width
+    factor = jax.lax.rsqrt(mean_square + eps)
+    first, second = (
+        (x * factor * scale).astype(dtype).astype(jnp.float32)
+        for x, scale in zip(halves, scales, strict=True)
+    )
+    return first, second
+
+
+def rotate(
+    x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
+) -> Float[Array, "*b H D"]:
+    """Rotate every head of x by its token's angles, in float32, rounded to x's dtype.
+
+    Dimensions beyond 2 * half are left as they are.
+    """
+    half = cos.shape[-1]
+    if 2 * half < x.shape[-1]:
+        turned, left = jnp.split(x, (2 * half,), axis=-1)
+        return jnp.concatenate((rotate(turned, cos, sin), left), axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(turn(first, second, cos, sin), axis=-1).astype(x.dtype)
+
+
+def rotate_and_split(
+    heads: Float[Array, "*b heads D"], rotation: Rotation
+) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
+    """Return (q, k, v), with q and k normed (if there are norms) and rotated."""
+    first_k = rotation.num_heads
+    first_v = (heads.shape[-2] + first_k) // 2
+    q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+    if (norms := rotation.norms) is not None:
+        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
+    return rotate(q, rotation.cos, rotation.sin), rotate(k, rotation.cos, rotation.sin), v
+
+
+def rotate_and_write(
+    heads: Float[Array, "T heads D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "NP S G2 D"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    *,
+    num_heads: int,
+    norms: HeadNorms | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """Return (rotated q, the pool with each token's K and V at [page, offset]). heads: q, k, v."""
+    q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms))
+    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype)
+    return q, write_rows(kv_pages, page, offset, values)

@@ -1,6 +1,6 @@
 """Paged attention for packed prefill on Hopper GPUs: bf16 or f16 pools (Pallas Mosaic GPU).
 
-Implements the packed layout of attention/contract.py without a tail mask. K and V are written
+Implements the packed layout of attention/api.py without a tail mask. K and V are written
 before, so all keys are read from the pool.
 
   - A task is one block of packed queries, of any rows, and up to eight query heads of one kv head.
@@ -16,7 +16,7 @@ before, so all keys are read from the pool.
 Slots after the last written one may hold anything, including NaN: their scores are replaced, and
 the first consumer zeroes their V in shared memory, so they reach no product. P is cast to the
 pool's type before the second product. In interpret mode wgmma takes no register operand and no
-running accumulator, so P passes through shared memory. benchmarks/prefill_gpu.py measures it.
+running accumulator, so P passes through shared memory.
 """
 
 from __future__ import annotations
@@ -32,43 +32,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.pallas_kernels.attention.block_plan import NUM_SMS, TILE_ROWS
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import TILE_ROWS
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
     capped,
     check_attention,
+    fold_scores,
     interpret_options,
+    zero_unwritten,
 )
-from jspec.pallas_kernels.prefill.plan import (
+from jspec.pallas_kernels.prefill.gpu_plan import (
     NUM_COLUMNS,
     OFFSET,
     PrefillPlan,
     packed_heads,
     plan_prefill,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Parameters that affect speed only."""
-
-    block_tokens: int = 128  # keys of one iteration: 64 or 128
-    stages: int = 3  # blocks in the ring
-    consumers: int = 2  # warp groups that compute 64 rows each
-    takes_turns: bool = True  # two consumers alternate between products and softmax
-    programs: int = NUM_SMS  # persistent programs
-
-    def __post_init__(self) -> None:
-        if self.block_tokens not in (64, 128):
-            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
-        if self.stages < 1 or self.consumers not in (1, 2, 3):
-            raise ValueError(
-                f"stages {self.stages}, consumers {self.consumers}; expected >= 1 and 1 to 3"
-            )
-        if self.programs < 1:
-            raise ValueError(f"programs is {self.programs}; expected at least 1")
+from jspec.pallas_kernels.prefill.tuning import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,7 +462,7 @@ def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any)
 def _absorb(
     shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, block: Any, rule: list[Any], carry: Any
 ) -> Any:
-    """Add one block of keys to the online softmax; maxima are of log2-scaled scores."""
+    """Add one block of keys to the online softmax."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     keys = refs.ring.at[slot, :, pl.ds(0, width)]
@@ -495,10 +477,7 @@ def _absorb(
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
     scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
     scores = _mask(shape, block, scores, rule)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-    fade = jnp.exp2(top - new_top)
-    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-    total = total * fade + jnp.sum(weights, axis=1)
+    new_top, fade, weights, total = fold_scores(scores, factor, top, total)
     mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
     operand = weights.astype(shape.dtype)
     if shape.takes_turns:
@@ -529,7 +508,7 @@ def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, 
 
 
 def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, block: Any) -> None:
-    """Zero the V of unwritten slots: 0 times NaN is NaN.
+    """Zero the V of the block's unwritten slots.
 
     The first consumer does it, and never waits for the second, which may be a turn later.
     """
@@ -538,11 +517,7 @@ def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, b
 
     @pl.when((written < tokens) & (warpgroup == 0))
     def _ragged() -> None:
-        values = refs.ring.at[slot, :, pl.ds(width, width)]
-        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
-        token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
-        plgpu.commit_smem()
+        zero_unwritten(refs.ring.at[slot, :, pl.ds(width, width)], written)
         if shape.tuning.consumers > 1:
             plgpu.barrier_arrive(refs.cleaned.at[slot])
 

@@ -1,6 +1,6 @@
 """Paged attention for packed prefill on a TPU (Mosaic TPU).
 
-Implements the packed layout of attention/contract.py without a tail mask.
+Implements the packed layout of attention/api.py without a tail mask.
 
   - A grid step handles one block of packed queries, of any rows. For each row with a query in the
     block it streams the row's prefix from the pool: whole pages by double-buffered DMA, several per
@@ -8,7 +8,7 @@ Implements the packed layout of attention/contract.py without a tail mask.
   - This call's K and V are one more stream, packed like the queries and for all rows at once. The
     same array is copied to the aliased pool by DMA (HBM to HBM) while the block attends. This makes
     query blocks independent: the grid is parallel, and a chip with two cores may split it.
-  - A query sees two ranges of keys, one of packed tokens and one of slots (key_ranges.py); the mask
+  - A query sees two ranges of keys, one of packed tokens and one of slots (api.py); the mask
     is omitted if all queries see a block of keys.
   - Products are in the pool's dtype with float32 sums. Softmax is online, in base 2, with `scale`
     folded into the exponent.
@@ -35,9 +35,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import pool_rows
-from jspec.pallas_kernels.prefill.key_ranges import LANES, LINES, ROW, BlockSizes, plan_packed
+from jspec.pallas_kernels.prefill.api import LINES, ROW, plan_packed
+from jspec.pallas_kernels.prefill.tuning import LANES, BlockSizes
 
 SMEM_BYTES = 512 * 1024  # scalar memory of one core
 VMEM_LIMIT = 48 * 1024 * 1024
@@ -119,7 +120,7 @@ def attend_packed(
     sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/contract.py.
+    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/api.py.
 
     Without k_new and v_new nothing is written, and row b's last q_len slots are already in the
     pool. Padding queries are not written and return zeros. interpret: pallas_call's argument;

@@ -12,14 +12,13 @@ highest rough score is scored exactly, and wins the chunk if no other rough scor
 score; otherwise all tokens are scored exactly.
 
 Penalties, sharding and filters are done elsewhere (a row may have a threshold); returning (value,
-id) lets vocabulary shards be compared. NaN counts as -infinity. It was bit-equal to `reference` in
-all interpreter tests, and except for NaN on an H200 (times: benchmarks/sample_gpu.py).
+id) lets vocabulary shards be compared. NaN counts as -infinity. It was bit-equal to the reference
+in all interpreter tests, and except for NaN on an H200.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,48 +29,12 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.device import noise
+from jspec.pallas_kernels.sample.reference import without_nan
+from jspec.pallas_kernels.sample.tuning import SampleTuning, choose_tuning
 
 _NO_ID = 2**31 - 1
 _NO_KEY = -(2**31)  # below the key of every float
 _NAN_KEY = 2**31 - 1  # above every float, as in argmax
-
-
-@dataclass(frozen=True, slots=True)
-class SampleTuning:
-    """chunk: logits per program, a power of two. num_warps: per program, of 32 threads."""
-
-    chunk: int = 2048
-    num_warps: int = 4
-
-
-def choose_tuning(num_rows: int) -> SampleTuning:
-    """Use smaller chunks for few rows, so that every multiprocessor has a program."""
-    return SampleTuning(chunk=1024) if num_rows <= 4 else SampleTuning()
-
-
-def reference(
-    logits: Float[Array, "T V"],
-    temperature: Float[Array, "B"],
-    seed: UInt32[Array, "B 2"],
-    positions: Int[Array, "T"],
-    threshold: Float[Array, "T"] | None = None,
-    *,
-    first_id: jax.Array | int = 0,
-) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
-    """Return (value, id) of each row; ids count from `first_id`, this vocabulary shard's first.
-
-    temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
-    threshold: keeps v only if its logit reaches it: filters.threshold.
-    """
-    logits = _without_nan(logits.astype(jnp.float32))
-    token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
-    nodes = logits.shape[0] // temperature.shape[0]
-    temperature, seed = jnp.repeat(temperature, nodes), jnp.repeat(seed, nodes, axis=0)
-    perturbed = logits + temperature[:, None] * noise.gumbel(seed, positions, token_ids)
-    if threshold is not None:
-        perturbed = jnp.where(logits >= threshold[:, None], perturbed, -jnp.inf)
-    best = jnp.argmax(perturbed, axis=1).astype(jnp.int32)
-    return jnp.max(perturbed, axis=1), best + first_id
 
 
 def sample(
@@ -85,7 +48,7 @@ def sample(
     tuning: SampleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
-    """Compute `reference` (a zero may lose its sign). logits: f32 or bf16. tuning: static."""
+    """Compute reference.sample (a zero may lose its sign). logits: f32 or bf16. tuning: static."""
     num_rows, width = logits.shape
     tuning = tuning or choose_tuning(num_rows)
     chunk = min(tuning.chunk, pl.next_power_of_2(width))
@@ -129,7 +92,7 @@ def _body(
     columns = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
     inside = columns < logits.shape[1]
     read = plt.load(logits.at[row, columns], mask=inside, other=0).astype(jnp.float32)
-    read = _without_nan(read)
+    read = without_nan(read)
     t = temperature[batch_row]
     token_ids = columns + first_id[0]
 
@@ -146,7 +109,7 @@ def _body(
         rough = jnp.where(kept, read + t * _rough_gumbel(bits, interpret=interpret), -jnp.inf)
         leader = _lowest(token_ids, rough == jnp.max(rough))
         column = jnp.clip(leader - first_id[0], 0, logits.shape[1] - 1)
-        value = _without_nan(logits[row, column].astype(jnp.float32))
+        value = without_nan(logits[row, column].astype(jnp.float32))
         value = value + t * noise.gumbel_from_bits(noise.noise_bits(key, leader))
         rivals = inside & ~(rough < _least_rough(value, t))
         found = leader != _NO_ID  # no score equals the best if that is NaN
@@ -157,10 +120,6 @@ def _body(
         )
 
     keys[row, index], ids[row, index] = lax.cond(t != 0, best_perturbed, lambda: best(read))
-
-
-def _without_nan(x: jax.Array) -> jax.Array:
-    return jnp.where(x != x, -jnp.inf, x)
 
 
 def _lowest(token_ids: jax.Array, where: jax.Array) -> jax.Array:

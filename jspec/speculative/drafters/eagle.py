@@ -32,7 +32,7 @@ from jspec.models.heads.head_files import canonical_name, published_specs
 from jspec.models.heads.hf_eagle3 import check_eagle3, load_eagle3
 from jspec.models.heads.target_copies import EMBED, TargetCopy
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup

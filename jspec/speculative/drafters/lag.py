@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.pytree import pytree, static
-from jspec.pallas_kernels.attention.rows import AttentionMetadata, index_queries
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.spec import indexing
 from jspec.speculative.drafter import Emitted, StepBatch
 from jspec.speculative.tree import pack_bits

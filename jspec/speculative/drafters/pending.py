@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 from jspec.device.batch import DraftPrefillBatch, Features, Verified
 from jspec.device.pytree import pytree
 from jspec.device.state import EngineState, put_rows, take_rows
-from jspec.pallas_kernels.attention.rows import AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.speculative.drafter import Drafter, Emitted, Needs, StepBatch
 from jspec.speculative.target import Params

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 
 # (ids [B, T], positions [B, T], hidden [B, T, E]) -> output [B, T, E], the next step's hidden
 Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -1,0 +1,97 @@
+"""A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
+
+kv_write/gpu.py applies norms and RoPE, writes K and V and stores q in the layout of the second
+kernel: gpu.py (rows of equal length) or prefill/gpu.py (packed rows).
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
+from jspec.pallas_kernels.attention import gpu_shared
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.attention.reference import new_slots
+from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
+from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
+
+
+def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
+    """Return whether the kernels support heads[T, H + 2G, D] and this pool."""
+    fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
+    few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
+    return fits and few and heads.dtype == kv_pages.dtype
+
+
+def rotate_write_and_attend(
+    heads: Float[Array, "T heads D"],
+    rotation: Rotation,
+    kv_pages: Float[Array, "NP S G2 D"],
+    rows: AttentionMetadata,
+    *,
+    queries_per_row: int | None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """Fulfil api.py for heads (q, then k, then v) before norms and RoPE."""
+    tokens = heads.shape[0]
+    page, offset = new_slots(
+        rows, tokens, page_size=kv_pages.shape[1], queries_per_row=queries_per_row
+    )
+    q, kv_pages = rotate_write_gpu.rotate_and_write(
+        heads,
+        rotation.cos,
+        rotation.sin,
+        kv_pages,
+        page,
+        offset,
+        num_heads=rotation.num_heads,
+        norms=rotation.norms,
+        queries_per_row=queries_per_row,
+        interpret=interpret,
+    )
+    if queries_per_row is None:
+        out = paged_prefill_gpu.attend_packed(
+            q,
+            kv_pages,
+            rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            interpret=interpret,
+        )
+        return out, kv_pages
+    group = rotation.num_heads // (kv_pages.shape[2] // 2)
+    packs = gpu_shared.serves(queries_per_row=queries_per_row, group=group)
+    if rows.shared is not None and window is None and packs:
+        out = gpu_shared.attend_shared(
+            q,
+            kv_pages,
+            rows,
+            num_heads=rotation.num_heads,
+            queries_per_row=queries_per_row,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            interpret=interpret,
+        )
+        return out, kv_pages
+    out = paged_attention_gpu.attend_rows(
+        q,
+        kv_pages,
+        rows,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        queries_per_row=queries_per_row,
+        packed_heads=rotation.num_heads,
+        interpret=interpret,
+    )
+    return out, kv_pages

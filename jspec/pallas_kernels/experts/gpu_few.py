@@ -1,0 +1,311 @@
+"""An MoE layer for at most 16 tokens on an NVIDIA GPU (Triton): four launches for one token.
+
+With so few tokens a layer's time is that of reading its experts' weights, and then of launches,
+each about two microseconds, so there is no sort and no table. A program handles one (token, expert)
+pair and one tile of columns, and reads the ids of all pairs. It ends at once if an earlier pair has
+the same expert. Otherwise it multiplies the expert's weights by all of its tokens: at most 16, the
+smallest tensor core tile. Rows of other tokens are 0 and are not stored.
+
+    norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
+
+For one token every program of the first product ranks the experts itself (gpu_router). Rounding is
+that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from jspec.device.weights import Weight
+from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.experts.gpu import biased, tile_products
+from jspec.pallas_kernels.experts.gpu_router import (
+    at_rank,
+    choose,
+    norm_and_score,
+    ranked,
+    scores_of,
+)
+from jspec.pallas_kernels.experts.reference import gated
+from jspec.pallas_kernels.experts.tuning import (
+    MOST_TOKENS,
+    RANKED_IN_PLACE,
+    ExpertsTuning,
+    check_tiles,
+    sizes_of,
+)
+from jspec.spec.model_spec import Gate, MoESpec, Routing
+
+
+def moe_of_sum(
+    x: Float[Array, "T E"],
+    delta: Float[Array, "T E"],
+    scale: Float[Array, "E"],
+    params: Mapping[str, Mapping[str, Any]],
+    *,
+    eps: float,
+    spec: MoESpec,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Mixed]:
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
+
+    Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
+    """
+    router, experts = params["router"], params["experts"]
+    if not 1 <= x.shape[0] <= MOST_TOKENS:
+        raise ValueError(f"{x.shape[0]} tokens; expected 1 to {MOST_TOKENS}")
+    size = check_tiles(tuning, experts).size
+    total, normed, shares = norm_and_score(
+        x, delta, scale, router["kernel"], eps=eps, interpret=interpret
+    )
+    bias = router.get("bias")
+    rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
+    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
+    if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
+        inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
+    else:
+        ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
+        inner = gate_up(normed, ids, experts, **how, interpret=interpret)
+    rows = down(inner, ids, experts["down"], size=size, tuning=tuning, interpret=interpret)
+    return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
+
+
+def gate_up(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    params: Mapping[str, Any],
+    *,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "R I"]:
+    """Return each pair's activated inner row, at t * k + j. A token's ids must be distinct."""
+    inner = sizes_of(params).inner
+    operands = [x, params["gate_up"], ids, *_bias(params)]
+    out: jax.Array = pl.pallas_call(
+        functools.partial(_gate_up, gate=gate, tuning=tuning, interpret=interpret),
+        grid=(ids.size, inner // tuning.gate_up_n),
+        out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
+        compiler_params=_compiler_params(tuning),
+        interpret=interpret,
+        name="few_experts_gate_up",
+    )(*operands)
+    return out
+
+
+def choose_and_gate_up(
+    x: Float[Array, "one E"],
+    shares: Float[Array, "S one X"],
+    router_bias: Float[Array, "X"] | None,
+    params: Mapping[str, Any],
+    *,
+    top_k: int,
+    routing: Routing,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
+    """Run `choose` and `gate_up` for one token in one launch: (inner rows, ids, weights)."""
+    inner = sizes_of(params).inner
+    operands = [x, params["gate_up"], shares, *_bias(params)]
+    has_bias, pair = len(operands) == 4, (1, top_k)
+    out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
+        functools.partial(
+            _choose_and_gate_up,
+            routing=routing,
+            has_bias=has_bias,
+            gate=gate,
+            tuning=tuning,
+            interpret=interpret,
+        ),
+        grid=(top_k, inner // tuning.gate_up_n),
+        out_shape=(
+            jax.ShapeDtypeStruct((top_k, inner), x.dtype),
+            jax.ShapeDtypeStruct(pair, jnp.int32),
+            jax.ShapeDtypeStruct(pair, jnp.float32),
+        ),
+        compiler_params=_compiler_params(tuning),
+        interpret=interpret,
+        name="few_experts_choose_gate_up",
+    )(*operands, *([] if router_bias is None else [router_bias]))
+    return out
+
+
+def down(
+    inner_rows: Float[Array, "R I"],
+    ids: Int[Array, "T k"],
+    kernel: Weight,
+    *,
+    size: int,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "R E"]:
+    """Return each pair's row times its expert's `down` [X, I, E], at t * k + j. size: E."""
+    out: jax.Array = pl.pallas_call(
+        functools.partial(_down, tuning=tuning, interpret=interpret),
+        grid=(ids.size, size // tuning.down_n),
+        out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
+        compiler_params=plt.CompilerParams(
+            num_warps=tuning.num_warps, num_stages=tuning.down_stages or tuning.num_stages
+        ),
+        interpret=interpret,
+        name="few_experts_down",
+    )(inner_rows, kernel, ids)
+    return out
+
+
+def _compiler_params(tuning: ExpertsTuning) -> plt.CompilerParams:
+    return plt.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+
+
+def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
+    return [params["gate_up_bias"]] if "gate_up_bias" in params else []
+
+
+def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return (the pair's expert, whether it is the first pair with it, which of 16 tokens have that
+    expert, the pair of each of those).
+    """
+    num_tokens, top_k = ids_ref.shape
+    expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
+    token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]
+    place = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)[None]
+    is_pair = (token < num_tokens) & (place < top_k)
+    is_same = (plt.load(ids_ref.at[token, place], mask=is_pair, other=-1) == expert) & is_pair
+    each = token * top_k + place
+    has_it = jnp.sum(is_same.astype(jnp.int32), axis=1)
+    before = jnp.sum((is_same & (each < pair)).astype(jnp.int32), axis=1)
+    row = jnp.sum(jnp.where(is_same, each, 0), axis=1)
+    # Other tokens are masked and outside, too: the interpreter's masked store writes the old value
+    # back.
+    nowhere = ids_ref.shape[0] * top_k + jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    return expert, jnp.sum(before) == 0, has_it > 0, jnp.where(has_it > 0, row, nowhere)
+
+
+def _gate_up(
+    x_ref: Any,
+    gate_up_ref: Any,
+    ids_ref: Any,
+    *bias_and_out: Any,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool,
+) -> None:
+    *bias_ref, out_ref = bias_and_out
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
+    tile = _gate_up_tile(
+        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
+    )
+
+    @pl.when(is_first)
+    def _() -> None:
+        tile(expert, has_it, row)
+
+
+def _choose_and_gate_up(
+    x_ref: Any,
+    gate_up_ref: Any,
+    shares_ref: Any,
+    *rest: Any,
+    routing: Routing,
+    has_bias: bool,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool,
+) -> None:
+    *biases, out_ref, ids_ref, weights_ref = rest
+    bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
+    top_k = ids_ref.shape[1]
+    place = pl.program_id(0)
+    only = place * 0  # the token; jax 0.10 cannot interpret a store at a constant index
+    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
+    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    found, chosen = at_rank(place[None], rank, weight)
+    expert = jnp.sum(found)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        plt.store(ids_ref.at[only, place], expert)
+        plt.store(weights_ref.at[only, place], jnp.sum(chosen))
+
+    lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    tile = _gate_up_tile(
+        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
+    )
+    tile(expert, lane == 0, jnp.where(lane == 0, place, top_k + lane))
+
+
+def _gate_up_tile(
+    x_ref: Any,
+    gate_up_ref: Any,
+    bias_ref: list[Any],
+    out_ref: Any,
+    *,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool,
+) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
+    """Return a function of (expert, which tokens have it, the row of each) for this tile."""
+    inner, dtype = out_ref.shape[1], out_ref.dtype
+    start = pl.program_id(1) * tuning.gate_up_n  # program_id must be outside of a condition
+
+    def run(expert: jax.Array, has_it: jax.Array, row: jax.Array) -> None:
+        column = start + jnp.arange(tuning.gate_up_n, dtype=jnp.int32)
+        columns = (column, inner + column)
+        token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+        sums = tile_products(
+            x_ref,
+            token,
+            has_it,
+            gate_up_ref,
+            expert,
+            columns,
+            tile_k=tuning.gate_up_k,
+            interpret=interpret,
+        )
+        first, up = biased(sums, bias_ref, expert, columns, dtype=dtype)
+        result = gated(first, up, gate=gate).astype(dtype)
+        plt.store(out_ref.at[row[:, None], column[None]], result, mask=has_it[:, None])
+
+    return run
+
+
+def _down(
+    inner_ref: Any,
+    down_ref: Any,
+    ids_ref: Any,
+    out_ref: Any,
+    *,
+    tuning: ExpertsTuning,
+    interpret: bool,
+) -> None:
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
+    start = pl.program_id(1) * tuning.down_n
+
+    @pl.when(is_first)
+    def _() -> None:
+        column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
+        (total,) = tile_products(
+            inner_ref,
+            row,
+            has_it,
+            down_ref,
+            expert,
+            (column,),
+            tile_k=tuning.down_k,
+            interpret=interpret,
+        )
+        plt.store(
+            out_ref.at[row[:, None], column[None]],
+            total.astype(out_ref.dtype),
+            mask=has_it[:, None],
+        )

@@ -1,0 +1,53 @@
+"""An MoE layer for any number of tokens on an NVIDIA GPU (Triton), in seven launches.
+
+    add_and_norm -> score -> choose -> count, deal -> gate_up -> down -> [mixed_norm, by the next]
+
+XLA needs about twenty for the router's product, the top-k, the tables and the sums. Rounding is
+that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm
+from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.experts.gpu import run_experts
+from jspec.pallas_kernels.experts.gpu_router import choose, score
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning
+from jspec.spec.model_spec import MoESpec
+
+
+def moe_of_sum(
+    x: Float[Array, "T E"],
+    delta: Float[Array, "T E"],
+    scale: Float[Array, "E"],
+    params: Mapping[str, Mapping[str, Any]],
+    *,
+    eps: float,
+    spec: MoESpec,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Mixed]:
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
+
+    Raises ValueError for 0 tokens and for tiles that do not divide E and I.
+    """
+    router, experts = params["router"], dict(params["experts"])
+    total, normed = add_and_norm(x, delta, scale, eps=eps, interpret=interpret)
+    ids, weights = choose(
+        score(normed, router["kernel"], interpret=interpret),
+        router.get("bias"),
+        top_k=spec.top_k,
+        routing=spec.routing,
+        dtype=x.dtype,
+        interpret=interpret,
+    )
+    mixed = run_experts(
+        normed, ids, weights, experts, gate=spec.gate, tuning=tuning, interpret=interpret
+    )
+    return total, replace(mixed, bias=experts.get("down_bias"))

@@ -1,0 +1,190 @@
+"""Tile sizes of the experts' GPU kernels, and when they are used. Integer arithmetic, no device.
+
+A decode or verification step is bound by reading the weights of the active experts. That needs at
+least two programs per multiprocessor, each with about 64 KiB in flight: computed, then measured on
+an H200 (decision 39; benchmarks/experts_gpu.py).
+
+Compiled for an H200 (jax 0.12), XLA's grouped product is a dense one of [R, X * E], a copy of x
+that is 0 except for each row's expert, and [X * E, N]. One token thus reads the weights of all
+experts, and 2,048 tokens of Qwen3-30B-A3B take 128 times the arithmetic and 8.6 GB of temporaries.
+The kernels are therefore used for prefill, too, with larger blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from jspec.device.mxfp4 import GROUP, MXFP4Weight
+from jspec.pallas_kernels.experts.api import num_blocks
+from jspec.pallas_kernels.gated_mlp.tuning import NUM_BLOCKS, SHARED_BYTES
+
+LEAST = 16  # least side of a tile, set by the tensor cores
+PROGRAMS = 2 * NUM_BLOCKS  # programs that keep memory busy
+MOST_ELEMENTS = 2**31 - 1  # per array of weights: the kernels use 32-bit indices
+MOST_TOKENS = LEAST  # of gpu_few: an expert's tokens fit one tile's rows
+RANKED_IN_PLACE = 128  # experts up to which every program of a product may rank them itself
+MOST_RANKED = 256  # experts up to which ranks are found by counting
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTuning:
+    """Tile sizes of the two products, in elements.
+
+    tile_m: pairs of a block.
+    gate_up_n: columns of the activated result (a tile has as many gate and as many up columns).
+    down_n: columns of the second product.
+    gate_up_k, down_k: inputs per iteration.
+    down_stages: iterations in flight in gpu_few's second product; 0: num_stages.
+    """
+
+    tile_m: int = LEAST
+    gate_up_n: int = 64
+    gate_up_k: int = 64
+    down_n: int = 64
+    down_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    down_stages: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Most shared memory of either product, at 2 bytes per element."""
+        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n) * self.num_stages
+        down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
+        return 2 * max(gate_up, down)
+
+    def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
+        """Return why these tiles cannot be used for experts of E = size and I = inner, or None.
+
+        is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter.
+        """
+        tiles = {
+            "gate_up_k": (self.gate_up_k, "E", size),
+            "gate_up_n": (self.gate_up_n, "I", inner),
+            "down_k": (self.down_k, "I", inner),
+            "down_n": (self.down_n, "E", size),
+        }
+        for name, tile in (("tile_m", self.tile_m), *((n, t[0]) for n, t in tiles.items())):
+            if tile < LEAST or tile & (tile - 1):
+                return f"{name} is {tile}; expected a power of two from {LEAST}"
+        for name, (tile, what, length) in tiles.items():
+            if is_packed and name.endswith("_k"):
+                if tile % GROUP:
+                    return f"{name} is {tile}; expected whole groups of {GROUP}"
+            elif length % tile:
+                return f"{name} {tile} does not divide {what} {length}"
+        if self.shared_bytes > SHARED_BYTES and not is_packed:
+            return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
+        return None
+
+
+class Sizes(NamedTuple):
+    """The sizes of an MoE layer's experts, and whether they are mxfp4."""
+
+    num_experts: int
+    size: int  # E
+    inner: int  # I
+    is_packed: bool = False
+
+
+def sizes_of(params: Mapping[str, Any]) -> Sizes:
+    """Return sizes from gate_up [X, E, 2I] and down [X, I, E]."""
+    num_experts, inner, size = params["down"].shape
+    return Sizes(num_experts, size, inner, isinstance(params["down"], MXFP4Weight))
+
+
+def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
+    """Return the experts' sizes. Raise ValueError if the tiles cannot be used for them."""
+    _, size, inner, is_packed = sizes = sizes_of(params)
+    if problem := tuning.problem(size, inner, is_packed=is_packed):
+        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
+    return sizes
+
+
+def choose_experts(
+    num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
+) -> ExpertsTuning | None:
+    """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
+
+    None for sizes that no tile divides, for 0 pairs, and for packed weights if unpacking first is
+    faster. A block has room for the rows of most experts, up to 64: a second block would read the
+    same weights from the L2 cache, which costs more than idle rows. From 65 rows on average it has
+    128.
+    """
+    if not num_pairs or size % LEAST or inner % LEAST:
+        return None
+    if num_experts * size * 2 * inner > MOST_ELEMENTS:
+        return None
+    rows = -(-num_pairs // num_experts)
+    if is_packed and rows > MOST_PACKED:
+        return None
+    longest = MOST_PACKED_BLOCK if is_packed else 64 if rows <= 64 else 128
+    tile_m = min(max(1 << (rows + rows // 4 - 1).bit_length(), LEAST), longest)
+    blocks = num_blocks(num_pairs, num_experts, tile_m)
+    tuning = ExpertsTuning(
+        tile_m=tile_m,
+        gate_up_n=_columns(inner, blocks, most=64),
+        gate_up_k=_largest(size, most=64),
+        down_n=_columns(size, blocks, most=128),
+        down_k=_largest(inner, most=64),
+        num_warps=8 if tile_m == 128 else 4,
+        num_stages=3 if tile_m >= 64 else 4,  # more programs fit: 424 not 439 us (gpt-oss, 256)
+    )
+    if is_packed:
+        warps = 2 if tile_m == LEAST else 4
+        tuning = replace(tuning, num_warps=warps, **PACKED)
+    return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
+
+
+# Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
+# are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
+# fastest measured on an H200 at gpt-oss-20b's sizes (packed_experts_gpu.json). For more tokens,
+# blocks of 32 are the longest whose sums stay in registers: at 256 tokens they take 547 us, blocks
+# of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and unpacking
+# 1,577.
+MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
+FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
+FEW_PACKED_COLUMNS = 32
+PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
+
+# Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64. Of the tiles measured on an
+# H200 (few_tiles_gpu.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns of gate
+# and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
+FEW = {
+    (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
+    (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
+}
+# Tiles for one token, where deeper rings are 5% faster (few_tiles_gpu.json, one run on an H200); at
+# 4 to 16 tokens they are slower.
+FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
+
+
+def choose_few(
+    num_tokens: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
+) -> ExpertsTuning | None:
+    """Return tiles of gpu_few for num_tokens, E = size and I = inner; None if not supported."""
+    if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED:
+        return None
+    if size % LEAST or inner % LEAST or num_experts * size * 2 * inner > MOST_ELEMENTS:
+        return None
+    wide, deep = _largest(size, most=64), _largest(inner, most=64)
+    widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
+    if is_packed:
+        deep, wide = min(deep, FEW_PACKED_COLUMNS), min(wide, FEW_PACKED_COLUMNS)
+        return replace(widest, gate_up_n=deep, down_n=wide, **FEW_PACKED)
+    found = FEW.get((size, inner), widest)
+    return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
+
+
+def _largest(length: int, *, most: int) -> int:
+    return min(length & -length, most)
+
+
+def _columns(length: int, blocks: int, *, most: int) -> int:
+    """Return the widest tile that keeps memory busy, but at least 32 columns if that divides."""
+    tile = _largest(length, most=most)
+    while tile > 2 * LEAST and blocks * (length // tile) < PROGRAMS:
+        tile //= 2
+    return tile

@@ -1,0 +1,59 @@
+"""Block sizes of packed prefill and their defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS
+
+LANES = 128  # of a TPU's vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Parameters of the Hopper kernel that affect speed only."""
+
+    block_tokens: int = 128  # keys of one iteration: 64 or 128
+    stages: int = 3  # blocks in the ring
+    consumers: int = 2  # warp groups that compute 64 rows each
+    takes_turns: bool = True  # two consumers alternate between products and softmax
+    programs: int = NUM_SMS  # persistent programs
+
+    def __post_init__(self) -> None:
+        if self.block_tokens not in (64, 128):
+            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
+        if self.stages < 1 or self.consumers not in (1, 2, 3):
+            raise ValueError(
+                f"stages {self.stages}, consumers {self.consumers}; expected >= 1 and 1 to 3"
+            )
+        if self.programs < 1:
+            raise ValueError(f"programs is {self.programs}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """The size of a TPU kernel's block: M of a product (queries x group), and keys."""
+
+    rows: int = 512  # a multiple of 128
+    keys: int = 256  # a multiple of 128
+
+    @classmethod
+    def for_heads(cls, num_kv: int) -> BlockSizes:
+        """Return sizes for which all kv heads of a block fit VMEM at once."""
+        rows = min(max(4096 // num_kv // LANES, 1) * LANES, 512)
+        return cls(rows=rows, keys=256 if num_kv < 32 else LANES)
+
+    def block_queries(self, num_queries: int, group: int) -> int:
+        """Return queries per block: a multiple of 128 rows, at most `rows`, no more than needed.
+
+        In:  256 queries, group 4, 512 rows
+        Out: 128;  of 16 queries 32 (128 rows);  for group 7 128 (896 rows: the least there is)
+        """
+        unit = LANES // math.gcd(LANES, group)
+        most = max(self.rows // (unit * group), 1) * unit
+        return min(most, -(-num_queries // unit) * unit)
+
+    def block_keys(self, page_size: int) -> int:
+        """Return keys per block: whole pages, at most `keys` but at least one page."""
+        return max(self.keys // page_size, 1) * page_size
