@@ -10,13 +10,14 @@ TOLD_BITS = 53
 def choice_seed(seed: int, choice: int) -> int:
     """Return hash(seed, i) with TOLD_BITS bits, the seed of choice i; choice 0 keeps `seed`.
 
-    The high bits of SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed + i * its
-    increment.
+    The high bits of `split_mix`.
     """
-    if choice == 0:
-        return seed
-    mask = MAX_SEED
-    x = (seed + choice * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return (x ^ (x >> 31)) >> 64 - TOLD_BITS
+    return split_mix(seed, choice) >> 64 - TOLD_BITS if choice else seed
+
+
+def split_mix(seed: int, index: int) -> int:
+    """Return output `index` of SplitMix64 from `seed` (Steele, Lea and Flood, 2014), 64 bits."""
+    x = (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return x ^ (x >> 31)

@@ -50,50 +50,40 @@ def product(
     blocks than there are shards.
     """
     parts = tuple(parts)
-    kernel = tuple(
-        Part(
-            name=f"{name}.weight",
-            shape=(rows, in_size),
-            size=rows,
-            num_blocks=num_blocks,
-            repeats=name in repeated,
-        )
-        for name, rows, num_blocks in parts
-    )
     size = sum(rows for _, rows, _ in parts)
-    table = [
-        ParamSpec(
-            path=(*path, "kernel"),
-            shape=(in_size, size),
-            layouts=(kernel,),
-            axes=axes,
-            column_major=column_major,
-            op=op,
-        )
-    ]
-    if bias:
-        vectors = tuple(
+
+    def stored(suffix: str, *widths: int, form: Form) -> tuple[Part, ...]:
+        return tuple(
             Part(
-                name=f"{name}.bias",
-                shape=(rows,),
+                name=f"{name}.{suffix}",
+                shape=(rows, *widths),
                 size=rows,
                 num_blocks=num_blocks,
                 repeats=name in repeated,
-                form=Form.AS_HELD,
+                form=form,
             )
             for name, rows, num_blocks in parts
         )
-        table.append(
-            ParamSpec(
-                path=(*path, "bias"),
-                shape=(size,),
-                layouts=(vectors,),
-                axes=axes[-1:],
-                init=Init.ZEROS,
-                optional=bias_is_optional,
-            )
-        )
-    return tuple(table)
+
+    kernel = ParamSpec(
+        path=(*path, "kernel"),
+        shape=(in_size, size),
+        layouts=(stored("weight", in_size, form=Form.OUT_IN),),
+        axes=axes,
+        column_major=column_major,
+        op=op,
+    )
+    if not bias:
+        return (kernel,)
+    vector = ParamSpec(
+        path=(*path, "bias"),
+        shape=(size,),
+        layouts=(stored("bias", form=Form.AS_HELD),),
+        axes=axes[-1:],
+        init=Init.ZEROS,
+        optional=bias_is_optional,
+    )
+    return kernel, vector
 
 
 def attention_params(

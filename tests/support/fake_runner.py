@@ -30,7 +30,7 @@ from jspec.messages.plan import (
     StepResult,
 )
 from jspec.messages.request import Request
-from jspec.messages.seeds import MAX_SEED
+from jspec.messages.seeds import MAX_SEED, split_mix
 from jspec.messages.step_options import PLAIN
 from jspec.scheduler.pages import budget
 from tests.support.fake_limits import small_limits as small_limits
@@ -50,7 +50,7 @@ def hash_token(request: Request, position: int) -> int:
     num_out = position - len(request.prompt_ids)
     masked = request.stop_ids if num_out < request.sampling.min_new_tokens else ()
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
-    return allowed[_mix(request.seed, position) % len(allowed)]
+    return allowed[split_mix(request.seed, position) % len(allowed)]
 
 
 def scripted_tokens(scripts: dict[str, tuple[int, ...]]) -> TokenAt:
@@ -72,20 +72,12 @@ def random_acceptance(rate: float, num_steps: int, *, salt: int = 0) -> TokenAt:
 
     def accepted_at(request: Request, seq_len: int) -> int:
         for level in range(num_steps):
-            coin = _mix(request.seed ^ (salt << 8) ^ (level + 1), seq_len) / MAX_SEED
+            coin = split_mix(request.seed ^ (salt << 8) ^ (level + 1), seq_len) / MAX_SEED
             if coin >= rate:
                 return level
         return num_steps
 
     return accepted_at
-
-
-def _mix(seed: int, position: int) -> int:
-    """64 well-mixed bits (the finaliser of splitmix64 by Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (seed + position * 0x9E3779B97F4A7C15) & MAX_SEED
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED
-    return x ^ (x >> 31)
 
 
 class FakeRunner:

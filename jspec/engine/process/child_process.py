@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from jspec.engine.process.process_messages import (
     StartTask,
 )
 from jspec.engine.programs.compilation import Progress
-from jspec.engine.programs.program_growth import PACKAGE_ROOT, PLATFORM_SETTINGS, settings_of
+from jspec.engine.programs.program_growth import PLATFORM_SETTINGS, child_environment, settings_of
 from jspec.engine.programs.program_store import SETTINGS
 from jspec.errors import RunnerError
 
@@ -48,7 +47,7 @@ class EngineProcess:
                 [sys.executable, "-P", "-m", MODULE, *map(str, numbers)],
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=child_environment(),
                 start_new_session=True,  # a terminal's Ctrl-C is for the server alone
             )
         root = logging.getLogger()
@@ -158,8 +157,3 @@ class EngineProcess:
 def _pipe() -> tuple[Connection, Connection]:
     here, there = socket.socketpair()
     return Connection(here.detach()), Connection(there.detach())
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
-    return {**os.environ, "PYTHONPATH": path}

@@ -259,17 +259,17 @@ class ProcessMaker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=environment(),
+                    env=child_environment() | DEVICE_MEMORY,
                     # Ctrl-C reaches only this process, which stops the builder
                     start_new_session=True,
                 )
             return self._process
 
 
-def environment() -> dict[str, str]:
-    """Return this environment, this package first on the path, with a small device share."""
+def child_environment() -> dict[str, str]:
+    """Return this environment, with this package first on the path."""
     path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
-    return {**os.environ, **DEVICE_MEMORY, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def tell(to: IO[bytes], task: BuildTask) -> None:

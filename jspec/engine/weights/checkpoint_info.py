@@ -15,6 +15,7 @@ from jspec.config.speculation import DEFAULT_STEPS
 from jspec.engine.memory.pool_sizes import kv_bytes_per_token
 from jspec.errors import ConfigError, JspecError
 from jspec.files.json_files import Fields, read_fields
+from jspec.models.files.array_tensors import DTYPES
 from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
@@ -24,9 +25,6 @@ from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
-
-# Bits per value, by safetensors' dtype names.
-BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ def _count(tensors: Tensors, *, without: Collection[str] = ()) -> dict[str, Any]
     numbers = 0
     for name in (name for name in tensors.sources if name not in without):
         count, kind = math.prod(tensors.shape(name)), tensors.dtype(name)
-        sizes[kind] += count * BITS.get(kind, 8) // 8
+        sizes[kind] += count * (DTYPES[kind].itemsize if kind in DTYPES else 1)
         numbers += count
     stored = dict(sizes.most_common())
     return {"num_tensors": len(tensors.sources), "parameters": numbers, "stored_bytes": stored}

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jspec.engine.programs.program_bucket import GS
 from jspec.errors import CheckpointError, NoCheckpointError, reason_of, shown
 from jspec.models.files.checkpoint import LAYOUT, check_directory
 
 log = logging.getLogger(__name__)
-GS = "gs://"
 A_REPOSITORY = "a repository of Hugging Face's hub"
 LISTING = ".listing.json"  # written last, so all that it lists is complete
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")

@@ -20,23 +20,25 @@ from jspec.spec.weight_format import Shape
 HostArray = npt.NDArray[Any]
 FP8 = "F8_E4M3"
 
-# safetensors' names of numpy dtypes.
-DTYPE_NAMES: Mapping[np.dtype[np.generic], str] = MappingProxyType(
+# numpy's dtypes by safetensors' names; files are little-endian.
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
-        np.dtype(np.float16): "F16",
-        np.dtype(ml_dtypes.bfloat16): "BF16",
-        np.dtype(ml_dtypes.float8_e4m3fn): FP8,
-        np.dtype(np.float32): "F32",
-        np.dtype(np.float64): "F64",
-        np.dtype(np.bool_): "BOOL",
-        **{np.dtype(f"i{n}"): f"I{8 * n}" for n in (1, 2, 4, 8)},
-        **{np.dtype(f"u{n}"): f"U{8 * n}" for n in (1, 2, 4, 8)},
+        "F16": np.dtype("<f2"),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+        "F32": np.dtype("<f4"),
+        "F64": np.dtype("<f8"),
+        "BOOL": np.dtype("?"),
+        **{
+            f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for kind in "iu" for n in (1, 2, 4, 8)
+        },
     }
 )
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: np.dtype[np.generic]) -> str:
-    return DTYPE_NAMES.get(dtype, str(dtype))
+    return _NAMES.get(dtype, str(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +107,14 @@ def in_memory(array: HostArray) -> LazyTensor:
 
 def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
     """Return the tensors in a safetensors file's bytes. Raise CheckpointError."""
-    types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     arrays: dict[str, HostArray] = {}
     try:
         for name, tensor in safetensors.deserialize(data):  # type: ignore[no-untyped-call]
-            if tensor["dtype"] not in types:
+            if tensor["dtype"] not in DTYPES:
                 raise CheckpointError(
-                    f"{name} has dtype {tensor['dtype']}; expected one of {', '.join(types)}"
+                    f"{name} has dtype {tensor['dtype']}; expected one of {', '.join(DTYPES)}"
                 )
-            numbers = np.frombuffer(tensor["data"], types[tensor["dtype"]])
+            numbers = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]])
             arrays[name] = numbers.reshape(tensor["shape"])
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"is no safetensors file: {error}") from None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import ml_dtypes  # also registers bfloat16 with numpy, which safetensors requires
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -19,19 +18,13 @@ from safetensors.numpy import save_file
 from jspec.errors import CheckpointError, OutputError
 from jspec.files.json_files import MIB, check_regular, exists, read_object, shown
 from jspec.files.output_files import write_text, writing
+from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import FP8 as FP8
 from jspec.models.files.array_tensors import HostArray as HostArray
-from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.torch_files import open_torch_file
 from jspec.spec.weight_format import Shape as Shape
 
-# By safetensors' names; files are little-endian.
-WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-}
+WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F16", "BF16", "F32", "F64")}
 PACKED_DTYPE = "U8"
 LISTED = 20  # tensors per kind that an error names
 # A single file or the index of several; safetensors before torch's.
@@ -123,7 +116,7 @@ class Tensors:
     def read(self, name: str) -> HostArray:
         file, stored = self.sources[name]
         if self.dtype(name) == FP8:  # safetensors cannot read it into numpy
-            out = np.empty(self.shape(name), ml_dtypes.float8_e4m3fn)
+            out = np.empty(self.shape(name), DTYPES[FP8])
             file.read_into(out, stored)
             return out
         try:

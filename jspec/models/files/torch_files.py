@@ -17,26 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError
 from jspec.files.json_files import MIB, check_regular, shown
+from jspec.models.files.array_tensors import DTYPES
 
 MAX_PICKLE_BYTES = 64 * MIB
-# torch's name of a storage: safetensors' name of its dtype, and numpy's.
-STORAGES: Mapping[str, tuple[str, np.dtype[Any]]] = {
-    "HalfStorage": ("F16", np.dtype("<f2")),
-    "BFloat16Storage": ("BF16", np.dtype(ml_dtypes.bfloat16)),
-    "FloatStorage": ("F32", np.dtype("<f4")),
-    "DoubleStorage": ("F64", np.dtype("<f8")),
-    "LongStorage": ("I64", np.dtype("<i8")),
-    "IntStorage": ("I32", np.dtype("<i4")),
-    "ShortStorage": ("I16", np.dtype("<i2")),
-    "CharStorage": ("I8", np.dtype("i1")),
-    "ByteStorage": ("U8", np.dtype("u1")),
-    "BoolStorage": ("BOOL", np.dtype("?")),
+# safetensors' name of the dtype by torch's name of a storage.
+STORAGES: Mapping[str, str] = {
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "FloatStorage": "F32",
+    "DoubleStorage": "F64",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
 }
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
 
@@ -59,13 +59,13 @@ class TorchTensor:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * STORAGES[self.kind][1].itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.get_dtype()].itemsize
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        return STORAGES[self.kind][0]
+        return STORAGES[self.kind]
 
     def read(self) -> npt.NDArray[Any]:
         with self.path.open("rb") as file:
@@ -75,7 +75,7 @@ class TorchTensor:
             raise CheckpointError(
                 f"{self.path}: ends {self.num_bytes - len(data)} bytes early; expected a whole file"
             )
-        return np.frombuffer(data, STORAGES[self.kind][1]).reshape(self.shape)
+        return np.frombuffer(data, DTYPES[self.get_dtype()]).reshape(self.shape)
 
 
 class TorchFile:
@@ -196,7 +196,7 @@ class _Reader(pickle.Unpickler):
             size == 1 or found == wanted
             for size, found, wanted in zip(shape, stride, reversed(expected), strict=True)
         )
-        item = STORAGES[storage.kind][1].itemsize
+        item = DTYPES[STORAGES[storage.kind]].itemsize
         info = self._members.get(storage.member)
         if info is None or info.compress_type != zipfile.ZIP_STORED or not in_rows:
             raise CheckpointError(
