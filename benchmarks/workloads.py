@@ -20,8 +20,9 @@ from jspec.models.heads.eagle1 import eagle1_config_json
 from jspec.models.heads.eagle3_config import eagle3_config_json
 from jspec.models.heads.hf_mtp import mtp_config_json, written_config
 from jspec.models.registry import family_named
+from jspec.pallas_kernels import shapes
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, ModelShape
 from jspec.spec.model_spec import (
-    AttentionSpec,
     DenseSpec,
     Eagle1Config,
     Eagle3Config,
@@ -32,9 +33,9 @@ from jspec.spec.model_spec import (
     uniform_decoder,
 )
 from jspec.spec.rope import RopeConfig
-from jspec.spec.weight_format import MXFP4, Formats, Op
+from jspec.spec.weight_format import Formats
 
-PACKED: Formats = ((Op.EXPERTS, MXFP4()),)  # as gpt-oss is published
+PACKED = shapes.GPT_OSS_20B_MXFP4.formats  # as gpt-oss is published
 
 # S/K/N of each mode; None decodes plainly.
 MODES: Mapping[str, tuple[int, int, int] | None] = {
@@ -171,32 +172,35 @@ def mtp_of(target: ModelSpec, *, num_layers: int) -> MtpConfig:
     )
 
 
-LLAMA_8B = uniform_decoder(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig(theta=500000.0, factor=8.0),
-    max_position=131072,
-    eos_token_ids=(128001,),
+def decoder_of(
+    shape: ModelShape, num_layers: int, *, rope: RopeConfig, eps: float = 1e-5, **fields: Any
+) -> ModelSpec:
+    """A decoder of equal layers. fields: the others of ModelSpec."""
+    attention = replace(shape.attention, rope=rope)
+    return ModelSpec(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        layers=(LayerSpec(attention=attention, ffn=shape.ffn, eps=eps),) * num_layers,
+        rms_norm_eps=eps,
+        **fields,
+    )
+
+
+LLAMA: Mapping[str, Any] = {"max_position": 131072, "eos_token_ids": (128001,)}
+ROPE_OF_LLAMA = RopeConfig(theta=500000.0, factor=8.0)
+LLAMA_8B = decoder_of(LLAMA_3_1_8B, 32, rope=ROPE_OF_LLAMA, **LLAMA)
+LLAMA_70B = decoder_of(LLAMA_3_1_70B, 80, rope=ROPE_OF_LLAMA, **LLAMA)
+LLAMA_1B = decoder_of(
+    LLAMA_3_2_1B, 16, rope=replace(ROPE_OF_LLAMA, factor=32.0), tie_word_embeddings=True, **LLAMA
 )
-LLAMA_1B = replace(
-    uniform_decoder(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        rope=RopeConfig(theta=500000.0, factor=32.0),
-        max_position=131072,
-        eos_token_ids=(128001,),
-    ),
-    tie_word_embeddings=True,
+QWEN3_30B_A3B = decoder_of(
+    shapes.QWEN3_30B_A3B,
+    48,
+    rope=RopeConfig(theta=1000000.0),
+    eps=1e-6,
+    max_position=40960,
+    eos_token_ids=(151645,),
+    family="qwen3_moe",
 )
 TINY = uniform_decoder(
     vocab_size=320,
@@ -208,28 +212,6 @@ TINY = uniform_decoder(
     head_dim=8,
     max_position=512,
     eos_token_ids=(319,),
-)
-QWEN3_30B_A3B = ModelSpec(
-    vocab_size=151936,
-    hidden_size=2048,
-    layers=(
-        LayerSpec(
-            attention=AttentionSpec(
-                num_heads=32,
-                num_kv_heads=4,
-                head_dim=128,
-                rope=RopeConfig(theta=1000000.0),
-                qk_norm=True,
-            ),
-            ffn=MoESpec(num_experts=128, top_k=8, inner=768),
-            eps=1e-6,
-        ),
-    )
-    * 48,
-    rms_norm_eps=1e-6,
-    max_position=40960,
-    eos_token_ids=(151645,),
-    family="qwen3_moe",
 )
 # What the published config.json says of the model; its experts in the engine's dtype, not mxfp4.
 GPT_OSS_20B_JSON: Mapping[str, Any] = {

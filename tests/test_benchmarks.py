@@ -55,6 +55,7 @@ from jspec.models.files.checkpoint import load_model_spec, read_formats
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.shapes import MODELS
 from jspec.spec.model_spec import DenseSpec, MoESpec
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
@@ -339,3 +340,15 @@ def test_the_whole_table_as_a_command(tmp_path: Path) -> None:
     assert result["cells"]["tree/2"]["acceptance_length"] == 3.0
     assert str(tmp_path) not in json.dumps(result)
     assert "| tree/2 |" in done.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in WORKLOADS])
+def test_the_kernels_shapes_are_the_models(name: str) -> None:
+    """Layers differ from the shape only by what it leaves out: windows and RoPE."""
+    workload, shape = WORKLOADS[name], MODELS[name]
+    target = workload.target
+    assert (target.hidden_size, target.vocab_size) == (shape.hidden_size, shape.vocab_size)
+    assert workload.formats == shape.formats
+    for layer in target.layers:
+        plain = replace(layer.attention, window=None, rope=shape.attention.rope)
+        assert (plain, layer.ffn) == (shape.attention, shape.ffn)

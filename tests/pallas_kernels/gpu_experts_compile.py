@@ -18,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
-from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
+from jspec.spec.model_spec import Gate, MoESpec
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
-# Experts, E, I, top k, whether there are biases; the last as a shard of two has them.
 SHAPES = {
-    "qwen3-30b-a3b": (128, 2048, 768, 8, False),
-    "gpt-oss-20b": (32, 2880, 2880, 4, True),
-    "gpt-oss-20b tp2": (32, 2880, 1440, 4, True),
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-20b tp2": GPT_OSS_20B.shard(2),
 }
 TOKENS = (1, 64, 256, 8192)
 MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by tokens
@@ -33,26 +33,11 @@ MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by toke
 
 def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
     """A mixture with its norms, as a layer runs it."""
-    num_experts, size, inner, top_k, has_bias = SHAPES[name]
-    spec = MoESpec(
-        num_experts=num_experts,
-        top_k=top_k,
-        inner=inner,
-        routing=Routing.TOP_THEN_SOFTMAX if has_bias else Routing.SOFTMAX_THEN_TOP_NORMALIZED,
-        gate=Gate.CLAMPED if has_bias else Gate.SILU,
-        bias=has_bias,
-    )
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "router": {"kernel": (size, num_experts)},
-        "experts": {"gate_up": (num_experts, size, 2 * inner), "down": (num_experts, inner, size)},
-    }
-    if has_bias:
-        shapes["router"]["bias"] = (num_experts,)
-        shapes["experts"]["gate_up_bias"] = (num_experts, 2 * inner)
-        shapes["experts"]["down_bias"] = (num_experts, size)
+    spec, size = SHAPES[name].ffn, SHAPES[name].hidden_size
+    assert isinstance(spec, MoESpec)
     params = {
         part: {key: array(shape, jnp.bfloat16) for key, shape in entry.items()}
-        for part, entry in shapes.items()
+        for part, entry in SHAPES[name].moe_params.items()
     }
 
     def layer(x: jax.Array, scale: jax.Array, params: Any) -> Any:
@@ -84,21 +69,22 @@ def main() -> None:
     for name in ("qwen3-30b-a3b", "gpt-oss-20b"):  # a shard's sum comes before the residual
         for tokens in MIXTURE_KERNELS:
             compile_moe(name, tokens, array, mesh)
-    for name, (num_experts, size, inner, top_k, has_bias) in SHAPES.items():
+    for name, shape in SHAPES.items():
+        spec, (size, inner) = shape.ffn, shape.widths
+        assert isinstance(spec, MoESpec)
         params = {
-            "gate_up": array((num_experts, size, 2 * inner), jnp.bfloat16),
-            "down": array((num_experts, inner, size), jnp.bfloat16),
+            key: array(of_weight, jnp.bfloat16)
+            for key, of_weight in shape.moe_params["experts"].items()
+            if key != "down_bias"
         }
-        if has_bias:
-            params["gate_up_bias"] = array((num_experts, 2 * inner), jnp.bfloat16)
         for tokens in TOKENS:
-            tuning = choose_experts(tokens * top_k, num_experts=num_experts, size=size, inner=inner)
+            sizes = {"num_experts": spec.num_experts, "size": size, "inner": inner}
+            tuning = choose_experts(tokens * spec.top_k, **sizes)
             if tuning is None:
                 raise SystemExit(f"{name}, {tokens} tokens: the kernels are not chosen")
-            gate = Gate.CLAMPED if has_bias else Gate.SILU
             run = jax.jit(  # Pallas asks the mesh for which chip it lowers
                 jax.shard_map(
-                    partial(summed, gate=gate, tuning=tuning),
+                    partial(summed, gate=spec.gate, tuning=tuning),
                     mesh=mesh,
                     in_specs=whole,
                     out_specs=whole,
@@ -107,8 +93,8 @@ def main() -> None:
             )
             args = (
                 array((tokens, size), jnp.bfloat16),
-                array((tokens, top_k), jnp.int32),
-                array((tokens, top_k), jnp.float32),
+                array((tokens, spec.top_k), jnp.int32),
+                array((tokens, spec.top_k), jnp.float32),
                 params,
             )
             text = run.lower(*args).compile().as_text() or ""

@@ -28,9 +28,10 @@ from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_produ
 from jspec.pallas_kernels.gated_mlp.gpu_few import MORE, ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.tuning import Layout as WeightLayout
 from jspec.pallas_kernels.gated_mlp.tuning import Shared
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
-K, N = 4096, 14336  # Llama-3.1-8B
+K, N = LLAMA_3_1_8B.widths
 PROGRAMS = (
     (8192, DEFAULT),
     (1024, replace(DEFAULT, cluster=1)),

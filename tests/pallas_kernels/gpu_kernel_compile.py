@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.tuning import Tuning
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 
+H, G, D = LLAMA_3_1_8B.heads
 # As the chip reports itself: what XLA asks of a device description.
 H200 = """
 gpu_device_info {
@@ -75,12 +77,12 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
         "tail_mask": array(jnp.uint32, total, 1),
         "tail_positions": array(jnp.int32, batch, queries),
     }
-    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 16, 128)
+    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 2 * G, D)
     # Inside a shard_map, as steps run: there Triton learns which chip it compiles for.
     mapped = jax.shard_map(
         run, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
     )
-    compiled = jax.jit(mapped).lower(array(jnp.bfloat16, total, 32, 128), pool, fields).compile()
+    compiled = jax.jit(mapped).lower(array(jnp.bfloat16, total, H, D), pool, fields).compile()
     return compiled.as_text() or ""
 
 

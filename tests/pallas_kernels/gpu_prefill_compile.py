@@ -16,9 +16,11 @@ from jax.experimental import topologies
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import attend_packed
 from jspec.pallas_kernels.prefill.tuning import Tuning
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 ROWS = 16
+H, G, D = LLAMA_3_1_8B.heads
 
 
 def llama_shapes(
@@ -36,8 +38,8 @@ def llama_shapes(
         "cu_q_lens": array(jnp.int32, batch + 1),
         "q_positions": array(jnp.int32, queries),
     }
-    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 16, 128)
-    return array(jnp.bfloat16, queries, 32, 128), pool, fields
+    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 2 * G, D)
+    return array(jnp.bfloat16, queries, H, D), pool, fields
 
 
 def main() -> None:

@@ -17,9 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from jspec.spec.rope import RopeConfig
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
+H, G, D = LLAMA_3_1_8B.heads
+E = LLAMA_3_1_8B.hidden_size
 LAYERS = 2  # so that what is the same for all of them can be seen to be shared
 
 
@@ -33,9 +36,9 @@ def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
     def run(x: jax.Array, kernels: Any, pools: Any, slots: Any, positions: jax.Array) -> Any:
         queries, pools = [], list(pools)
         for i, kernel in enumerate(kernels):
-            heads = (x @ kernel).reshape(tokens, 48, 128)
-            cos, sin = angles_of(positions, head_dim=128, rope=RopeConfig())
-            q, pools[i] = rotate_and_write(heads, cos, sin, pools[i], *slots, num_heads=32)
+            heads = (x @ kernel).reshape(tokens, H + 2 * G, D)
+            cos, sin = angles_of(positions, head_dim=D, rope=RopeConfig())
+            q, pools[i] = rotate_and_write(heads, cos, sin, pools[i], *slots, num_heads=H)
             queries.append(q)
         return queries, pools
 
@@ -43,9 +46,9 @@ def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
         run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     args = (
-        array(jnp.bfloat16, tokens, 4096),
-        [array(jnp.bfloat16, 4096, 6144)] * LAYERS,
-        [array(jnp.bfloat16, pages, 64, 16, 128)] * LAYERS,
+        array(jnp.bfloat16, tokens, E),
+        [array(jnp.bfloat16, E, (H + 2 * G) * D)] * LAYERS,
+        [array(jnp.bfloat16, pages, 64, 2 * G, D)] * LAYERS,
         (array(jnp.int32, tokens), array(jnp.int32, tokens)),
         array(jnp.int32, tokens),
     )

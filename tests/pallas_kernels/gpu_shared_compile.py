@@ -19,9 +19,10 @@ from jspec.device.batch import SharedPrefixes
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_plan import pack_queries
 from jspec.pallas_kernels.attention.gpu_shared import attend_shared
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
-HEADS, GROUPS, WIDTH, PAGE_SIZE = 32, 8, 128, 64
+(HEADS, GROUPS, WIDTH), PAGE_SIZE = LLAMA_3_1_8B.heads, 64
 
 
 def compile_one(sharding: Any, batch: int, queries: int) -> str:

@@ -14,6 +14,7 @@ from jspec.layers.linear import Shard
 from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 EPS = 1e-5
@@ -118,11 +119,10 @@ def check_a_row_that_is_not_finite(case: Case, *, token: int, value: float) -> N
 def on_the_chip(model: str, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(by the kernels, by XLA) of the stream's sum and of its norm, at a model's real widths with
     few experts, so that XLA's dense form stays small."""
-    spec = spec_of(16, 8, 768, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
-    case = Case(tokens, 2048, spec, jnp.bfloat16)
-    if model == "gpt-oss":
-        spec = spec_of(8, 4, 2880, Routing.TOP_THEN_SOFTMAX, bias=True)
-        case = Case(tokens, 2880, spec, jnp.bfloat16)
+    shape, num_experts = (GPT_OSS_20B, 8) if model == "gpt-oss" else (QWEN3_30B_A3B, 16)
+    assert isinstance(shape.ffn, MoESpec)
+    spec = replace(shape.ffn, num_experts=num_experts)
+    case = Case(tokens, shape.hidden_size, spec, jnp.bfloat16)
     stream, params, scale = drawn(case, 9)
     found = jax.jit(partial(run, spec=spec, ops="gpu"))(stream, params, scale)
     expected = jax.jit(partial(run, spec=spec, ops="xla"))(stream, params, scale)

@@ -18,9 +18,11 @@ from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.tuning import Tuning
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
+H, G, D = LLAMA_3_1_8B.heads
 PRODUCER = Tuning(loader="producer", consumers=2)
 
 
@@ -39,8 +41,8 @@ def llama_shapes(
     if tail is not None:
         fields["tail_mask"] = array((total, -(-tail // 32)), jnp.uint32)
         fields["tail_positions"] = array((batch, tail), jnp.int32)
-    pool = array((batch * pages + 1, page_size, 16, 128), jnp.bfloat16)
-    return array((total, 32, 128), jnp.bfloat16), pool, fields
+    pool = array((batch * pages + 1, page_size, 2 * G, D), jnp.bfloat16)
+    return array((total, H, D), jnp.bfloat16), pool, fields
 
 
 def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any) -> str:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.model_spec import Gate
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
@@ -39,7 +40,7 @@ def summed(*arguments: Any, gate: Gate) -> jax.Array:
 
 KERNEL = jax.jit(summed, static_argnames="gate")
 QWEN = {"num_experts": 128, "size": 2048, "inner": 768}
-GPT_OSS = {"num_experts": 32, "size": 2880, "inner": 2880}
+GPT_OSS = dict(zip(("size", "inner"), GPT_OSS_20B.widths, strict=True)) | {"num_experts": 32}
 
 
 @settings(max_examples=12, deadline=None)
@@ -171,9 +172,11 @@ def test_the_kernels_compile_for_an_h200() -> None:
 @pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
     """An eighth of the experts, so that XLA's dense form stays small."""
-    moe = Mixture(tokens, 8, 16, 2048, 768, dtype=jnp.bfloat16)
+    moe = Mixture(tokens, 8, 16, *QWEN3_30B_A3B.widths, dtype=jnp.bfloat16)
     if model == "gpt-oss":
-        moe = Mixture(tokens, 4, 4, 2880, 2880, Gate.CLAMPED, bias=True, dtype=jnp.bfloat16)
+        moe = Mixture(
+            tokens, 4, 4, *GPT_OSS_20B.widths, Gate.CLAMPED, bias=True, dtype=jnp.bfloat16
+        )
     drawn = draw(moe, seed=3, skew=0.5)
     run = jax.jit(OPS["gpu"].experts, static_argnames="gate")
     expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=moe.gate)

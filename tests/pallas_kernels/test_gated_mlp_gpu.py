@@ -31,6 +31,7 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
 from jspec.pallas_kernels.gated_mlp.reference import gated_product as reference
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 
@@ -62,7 +63,7 @@ FAST = (
     "by columns",
     "few tokens",
 )
-K, N = 4096, 14336  # Llama-3.1-8B
+K, N = LLAMA_3_1_8B.widths
 
 
 def operands(m: int, k: int, columns: int) -> tuple[jax.Array, jax.Array]:

@@ -22,12 +22,13 @@ from jspec.pallas_kernels.gated_mlp.gpu_few import (
 from jspec.pallas_kernels.gated_mlp.reference import gated_product as reference
 from jspec.pallas_kernels.gated_mlp.tuning import FewTuning
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
+from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 from tests.pallas_kernels.test_gated_mlp_gpu import assert_close, operands
 
 SMALL = FewTuning(tile_n=16, tile_k=64, num_warps=4, num_stages=2)
 SMALL_ONE = FewTuning(tile_n=4, tile_k=64, num_warps=4, by_lanes=True)
-K, N = 4096, 14336  # Llama-3.1-8B
+K, N = LLAMA_3_1_8B.widths
 PRODUCT = "few_gated_product"
 
 

@@ -19,7 +19,6 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # The compiler needs no chip: it may run beside another load, whoever owns the lock file in /tmp.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -27,28 +26,15 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jspec.pallas_kernels.ops_tpu import TpuOps
-from jspec.spec.model_spec import Gate
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
+from jspec.spec.model_spec import MoESpec
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One layer's experts, on one shard."""
-
-    num_experts: int
-    size: int
-    inner: int
-    top_k: int
-    gate: Gate
-
-
-QWEN = Shape(num_experts=128, size=2048, inner=768, top_k=8, gate=Gate.SILU)
-GPT_OSS = Shape(num_experts=32, size=2880, inner=2880, top_k=4, gate=Gate.CLAMPED)
 SHAPES = {
-    **{f"qwen3-30b-a3b, {tokens} tokens": (QWEN, tokens) for tokens in (1, 64, 256)},
-    **{f"gpt-oss-20b, {tokens} tokens": (GPT_OSS, tokens) for tokens in (1, 256)},
-    "qwen3-30b-a3b tp4, 8 tokens": (Shape(128, 2048, 192, 8, Gate.SILU), 8),
-    "gpt-oss-20b tp4, 8 tokens": (Shape(32, 2880, 720, 4, Gate.CLAMPED), 8),
-    "by XLA, 2048 tokens": (QWEN, 2048),
+    **{f"qwen3-30b-a3b, {tokens} tokens": (QWEN3_30B_A3B, tokens) for tokens in (1, 64, 256)},
+    **{f"gpt-oss-20b, {tokens} tokens": (GPT_OSS_20B, tokens) for tokens in (1, 256)},
+    "qwen3-30b-a3b tp4, 8 tokens": (QWEN3_30B_A3B.shard(4), 8),
+    "gpt-oss-20b tp4, 8 tokens": (GPT_OSS_20B.shard(4), 8),
+    "by XLA, 2048 tokens": (QWEN3_30B_A3B, 2048),
 }
 
 
@@ -56,19 +42,19 @@ def main(topology: str) -> None:
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     array = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
     for name, (shape, tokens) in SHAPES.items():
-        X, E, inner, k = shape.num_experts, shape.size, shape.inner, shape.top_k
+        spec, E = shape.ffn, shape.hidden_size
+        assert isinstance(spec, MoESpec)
         params = {
-            "gate_up": array((X, E, 2 * inner), jnp.bfloat16),
-            "down": array((X, inner, E), jnp.bfloat16),
+            key: array(of_weight, jnp.bfloat16)
+            for key, of_weight in shape.moe_params["experts"].items()
+            if key != "down_bias"
         }
-        if shape.gate is Gate.CLAMPED:
-            params["gate_up_bias"] = array((X, 2 * inner), jnp.bfloat16)
         started = time.monotonic()
-        run = jax.jit(partial(TpuOps().experts, gate=shape.gate))
+        run = jax.jit(partial(TpuOps().experts, gate=spec.gate))
         lowered = run.lower(
             array((tokens, E), jnp.bfloat16),
-            array((tokens, k), jnp.int32),
-            array((tokens, k), jnp.float32),
+            array((tokens, spec.top_k), jnp.int32),
+            array((tokens, spec.top_k), jnp.float32),
             params,
         )
         compiled = lowered.compile()

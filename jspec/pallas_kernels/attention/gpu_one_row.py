@@ -30,6 +30,7 @@ from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, tiles_of
 from jspec.pallas_kernels.hopper import NOTHING, capped
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import finite, norm_halves, turn
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 
 BLOCK = 64  # keys of one iteration
 MOST_SHARES = 32  # heights per lane of the merge
@@ -37,7 +38,7 @@ LEAST_GROUP = 16  # M of the smallest tensor core tile
 MOST_GROUP = 16  # heads of a kv head
 # (H, G, D) for which a step of one row was faster with this kernel on an H200
 # (benchmarks/results/step_trace.json), and the longest row of that engine.
-TIMED = {(32, 4, 128), (64, 8, 64)}  # Qwen3-30B-A3B, gpt-oss
+TIMED = {QWEN3_30B_A3B.heads, GPT_OSS_20B.heads}
 MOST_KEYS = 8448
 
 

@@ -2,7 +2,7 @@
 
 A decode or verification step is bound by reading the weights of the active experts. That needs at
 least two programs per multiprocessor, each with about 64 KiB in flight: computed, then measured on
-an H200 (decision 39; benchmarks/experts_gpu.py).
+an H200 (decision 39).
 
 Compiled for an H200 (jax 0.12), XLA's grouped product is a dense one of [R, X * E], a copy of x
 that is 0 except for each row's expert, and [X * E, N]. One token thus reads the weights of all
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from jspec.device.mxfp4 import GROUP, MXFP4Weight
 from jspec.pallas_kernels.experts.api import num_blocks
 from jspec.pallas_kernels.gated_mlp.tuning import NUM_BLOCKS, SHARED_BYTES
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 
 LEAST = 16  # least side of a tile, set by the tensor cores
 PROGRAMS = 2 * NUM_BLOCKS  # programs that keep memory busy
@@ -153,12 +154,12 @@ PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
 # H200 (few_tiles_gpu.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns of gate
 # and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
 FEW = {
-    (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
-    (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
+    QWEN3_30B_A3B.widths: ExpertsTuning(),  # 96 programs of 64 KiB, then 256 of 32
+    GPT_OSS_20B.widths: ExpertsTuning(),  # 180 and 180
 }
 # Tiles for one token, where deeper rings are 5% faster (few_tiles_gpu.json, one run on an H200); at
 # 4 to 16 tokens they are slower.
-FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
+FEW_ONE_TOKEN = {QWEN3_30B_A3B.widths: ExpertsTuning(num_stages=6, down_stages=8)}
 
 
 def choose_few(
