@@ -22,9 +22,7 @@ def _tpu(*, interpret: bool = False) -> Ops:
 
 
 class Bundles(Mapping[str, Ops]):
-    """Bundles by name, each imported on first use: Mosaic GPU alone takes a quarter of the time to
-    import the engine.
-    """
+    """Bundles by name, imported on first use: Mosaic GPU takes 1/4 of the engine's import time."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Ops]]) -> None:
         self._makers = {name: cache(maker) for name, maker in makers.items()}
@@ -59,8 +57,8 @@ def choose_ops(platform: str, requested: str = "auto", *, gpu_problem: str | Non
     """Return the bundle for jax devices of `platform`: "cpu", "gpu" or "tpu".
 
     requested: "auto"; "xla" on any platform; "pallas" for the platform's own kernels. gpu_problem:
-    why the Hopper kernels cannot be used (ops_gpu.gpu_problem); "auto" then falls back to XLA and
-    "pallas" raises ConfigError, as it does on other platforms.
+    why the Hopper kernels cannot be used; "auto" then falls back to XLA. Raises ConfigError for
+    "pallas" without kernels.
     """
     if requested == "pallas" and platform not in ("gpu", "tpu"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which weight formats a bundle's products read: one table, asked once when a model is loaded."""
+"""The weight formats that a bundle's products read: one table, read when a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Reads:
     most_shards: int | None = None
 
     def problem(self, *, dtype: str, shards: int) -> str | None:
-        """Return why it cannot be used, or None."""
         if self.dtype not in (None, dtype):
             return f"its kernel is for {self.dtype}"
         if self.most_shards is not None and shards > self.most_shards:
@@ -42,8 +41,7 @@ def resident_format(
     stored: WeightFormat, op: Op, *, bundle: str, dtype: str, shards: int
 ) -> tuple[WeightFormat, str]:
     """Return the format in which a product's weights are resident, and the decision in words.
-
-    dtype: of the model. Raise ConfigError for a format and a product or bundle without a row.
+    Raises ConfigError for a format and a product or bundle without a row. dtype: of the model.
     """
     if (type(stored), op, bundle) not in TABLE:
         raise ConfigError(

@@ -26,7 +26,6 @@ def has_mosaic_gpu() -> bool:
 
 
 def require_mosaic_gpu() -> None:
-    """Raise NotImplementedError if this jax cannot run the kernels."""
     if not has_mosaic_gpu():
         raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
 
@@ -56,12 +55,11 @@ def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> 
 
 
 def each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
-    """Call body(i) for i in [start, stop)."""
     lax.fori_loop(start, stop, lambda i, _: body(i), None)
 
 
 def check_attention(
-    q: tuple[int, int, int],
+    q: tuple[int, int, int],  # T, H, Dq
     kv_pages: jax.Array,
     *,
     block_tokens: int,
@@ -69,10 +67,7 @@ def check_attention(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """Raise ValueError for what neither attention kernel supports. q: the shape [T, H, Dq].
-
-    block_tokens: keys per iteration. shared_bytes: shared memory per program.
-    """
+    """Raise ValueError for what neither attention kernel supports. shared_bytes: per program."""
     require_mosaic_gpu()
     _, page_size, two_g, width = kv_pages.shape
     if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
@@ -92,10 +87,8 @@ def check_attention(
 
 
 def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, float]:
-    """Return (scores, factor) whose product is log2(e) * c * tanh(scale * scores / c), or
-    log2(e) * scale * scores without a cap c.
-
-    The factor stays separate because it folds into the fused multiply-add that follows.
+    """Return (scores, factor) whose product is log2(e) * c * tanh(scale * scores / c), or log2(e) *
+    scale * scores without a cap c. The factor folds into the fused multiply-add that follows.
     """
     if soft_cap is None:
         return scores, scale * LOG2E
@@ -105,8 +98,8 @@ def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, f
 
 
 def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
-    """Add a block of scores to an online softmax: return (its new maxima, the fade of what was
-    summed before, the block's weights, the new sums). Maxima are of log2-scaled scores.
+    """Add a block of scores to an online softmax. Return (new maxima, of log2-scaled scores; the
+    fade of earlier sums; the block's weights; new sums).
     """
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
     fade = jnp.exp2(top - new_top)

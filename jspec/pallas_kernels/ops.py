@@ -1,8 +1,8 @@
 """The kernels of a platform, selected once when an engine is built.
 
-`Ops` is plain XLA and runs anywhere; ops_tpu.TpuOps and ops_gpu.GpuOps override the methods for
-which the platform has a kernel. Callers never check the platform. To add a fusion, add a method
-with its XLA implementation here. Equal bundles (compared by value) share compiled programs.
+`Ops` is plain XLA and runs anywhere; TpuOps and GpuOps override the methods for which the platform
+has a kernel. To add a fusion, add a method with its XLA implementation here. Equal bundles
+(compared by value) share compiled programs.
 """
 
 from __future__ import annotations
@@ -60,14 +60,10 @@ class Ops:
         return 1
 
     def pool_width(self, head_dim: int) -> int:
-        """Return the D of a KV pool for heads of `head_dim`."""
         return head_dim
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """Return XLA options for speed; a compiler that does not know one ignores it.
-
-        decode_tokens: tokens of a decode step; None for a prefill.
-        """
+        """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill."""
         del decode_tokens
         return {}
 
@@ -98,10 +94,7 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
-        """Run one layer's attention from projected heads (q, then k, then v) to its output.
-
-        rotation: the steps still to be applied to the heads, including q and k norms
-        """
+        """Run a layer's attention from heads (q, k, v), before norms and RoPE, to its output."""
         q, k, v = rotate_and_split(heads, rotation)
         out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks)
         return out[..., : heads.shape[-1]], kv_pages  # a pool may be wider than a head
@@ -133,9 +126,8 @@ class Ops:
         *,
         gate: Gate,
     ) -> Float[Array, "T E"]:
-        """Return the weighted sum of each token's experts, without the bias of `down`.
-
-        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
+        """Return the weighted sum of each token's experts, without the bias of `down`. params:
+        gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
         """
         return experts.run_experts(x, ids, weights, params, gate=gate)
 
@@ -149,9 +141,8 @@ class Ops:
         eps: float,
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, the MoE output for that sum's norm); None without a kernel.
-
-        Only for unsharded weights. params: router and experts.
+        """Return (x + delta, the MoE output for that sum's norm), for unsharded params of router
+        and experts; None without a kernel.
         """
         del x, delta, scale, params, eps, spec
         return None
@@ -199,8 +190,8 @@ class Ops:
     ) -> tuple[Float[Array, "B N"], Int[Array, "B N"]]:
         """Return (value, id) of each node's largest logit + T * noise; the lowest id wins ties.
 
-        threshold: only logits that reach it may be chosen. is_split: token_ids is one shard's range
-        of the vocabulary, counting up from its first id.
+        threshold: the least logit that may be chosen. is_split: token_ids is a vocabulary shard's
+        range.
         """
         del is_split
         logits = without_nan(logits)
@@ -219,12 +210,9 @@ class Ops:
         seed: UInt32[Array, "B 2"],
         positions: Int[Array, "B R"],
         token_ids: Int[Array, "U"],
-        lowest: float,
+        lowest: float,  # the value of NaN and lower scores; -lowest bounds scores above
     ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
-        """Return (largest of logit + T * noise, its first column, sum of exp(score - largest)).
-
-        lowest: the value of NaN and lower scores; -lowest bounds scores above
-        """
+        """Return (largest of logit + T * noise, its first column, sum of exp(score - largest))."""
         found = sample.rank_one(
             logits.reshape(-1, logits.shape[-1]),
             temperature,

@@ -36,8 +36,8 @@ from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
 from jspec.spec.model_spec import Gate, MoESpec
 
-# Decode steps with this many tokens disable Triton matrix products. Whole steps of Llama-3.1-8B on
-# an H200, in ms:
+# Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
+# are fast in isolation. Whole steps of Llama-3.1-8B on an H200, in ms:
 #   64 tokens: without Triton 6.95, default 7.24; 128: 7.13 and 7.26
 #   256: without XLA's split sums 10.74, default 10.94; without Triton 0.986 of the former
 #   1, 8, 32 and 1,024: the default is as fast or faster
@@ -46,13 +46,11 @@ WITHOUT_TRITON = range(48, 513)
 
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
-    """The Hopper implementation of `Ops`.
-
-    columns: store weights marked `column_major` so. This is fastest for the many tokens of a
-    verification but slower for few (docs/kernels.md), so plain decoding does not set it.
-    """
+    """The Hopper implementation of `Ops`."""
 
     interpret: bool = False
+    # Store weights marked `column_major` so: faster for the many tokens of a verification, slower
+    # for few, so plain decoding does not set it.
     columns: bool = False
 
     name: ClassVar[str] = "gpu"
@@ -73,9 +71,6 @@ class GpuOps(Ops):
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """Disable Triton products for some token counts: XLA's autotuner picks them where they are
-        fast in isolation, but whole steps are slower.
-        """
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
     def attend(
@@ -168,9 +163,7 @@ class GpuOps(Ops):
         *,
         gate: Gate,
     ) -> jax.Array:
-        """Use Triton kernels for any token count, since XLA's grouped product reads every
-        expert.
-        """
+        """Use Triton for any token count, since XLA's grouped product reads every expert."""
         params, tuning = _planned(params, ids.size, dtype=x.dtype)
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
@@ -278,10 +271,7 @@ def _planned(
 def gpu_problem(
     *, compute_capability: str, dtype: DTypeLike, page_size: int | None, head_dims: tuple[int, ...]
 ) -> str | None:
-    """Return why the Hopper kernels cannot be used and what they expect, or None if they can.
-
-    page_size: None means the bundle's default.
-    """
+    """Return why the Hopper kernels cannot be used, or None. page_size None: the default."""
     page_size = page_size or GpuOps.default_page_size
     odd = [width for width in head_dims if width not in (64, 128)]
     expected = {

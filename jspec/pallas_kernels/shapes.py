@@ -11,16 +11,13 @@ from jspec.spec.weight_format import MXFP4, Formats, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One layer of a model, without window and RoPE, and its vocabulary.
-
-    formats: of products whose weights the checkpoint packs.
-    """
+    """One layer of a model, without window and RoPE, and its vocabulary."""
 
     hidden_size: int  # E
     vocab_size: int  # V
     attention: AttentionSpec
     ffn: FeedForward
-    formats: Formats = ()
+    formats: Formats = ()  # of products whose weights the checkpoint packs
 
     @property
     def heads(self) -> tuple[int, int, int]:

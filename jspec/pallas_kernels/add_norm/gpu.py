@@ -1,9 +1,8 @@
 """The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
 
-One program per row reads x and delta once and keeps their sum in registers. XLA needs two or three
-kernels; if it split the preceding product into partial sums, its first kernel adds those and
-remains. Rounding is that of XLA: the sum in x's dtype, then the norm in float32, cast once at the
-end. Only the summation order of the squares differs. docs/kernels.md has the times.
+Each program reads its row once and keeps the sum in registers. Rounding is that of XLA: the sum in
+x's dtype, then the norm in float32, cast once at the end. Only the summation order of the squares
+differs.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ def _body(
     eps: float,
     width: int,
 ) -> None:
-    """Process one row. Columns from E on are masked, as Triton's arrays are powers of two.
-
-    In: E = 3, row [1 2 2 | .]      Out: sum of squares 9, over E = 3 (not over the 4 of `width`)
-    """
+    """Process one row. Columns from E on are masked, as Triton's arrays are powers of two."""
     size = scale_ref.shape[0]
     row, column = pl.program_id(0), jnp.arange(width)
     mask = None if width == size else column < size

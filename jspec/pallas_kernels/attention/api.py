@@ -9,23 +9,19 @@ Queries are packed row after row. With `queries_per_row` R, row b's queries inst
 R]; those beyond its length are padding, whose K and V go to the dummy page.
 
 Query j of row b sees these keys:
-  - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);
+  - tail_mask None: the first prefix_lens[b] + j + 1;
   - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and tail slot w if bit w is set. The
-    tail is the row's last W slots, up to this call's last new token (W from tail_positions). With
-    `queries_per_row` such a row has R queries or none.
+    tail is the row's last W slots, up to this call's last new token. With `queries_per_row` such a
+    row has R queries or none.
   - window w: only keys with q_position - key_position < w; a tail key's position is
     tail_positions[b, w], any other key's position is its slot.
 
 `sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to c *
 tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
 
-Writes replace non-finite values of k_new and v_new (kv_write), so every written slot is finite;
-unwritten slots may hold anything. XLA and the kernels rely on both: they replace unwritten slots,
-and give slots that only some queries see a weight of 0 for the others. The reference does not rely
-on it: no slot reaches a query that does not see it.
-
-The index arithmetic below (`index_queries`, `visible_keys`) states each mask rule once, for the
-reference, for XLA and for the plans of the kernels.
+Written slots are finite (kv_write); unwritten slots may hold anything. XLA and the kernels rely on
+both: they replace unwritten slots, and give slots that only some queries see a weight of 0 for the
+others. In the reference no slot reaches a query that does not see it.
 """
 
 from __future__ import annotations
@@ -77,7 +73,6 @@ class AttentionCall:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments that every implementation takes."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
 
@@ -150,10 +145,9 @@ def visible_keys(
     tail_positions: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row.
-
-    slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask
-    u32[..., Q, words]; tail_positions i32[..., W].
+    """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row. slot i32[...,
+    C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask u32[..., Q,
+    words]; tail_positions i32[..., W].
     """
     key = slot[..., None, :]
     if tail_mask is None or tail_positions is None:

@@ -5,17 +5,8 @@ product) and one share of the row's keys. It copies whole pages by TMA into a ri
 K_g and V_g of a token in one box, and keeps an online softmax in float32 registers. gpu_merge.py
 merges the shares; a single share is written directly to the output.
 
-    splits     shares of a row's keys, so that few rows still fill the chip
-    consumers  warp groups that compute; each takes every n-th block of the share, with its own ring
-    loader     "self": a consumer refills the slot that it has just emptied;
-               "producer": one more warp group only issues copies
-
-Slots after the last written one may hold anything, including NaN: their scores are replaced and
-their V zeroed in shared memory, so they reach no product. Rounding: P is cast to the pool's type
-before the second product, and each share's result before the merge.
-
-The kernel is launched before the preceding one ends (programmatic dependent launch) and waits for
-it inside, which hides the launch.
+Rounding: P is cast to the pool's type before the second product, and each share's result before the
+merge.
 """
 
 from __future__ import annotations
@@ -83,7 +74,6 @@ class Shape:
 
     @property
     def num_words(self) -> int:
-        """Words of mask bits per query and block."""
         return self.tuning.block_tokens // 32
 
     @property
@@ -117,10 +107,10 @@ def attend_rows(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128.
-    plan: may be shared by all layers; must come from the same rows, window and block_tokens.
-    packed_heads: H, if q is in the layout of gpu_plan.pack_queries, in the pool's D and dtype.
-    Raises ValueError for unsupported shapes, NotImplementedError with a jax before 0.11.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. plan: may be
+    shared by all layers with the same rows, window and block_tokens. packed_heads: H, if q is in
+    the layout of gpu_plan.pack_queries, in the pool's D and dtype. Raises ValueError for
+    unsupported shapes, NotImplementedError with a jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
     if interpret:  # the interpreter's wgmma takes no operand from registers
@@ -331,7 +321,7 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
     refs = _Refs(*args[:6], **scratch)
     warpgroup = lax.axis_index("warpgroup")
     if not shape.interpreted:
-        # Programmatic dependent launch: wait for the results of the preceding kernel.
+        # Programmatic dependent launch: wait here for the results of the preceding kernel.
         plgpu.griddepcontrol_wait()
     work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
     if shape.tuning.loader == "self":
@@ -354,9 +344,7 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
-    """Return the page ids of a block. After the last written page that page is repeated: it is
-    loaded but not seen, so all blocks have the same bytes and no index is out of bounds.
-    """
+    """Return a block's page ids: past the last written page it is repeated, loaded but not seen."""
     last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
     first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
     return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
@@ -377,7 +365,6 @@ def _load(shape: Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: 
 
 
 def _produce(shape: Shape, refs: _Refs, work: _Work) -> None:
-    """Fill all rings, block by block, each slot as soon as its consumer has emptied it."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
 
     @pl.loop(0, work.end - work.begin)
@@ -467,8 +454,7 @@ def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -
 def _place(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
     """Store the mean at its queries and heads of the output, zero for invalid queries.
 
-    In:  R = 16, group 4, 3 valid queries    Out: rows 12 to 63 are zero; a copy for every 4 rows
-    In:  R = 40, group 4, tile 2             Out: its rows 0 to 31 are queries 32 to 39
+    In:  R = 40, group 4, tile 2    Out: its rows 0 to 31 are queries 32 to 39
     """
     _, total, mixed = carry
     group, full = shape.group, TILE_ROWS // shape.group  # queries of a full tile
@@ -532,7 +518,6 @@ def _absorb(
 
 
 def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
-    """Zero the V of the block's unwritten slots."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = work.keys - block * tokens
 

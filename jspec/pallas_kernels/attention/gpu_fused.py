@@ -1,7 +1,7 @@
 """A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
 
-kv_write/gpu.py applies norms and RoPE, writes K and V and stores q in the layout of the second
-kernel: gpu.py (rows of equal length) or prefill/gpu.py (packed rows).
+kv_write/gpu.py writes K and V and stores q in the layout of the second kernel: gpu.py (rows of
+equal length) or prefill/gpu.py (packed rows).
 """
 
 from __future__ import annotations

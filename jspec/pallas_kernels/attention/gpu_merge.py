@@ -1,9 +1,7 @@
-"""Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton).
+"""Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton), in one launch.
 
 Each share of gpu.py returns its mean of values and its height, the log2 of its softmax denominator.
 The result is the mean of the means, weighted by 2^height; a sink is one more height without values.
-One program merges one query and head and stores it in query order; XLA would need two or three
-kernels.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 
 @pytree
 class OtherShares:
-    """Shares of shared prefixes (gpu_shared.py). Items are packs * G, and a pack's tile has the R *
-    group queries of its first row, then those of the next.
-    """
+    """Shares of shared prefixes, in the layout of gpu_shared.py."""
 
     parts: jax.Array  # [P, packs * G, stored, D]
     heights: jax.Array  # f32[P, packs * G, 64]
@@ -47,8 +43,8 @@ def merge_shares(
 ) -> Float[Array, "T H D"]:
     """Return the merged values of T = B * R queries in order, in the parts' dtype; 0 if not valid.
 
-    items are B * G * tiles in the layout of gpu_plan.py; D is a power of two. others: additional
-    shares for rows that are in a pack.
+    items are B * G * tiles (gpu_plan.py); D is a power of two. others: more shares, of rows in
+    packs.
     """
     batch, queries = valid.shape
     extra: tuple[jax.Array, ...] = () if sinks is None else (sinks,)
@@ -90,7 +86,6 @@ def reference(
 def in_order(
     mixed: Float[Array, "items stored D"], valid: Bool[Array, "B R"], *, num_heads: int, num_kv: int
 ) -> Float[Array, "T H D"]:
-    """Reorder results from the layout of gpu_plan.py to query order; 0 if not valid."""
     (batch, queries), group = valid.shape, num_heads // num_kv
     mixed = mixed.reshape(batch, num_kv, -1, mixed.shape[-1])[:, :, : queries * group]
     mixed = mixed.reshape(batch, num_kv, queries, group, -1)
@@ -107,9 +102,7 @@ def _merge_one(
     num_kv: int,
     has_sinks: bool,
 ) -> None:
-    """Merge one query and head. In: R = 2, group = 4, query 1, head 6; Out: kv head 1, row 4 +
-    2.
-    """
+    """Merge one query and head. In: R = 2, group 4, query 1, head 6; Out: kv head 1, row 4 + 2."""
     sinks_ref, others_ref, out_ref = refs[:has_sinks], refs[has_sinks:-1], refs[-1]
     group = out_ref.shape[1] // num_kv
     tiles, _ = tiles_of(queries * group)
@@ -140,9 +133,7 @@ def _merge_one(
 
 
 def _shares_of(parts_ref: Any, heights_ref: Any, item: Any, row: Any, *, exists: Any) -> Any:
-    """Return (heights of all parts, -inf for missing ones; a function that loads their means, 0 for
-    missing ones) of one row of a tile.
-    """
+    """Return (heights, -inf if missing; a loader of means, 0 if missing) of one row of a tile."""
     num_parts, _, _, width = parts_ref.shape
     part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
     is_there = (part < num_parts) & exists

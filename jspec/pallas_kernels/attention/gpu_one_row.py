@@ -1,14 +1,9 @@
-"""Attention of a single row with a single query on an NVIDIA GPU (Triton), fused with RoPE and
-write.
+"""Attention of a single row with a single query on an NVIDIA GPU (Triton), with RoPE and KV write.
 
 With a few thousand keys, launches and latencies take longer than reading the keys, so one launch
-does the work of kv_write/gpu.py and gpu.py. A program handles one kv head and a share of the row's
-keys, and applies norm and RoPE to the head's queries. The first share's program also rotates and
-writes the new key and value, and includes them from registers, so no program reads from the pool
-what this launch writes. gpu_merge.py merges the shares.
-
-Keys outside the row or window are not read. Rounding is that of the two kernels: q and k after the
-norm and after RoPE, P before the product with V, each share before the merge.
+does the work of kv_write/gpu.py and gpu.py, with their rounding. A program handles one kv head and
+a share of the row's keys. The first share's program also writes the new key and value, and includes
+them from registers, so no program reads what this launch writes. gpu_merge.py merges the shares.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The plan and the query layout of the Hopper decode kernel. Plain XLA.
 
-The plan of a call has bounds and mask bits in blocks of keys. Only a row's last blocks need a mask,
-given as bits from `visible_keys`; earlier blocks are fully visible except for a window's lower
-bound. All layers with one window share a plan.
+The plan of a call has bounds and mask bits in blocks of keys. Only a row's last blocks need a mask;
+earlier blocks are fully visible except for a window's lower bound. All layers with one window share
+a plan.
 
-Queries have the layout [B * G, tiles * stored, D]. One wgmma product multiplies the group x R
-queries of a kv head, so these are contiguous. The end is padded to a multiple of 8 or, with several
-tiles, of 64; its results are dropped.
+Queries have the layout [B * G, tiles * stored, D]: the group x R queries of a kv head, which one
+wgmma product multiplies, padded to a multiple of 8 or, with several tiles, of 64.
 
 In:  B = 1, R = 2, H = 4, G = 2
 Out: [q0h0 q0h1 q1h0 q1h1 . . . .], [q0h2 q0h3 q1h2 q1h3 . . . .]
@@ -30,8 +29,6 @@ NUM_SMS = 132  # multiprocessors of an H100 SXM or H200
 
 @pytree
 class BlockPlan:
-    """The bounds and mask of a call in blocks of keys."""
-
     # i32[B, 5]: first block, first masked block, block after the last, keys, valid queries
     bounds: jax.Array
     words: jax.Array  # i32[B, tiles, edges, block / 32, 64], bit c: the query sees key 32 w + c
@@ -40,20 +37,12 @@ class BlockPlan:
 
 
 def choose_splits(*, programs: int, max_blocks: int) -> int:
-    """Shares of a row's keys such that about two programs per multiprocessor exist.
-
-    In:  64 programs (B = 8, G = 8), 512 blocks     Out: 4, so 256 programs on 132 processors
-    In:  256 programs (B = 32, G = 8), 512 blocks   Out: 1
-    """
+    """Return shares of a row's keys for about two programs per SM: 64 programs -> 4."""
     return max(1, min(2 * NUM_SMS // max(programs, 1), max_blocks, MAX_SPLITS))
 
 
 def num_edge_blocks(*, tail: int | None, queries_per_row: int, block_tokens: int) -> int:
-    """Return the most blocks of a row that need the mask; at least the last one does.
-
-    In:  tail 16, block 64    Out: 2, since 16 slots may cross a block boundary
-    In:  tail None, R = 1     Out: 1
-    """
+    """Return the most blocks of a row that need the mask: 2 for a tail of 16, which may cross."""
     span = max(queries_per_row - 1 if tail is None else tail, 1)
     return 1 + (span + block_tokens - 2) // block_tokens
 
@@ -66,7 +55,6 @@ def plan_blocks(
     window: int | None,
     block_tokens: int,
 ) -> BlockPlan:
-    """Compute the plan of a call."""
     batch, block = rows.page_table.shape[0], block_tokens
     shape = (batch, queries_per_row)
     lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
@@ -130,7 +118,6 @@ def tiles_of(num_rows: int) -> tuple[int, int]:
 def can_place(queries_per_row: int, group: int) -> bool:
     """Return whether every tile has whole queries, and few, so that the kernel can copy each.
 
-    In:  R = 16, group 4    Out: True, 16 queries of 4 heads
     In:  R = 25, group 3    Out: False, query 21 spans two tiles
     In:  R = 20, group 1    Out: False, 20 queries in the one tile
     """

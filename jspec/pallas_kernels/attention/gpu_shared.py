@@ -1,8 +1,7 @@
 """Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The decode kernel (gpu.py) runs twice: over packs, up to 64 queries of rows with the same prefix
-pages against all keys of those pages, and over every row from the first key of its own.
-gpu_merge.py merges both. With n rows per tile a prefix is read 1/n as often.
+The decode kernel (gpu.py) runs twice: over packs, up to 64 queries of rows with one prefix against
+all its keys, and over every row from the first key of its own. gpu_merge.py merges both.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def rows_a_pack(*, queries_per_row: int, group: int) -> int:
 
 
 def serves(*, queries_per_row: int, group: int) -> bool:
-    """Return whether two rows fit into one tile; otherwise sharing saves nothing."""
+    """Return whether two rows fit into one tile."""
     return rows_a_pack(queries_per_row=queries_per_row, group=group) > 1
 
 
@@ -48,11 +47,9 @@ def pack_rows(shared: SharedPrefixes, *, capacity: int) -> Packs:
 
     In:  leaders 0 0 2 0 3, num_keys 128 128 0 128 0, capacity 2
     Out: rows [0 1] [3 .], num_keys 128 128 0 0 0, pack_of 0 0 -1 1 -1, place_of 0 1 0 0 0
-
-    There are at most twice as many packs as B rows with one prefix need; rows of further groups are
-    read individually.
     """
     (batch,) = shared.leaders.shape
+    # Twice as many packs as one prefix needs; rows of further prefixes are read individually.
     num_packs = min(2 * -(-batch // capacity), batch)
     index = jnp.arange(batch, dtype=jnp.int32)
     is_sharing = shared.num_keys > 0

@@ -1,7 +1,4 @@
-"""The reference of paged attention: gather, mask and softmax in float32.
-
-Kernels are tested against it with NaN in everything that they must not read.
-"""
+"""The reference of paged attention, tested with NaN in everything that must not be read."""
 
 from __future__ import annotations
 

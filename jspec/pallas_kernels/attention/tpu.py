@@ -3,12 +3,9 @@
 One Mosaic kernel (tpu_kernel.py) writes the call's K and V and attends; this module prepares its
 inputs and memory. With tensor parallelism, call it per shard with the shard's heads.
 
-The pool must be stored in index order (see `is_copy_free`), which XLA chooses for 128 lanes and 2,
-4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128, which
-takes the same memory, since XLA pads 64 lanes to 128.
-
-Tested in TPU interpret mode with every mask and layout, and compiled ahead of time for v5e, v5p and
-v6e. It has not run on a TPU; block sizes are computed, not measured.
+XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes and 2, 4 or a
+multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128; it takes no
+more memory, since XLA pads 64 lanes. Block sizes are computed, not measured on a TPU.
 """
 
 from __future__ import annotations
@@ -37,10 +34,7 @@ SMEM_BYTES = 512 * 1024  # half of 1 MiB; the compiler needs some of it
 
 
 def is_copy_free(pool_shape: tuple[int, ...]) -> bool:
-    """Return whether XLA stores a pool [NP, S, 2G, D] in index order, as the kernel reads it.
-
-    Other pools are read correctly, but XLA copies them before and after every call.
-    """
+    """Return whether XLA stores a pool [NP, S, 2G, D] in index order and need not copy it."""
     two_g, width = pool_shape[2:]
     return width % LANES == 0 and (two_g in {2, 4} or two_g % 8 == 0)
 
@@ -59,11 +53,10 @@ def attend_rows(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages').
+    """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages'). T = B * R.
 
-    See api.py for shapes and masks; T = B * queries_per_row. Donate kv_pages, which is updated
-    in place. Queries after a row's length are not written and return finite values. interpret: run
-    on a CPU, for tests. Raises ValueError at trace time for unsupported arguments.
+    Donate kv_pages, which is updated in place. Queries after a row's length are not written and
+    return finite values. Raises ValueError at trace time for unsupported arguments.
     """
     plan = _make_plan(
         q,

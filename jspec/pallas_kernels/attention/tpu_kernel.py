@@ -1,18 +1,16 @@
 """The Mosaic kernel of TPU attention for rows of equal length: one program on one core.
 
-tpu.py prepares its inputs. A grid step handles a few rows. A producer iterates over (row, block of
-pages) ahead of the consumer and copies pages from HBM into a ring of buffers, NUM_BUFFERS - 1
-blocks ahead and across rows, so memory is not idle at a row's end. It copies only pages with keys
-that some query may see. Page tables stay in HBM; the producer fetches one row's slice at a time
-into SMEM, so P is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of
-two within a page. This call's queries see them because they are also stored into the block in VMEM,
-so no read waits for a write.
+A grid step handles a few rows. A producer iterates over (row, block of pages) ahead of the consumer
+and copies pages with visible keys from HBM into a ring of buffers, NUM_BUFFERS - 1 blocks ahead and
+across rows. Page tables stay in HBM; the producer fetches one row's slice at a time into SMEM, so P
+is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of two within a
+page, and also stored into the block in VMEM, so no read waits for a write.
 
 The mask is computed for the R queries of a row, then expanded to the heads of a group by a product
 with a 0/1 matrix. Blocks that all queries see skip this.
 
-    In:  R = 2, group = 3
-    Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing
+In:  R = 2, group = 3
+Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing
 """
 
 from __future__ import annotations
@@ -112,10 +110,8 @@ class RowsPlan:
 
     @property
     def has_strided_heads(self) -> bool:
-        """True if one head's K and V can be loaded as every G-th row of 32-bit words.
-
-        The interpreter supports no such view; the compiler needs whole tiles and 128 lanes.
-        """
+        """True if a head's K and V can be loaded as every G-th row of 32-bit words."""
+        # The interpreter supports no such view; the compiler needs whole tiles and 128 lanes.
         sublanes = self.two_g * self.dtype.itemsize // 4
         whole = sublanes in {1, 2, 4} or sublanes % 8 == 0
         return whole and self.width <= LANES and not self.interpret
@@ -230,8 +226,6 @@ def _enter_row(plan: RowsPlan, refs: RowsMemory, row: jax.Array, last_row: jax.A
 
 
 def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
-    """Move the producer to the next row with blocks left, or to last_row."""
-
     def is_finished(row: jax.Array) -> jax.Array:
         # Clamp the index: last_row may be past the end of the arrays.
         there = jnp.minimum(row, last_row - 1)
@@ -245,7 +239,6 @@ def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -
 
 
 def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
-    """Start the copies of the next block, if any is left."""
     row, block = refs.state[ROW], refs.state[BLOCK]
 
     @pl.when(row < last_row)
@@ -297,11 +290,7 @@ def _await_block(
 
 
 def _runs(most: int, count: jax.Array, act: Any) -> None:
-    """Call act(offset, size) under a condition for each power of two in `count`, largest first.
-
-    In:  most = 6, count = 5
-    Out: act(0, 4), act(4, 1)
-    """
+    """Call act(offset, size) for each power of two in `count`: 5 -> (0, 4), (4, 1)."""
     for bit in reversed(range(most.bit_length())):
         size = 1 << bit
         offset = count & ~(2 * size - 1)
@@ -490,9 +479,8 @@ def _load_head(
 
 
 def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split 32-bit words with bfloat16 of heads 2g and 2g + 1 into K and V in float32.
-
-    The even head is the low half. bfloat16 in the high half of a word is the same float32.
+    """Split 32-bit words with bfloat16 of heads 2g, in the low half, and 2g + 1 into K and V in
+    float32: bfloat16 in the high half of a word is the same float32.
     """
     k = pltpu.bitcast(pair << 16, jnp.float32)
     return k, pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -8,14 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Parameters that affect speed only. splits: None uses `choose_splits`."""
+    """Parameters that affect speed only."""
 
     block_tokens: int = 64  # keys of one iteration: 64 or 128
     stages: int = 2  # blocks in a consumer's ring
-    consumers: int = 1
+    consumers: int = 1  # warp groups; each takes every n-th block of a share, with its own ring
+    # "self": a consumer refills its ring; "producer": one more warp group issues all copies.
     loader: Literal["self", "producer"] = "self"
     weights: Literal["registers", "shared"] = "registers"  # where P is stored for the P V product
-    splits: int | None = None
+    splits: int | None = None  # shares of a row's keys; None: `choose_splits`
 
     def __post_init__(self) -> None:
         if self.block_tokens not in (64, 128):
@@ -29,7 +30,7 @@ class Tuning:
 def choose_tuning(width: int, *, windowed: bool) -> Tuning:
     """Return blocks of 128 keys for heads of 64: as many bytes per block as with heads of 128.
 
-    On an H200, 64 rows of 1,168 keys: 48.7 us instead of 53.7; 8 rows: 14.8 instead of 17.7
-    (docs/kernels.md). With a window, larger blocks would load more keys outside the window.
+    On an H200, 64 rows of 1,168 keys: 48.7 us instead of 53.7; 8 rows: 14.8 instead of 17.7. With a
+    window, larger blocks would load more keys outside the window.
     """
     return Tuning(block_tokens=128) if width == 64 and not windowed else Tuning()

@@ -1,9 +1,8 @@
 """Paged attention in plain XLA, streaming over blocks of pages (online softmax).
 
-It runs on CPUs and on GPUs without a kernel. The trip count follows the contexts, not the size of
-the pool or page table. Rows of equal length: an iteration takes one block of keys of every row, and
-groups are rows (A = B). Packed prefill: an iteration takes one block of one row and all T queries
-(one group), masked to that row's queries, so absent rows cost nothing.
+The trip count follows the contexts, not the size of the pool or page table. Rows of equal length:
+an iteration takes one block of keys of every row, and groups are rows (A = B). Packed prefill: an
+iteration takes one block of one row and all T queries (one group), masked to that row's queries.
 """
 
 from __future__ import annotations

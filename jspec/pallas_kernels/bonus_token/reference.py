@@ -11,8 +11,7 @@ def gather_path(
 ) -> Int[Array, "B M"]:
     """Return values[b, node_path[b, i]] for i <= num_accepted[b], and 0 after.
 
-    In:  values = [[11, 12, 13, 14]], node_path = [[0, 1, 3]], num_accepted = [1]
-    Out: [[11, 12, 0]]
+    In:  values [[11, 12, 13, 14]], node_path [[0, 1, 3]], num_accepted [1]    Out: [[11, 12, 0]]
     """
     step = jnp.arange(node_path.shape[1], dtype=jnp.int32)
     valid = step <= num_accepted[:, None]
@@ -21,7 +20,6 @@ def gather_path(
 
 
 def gather_bonus(emitted_ids: Int[Array, "B M"], num_accepted: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Return each row's bonus token, the last emitted id: emitted_ids[b, num_accepted[b]]."""
     last = num_accepted[:, None]
     return jnp.take_along_axis(emitted_ids, last, axis=1, mode="clip")[:, 0]
 

@@ -1,10 +1,8 @@
 """The gather of a verification's output on a TPU in one launch: ids, bonus token, hidden states.
 
-Ids are scalars in SMEM; hidden states are gathered by DMA. A bf16 row shares its 32-bit words with
-its neighbour and cannot be copied alone, so the aligned tile of 8 rows is copied, once for all path
-nodes in it. The best nodes of a tree come first, so most paths need one or two of the N / 8 tiles.
-
-Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; not run on a TPU.
+Hidden states are gathered by DMA. A bf16 row shares its 32-bit words with its neighbour and cannot
+be copied alone, so the aligned tile of 8 rows is copied, once for all path nodes in it. The best
+nodes of a tree come first, so most paths need one or two of the N / 8 tiles.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ CHUNK = 512  # columns assembled at once, a few vector registers
 
 
 class _RowPlan(NamedTuple):
-    """The sources of a flat gather, i32[Q rounded up to whole tiles].
-
-    In the kernel the fields are references to scalars, hence no dataclass of arrays.
-    """
+    """The sources of a flat gather, i32[Q rounded up to whole tiles]; in the kernel, references."""
 
     source: Any  # row of hidden as [B * N, A]
     valid: Any  # 1 on the path, 0 after it
@@ -85,9 +80,8 @@ def gather_emitted(
 
 
 def _plan_rows(node_path: jax.Array, num_accepted: jax.Array, *, nodes: int) -> _RowPlan:
-    """Plan output row q = b * M + i, which is node_path[b, i] of row b.
-
-    Rows after a path point to its last node, so they fetch nothing.
+    """Plan output row q = b * M + i, node_path[b, i] of row b. Rows after a path repeat its last
+    node.
 
     In:  N = 16, node_path = [[0, 1, 9, -1], [0, -1, -1, -1]], num_accepted = [2, 0]
     Out: source = [0 1 9 9, 16 16 16 16], valid = [1 1 1 0, 1 0 0 0]
@@ -163,10 +157,7 @@ def _gather_ids(
 
 
 def _assemble(plan: Any, tiles: Any, out: Any, *, first: Any) -> None:
-    """Rotate row source % 8 of its tile to sublane j, for each output row j.
-
-    In float32, since rows of a packed type cannot be rotated; the conversions are exact.
-    """
+    """Rotate row source % 8 of a tile to sublane j, in float32: packed rows cannot be rotated."""
     width = out.shape[1]
     chunk = CHUNK if width % CHUNK == 0 else width
     sublane = jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, chunk), 0)

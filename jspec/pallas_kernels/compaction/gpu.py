@@ -1,13 +1,10 @@
 """Compaction of accepted paths on an NVIDIA GPU (Pallas-Triton): up to 48 layers per launch.
 
-Pools are aliased, not copied. A program handles one row of the batch, a chunk of the columns of a
-KV slot [2G * D] and a few layers. It loads all sources into registers before it stores the first
-target. Programs are independent, since a row's sources and targets are on its own pages. Slots that
-stay cause no traffic: loads and stores are masked, and a program without moves ends after reading
-its flags. Writes to the dummy page are dropped, as it is never read.
-
-Compiled for and run on an H200 (8B: 69 registers, no shared memory, 16 bytes per move); the sizes
-below are computed, not tuned.
+A program handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few
+layers. It loads all sources into registers before it stores the first target; programs are
+independent, since a row's sources and targets are on its own pages. Slots that stay cause no
+traffic: loads and stores are masked. Writes to the dummy page are dropped, as it is never read.
+Sizes are computed, not tuned (8B on an H200: 69 registers, no shared memory, 16 bytes per move).
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ def compact_paths(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated.
-
-    Pools of one shape share launches. interpret: run on a CPU, for tests.
-    """
+    """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated."""
     if node_path.shape[1] == 1:
         return kv
     page_size = kv[0].shape[1]
@@ -93,7 +87,6 @@ def _launch(
 def _move_rows(
     source: Any, target: Any, moves: Any, *refs: Any, block: int, layers: int, interpret: bool
 ) -> None:
-    """Move one row of the batch, for `block` columns and `layers` layers."""
     # The outputs, aliased to the inputs; the compiler sees overlaps only through one name.
     pools = refs[len(refs) // 2 :]
     row, chunk, share = (pl.program_id(axis) for axis in range(3))

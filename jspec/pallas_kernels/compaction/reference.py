@@ -1,7 +1,4 @@
-"""Moving an accepted tree path to the front of its row's scratch slots, where committed KV belongs.
-
-Pools, page 0 and indices are those of kv_write/reference.py.
-"""
+"""Moving an accepted tree path to the front of its row's scratch slots, where KV is committed."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ def path_moves(
     Bool[Array, "B M1"],
 ]:
     """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1].
-
-    Invalid moves, after num_accepted, stay on the dummy page.
+    Moves after num_accepted stay on the dummy page.
     """
     batch, num_path = node_path.shape
     step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
@@ -48,9 +44,8 @@ def flat_moves(
     *,
     page_size: int,
 ) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
-    """Return i32[B, M - 1] (source, target, moves): slots of a pool as [NP * S, 2G, D].
-
-    `moves` is 0 after the path, for slots already in place and for targets on page 0.
+    """Return i32[B, M - 1] (source, target, moves): slots of a pool as [NP * S, 2G, D]. `moves` is
+    0 after the path, for slots already in place and for targets on page 0.
 
     In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
     Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
@@ -92,8 +87,7 @@ def compact_path(
     Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All slots are read before any is
     written, so sources and destinations may overlap.
 
-    In:  L = 7, node_path = [0, 1, 3], num_accepted = 2
-    Out: slot 8 -> 8, slot 10 -> 9
+    In:  L = 7, node_path = [0, 1, 3], num_accepted = 2    Out: slot 8 -> 8, slot 10 -> 9
     """
     (from_page, from_offset), (to_page, to_offset), _ = path_moves(
         page_table, seq_lens, node_path, num_accepted, page_size=pages.shape[1]

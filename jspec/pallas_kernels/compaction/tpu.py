@@ -1,8 +1,7 @@
 """Compaction of accepted paths on a TPU: one launch for all layers with equal pools.
 
-Pools are aliased, not copied; a KV slot [2G, D] moves HBM -> VMEM -> HBM by DMA. Writes to the
-dummy page are dropped, as it is never read. Tested in TPU interpret mode and compiled ahead of time
-for v5e, v5p and v6e; not run on a TPU.
+A KV slot [2G, D] moves HBM -> VMEM -> HBM by DMA. Writes to the dummy page are dropped, as it is
+never read.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def compact_paths(
 ) -> tuple[jax.Array, ...]:
     """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated.
 
-    Pools of one shape share a launch. XLA copies pools of a width other than 128 before and after,
-    as they are not stored in index order. interpret: run on a CPU, for tests.
+    XLA copies pools of a width other than 128 before and after: they are not stored in index order.
     """
     if node_path.shape[1] == 1:
         return kv
@@ -87,10 +85,7 @@ def _compact_alike(
 def _move_rows(
     source: Any, target: Any, moves: Any, *refs: Any, num_layers: int, block: int
 ) -> None:
-    """Process block after block: all reads of a block, then all its writes. A block has whole rows.
-
-    Blocks are independent: a row's sources and targets are on its own pages.
-    """
+    """Process independent blocks of whole rows: all reads of a block, then all its writes."""
     pools = refs[num_layers : 2 * num_layers]  # the outputs, aliased to the inputs
     buffer, read, written = refs[2 * num_layers :]
     num_moves = source.shape[0]

@@ -1,9 +1,7 @@
-"""Data of an MoE's experts: blocks of (token, expert) pairs, and the output before its last sum,
-which can be fused with the next norm (Ops.mixed_norm).
+"""Data of an MoE's experts: blocks of (token, expert) pairs, and the output before its last sum.
 
-A block has up to `tile_m` pairs of one expert, so it reads one expert's weights;
-its rows start at block * tile_m. Rows after its last pair are padding, which is neither written nor
-read.
+A block has up to `tile_m` pairs of one expert, so it reads one expert's weights; its rows start at
+block * tile_m. Rows after its last pair are padding, which is neither written nor read.
 """
 
 from __future__ import annotations
@@ -17,23 +15,17 @@ from jspec.device.pytree import pytree, static
 
 @pytree
 class Mixed:
-    """The `down` products of all pairs (t, j), and their weights.
+    """The `down` products of all pairs (t, j), and their weights."""
 
-    rows: rounded to their dtype, without weights.
-    bias: of every expert's `down`; None: no bias.
-    place: the row of pair t * k + j; None: row t * k + j.
-    """
-
-    rows: jax.Array  # [R, E]
+    rows: jax.Array  # [R, E], rounded to this dtype, without weights
     weights: jax.Array  # f32[T, k]
     ids: jax.Array  # i32[T, k]
-    bias: jax.Array | None = None  # [X, E]
-    place: jax.Array | None = None  # i32[T * k]
+    bias: jax.Array | None = None  # [X, E], of `down`
+    place: jax.Array | None = None  # i32[T * k], row of pair t * k + j; None: row t * k + j
 
     def sum(self) -> jax.Array:
-        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases.
-
-        Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
+        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases. Each
+        sum is in float32, in the order of j, and is rounded to the dtype of rows.
         """
         rows = self.rows
         if self.place is not None:
@@ -48,36 +40,25 @@ class Mixed:
 def biases_of(
     bias: Float[Array, "X E"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]
 ) -> Float[Array, "T E"]:
-    """Return sum_j weights[t, j] * bias[ids[t, j]], in float32.
-
-    Not as a matrix product: XLA's is very slow on a GPU for a few hundred tokens.
-    """
+    """Return f32 sum_j weights[t, j] * bias[ids[t, j]]; XLA's matrix product is slow for this."""
     each = jnp.take(bias, ids, axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(each * weights[..., None], axis=1)
 
 
 @pytree
 class ExpertBlocks:
-    """The assignment of R pairs to NB blocks.
-
-    expert, num_pairs: of each block; blocks without pairs come last, with any expert.
-    token: of the pair in each row; unspecified for padding. place: the row of each pair.
-    num_used: number of blocks with pairs.
-    """
+    """The assignment of R pairs to NB blocks."""
 
     tile_m: int = static()
-    expert: jax.Array  # i32[NB]
+    expert: jax.Array  # i32[NB]; blocks without pairs come last, with any expert
     num_pairs: jax.Array  # i32[NB]
-    token: jax.Array  # i32[rows]
-    place: jax.Array  # i32[R]
-    num_used: jax.Array  # i32[]
+    token: jax.Array  # i32[rows], of the pair in each row; unspecified for padding
+    place: jax.Array  # i32[R], the row of each pair
+    num_used: jax.Array  # i32[], blocks with pairs
 
 
 def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the most blocks that num_pairs pairs can need: each expert ends in a partial one.
-
-    Raises ValueError for 0 pairs.
-    """
+    """Return the most blocks for num_pairs; experts end in partial ones. ValueError for 0 pairs."""
     if not num_pairs:
         raise ValueError("there are 0 (token, expert) pairs; expected at least one")
     touched = min(num_pairs, num_experts)

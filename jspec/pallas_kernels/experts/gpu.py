@@ -1,11 +1,9 @@
 """MoE experts on an NVIDIA GPU (Triton): weights are read in place, never gathered.
 
-Decode time is that of reading the experts' weights. Two kernels have a program per (block of pairs
-of one expert, tile of columns): gate, up and activation, then down. Blocks of one expert are
-adjacent in the grid, so the second finds the first's weights in the L2 cache.
-
-Rounding is that of reference.run_experts: each float32 sum to x's dtype, the sum with the bias, and
-the activated result. Everything else is float32.
+Two kernels have a program per (block of pairs of one expert, tile of columns): gate, up and
+activation, then down. Blocks of one expert are adjacent in the grid, so the second finds the
+first's weights in the L2 cache. Rounding is that of reference.run_experts: each float32 sum to x's
+dtype, the sum with the bias, and the activated result.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ def run_experts(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Mixed:
-    """Return the terms that reference.run_experts sums. interpret: run anywhere, for tests.
-
-    Raises ValueError for 0 tokens and for tiles that do not divide E and I.
+    """Return the terms that reference.run_experts sums. Raises ValueError for 0 tokens and for
+    tiles that do not divide E and I.
     """
     sizes = check_tiles(tuning, params)
     how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
@@ -87,10 +84,7 @@ def down_product(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows E"]:
-    """Return each pair's row times its expert's `down` [X, I, E], packed or not. size: E.
-
-    Padding rows are neither read nor written.
-    """
+    """Return each pair's row times its expert's `down` [X, I, E]; padding is untouched. size: E."""
     return _call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
         [inner_rows, down, blocks.expert, blocks.num_pairs],
@@ -235,10 +229,7 @@ def tile_products(
     tile_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return f32 rows[row] @ weights[expert, :, c] for each c of `columns`. For use in kernels.
-
-    Rows without a pair are 0. tile_k: inputs per iteration.
-    """
+    """Return f32 rows[row] @ weights[expert, :, c] for c of `columns`, 0 where not is_pair."""
     if isinstance(weights_ref, MXFP4Weight):
         return packed_products(
             rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret

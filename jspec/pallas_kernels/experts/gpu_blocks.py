@@ -1,9 +1,8 @@
 """`blocks_of` in two launches on an NVIDIA GPU (Triton); XLA needs a sort and ten more.
 
 A program handles one expert. The first launch counts each expert's pairs. In the second, each
-expert sums the blocks of the experts before it and iterates over the pairs again; its n-th pair
-goes to row n of its blocks, so no sort is needed. Every program reads all ids, but from the L2
-cache.
+expert sums the blocks of the experts before it and iterates over the pairs again: its n-th pair
+goes to row n of its blocks. Every program reads all ids, but from the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ ROUND = 2048  # pairs per iteration
 def deal(
     ids: Int[Array, "T k"], *, num_experts: int, tile_m: int, interpret: bool = False
 ) -> ExpertBlocks:
-    """Compute `blocks_of`; `expert` of blocks without pairs and `token` of padding are undefined.
-
-    Raises ValueError for 0 pairs.
-    """
+    """Compute `blocks_of`, with undefined padding. Raises ValueError for 0 pairs."""
     total, top_k = ids.size, ids.shape[1]
     blocks = num_blocks(total, num_experts, tile_m)  # raises for 0 pairs
     flat = ids.reshape(-1)

@@ -1,15 +1,12 @@
 """An MoE layer for at most 16 tokens on an NVIDIA GPU (Triton): four launches for one token.
 
-With so few tokens a layer's time is that of reading its experts' weights, and then of launches,
-each about two microseconds, so there is no sort and no table. A program handles one (token, expert)
-pair and one tile of columns, and reads the ids of all pairs. It ends at once if an earlier pair has
-the same expert. Otherwise it multiplies the expert's weights by all of its tokens: at most 16, the
-smallest tensor core tile. Rows of other tokens are 0 and are not stored.
-
     norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
 
-For one token every program of the first product ranks the experts itself (gpu_router). Rounding is
-that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
+A launch takes about two microseconds, so there is no sort and no table. A program handles one
+(token, expert) pair and one tile of columns, and ends at once if an earlier pair has the same
+expert. Otherwise it multiplies the expert's weights by all of its tokens, at most 16, the smallest
+tensor core tile; rows of other tokens are 0 and are not stored. For one token every program of the
+first product ranks the experts itself (gpu_router). Rounding is that of gpu.py and add_norm/gpu.py.
 """
 
 from __future__ import annotations
@@ -56,9 +53,8 @@ def moe_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
-
-    Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe. Raises
+    ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
     if not 1 <= x.shape[0] <= MOST_TOKENS:
@@ -172,9 +168,7 @@ def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
 
 
 def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (the pair's expert, whether it is the first pair with it, which of 16 tokens have that
-    expert, the pair of each of those).
-    """
+    """Return (the pair's expert, is it the first with it, which tokens have it, their pairs)."""
     num_tokens, top_k = ids_ref.shape
     expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
     token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]

@@ -1,9 +1,8 @@
-"""An MoE layer for any number of tokens on an NVIDIA GPU (Triton), in seven launches.
+"""An MoE layer for any number of tokens on an NVIDIA GPU (Triton), in seven launches; XLA needs 20.
 
     add_and_norm -> score -> choose -> count, deal -> gate_up -> down -> [mixed_norm, by the next]
 
-XLA needs about twenty for the router's product, the top-k, the tables and the sums. Rounding is
-that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
+Rounding is that of the separate kernels (gpu.py, add_norm/gpu.py).
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def moe_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
-
-    Raises ValueError for 0 tokens and for tiles that do not divide E and I.
-    """
+    """Compute gpu_few.moe_of_sum for any number of tokens above 0."""
     router, experts = params["router"], dict(params["experts"])
     total, normed = add_and_norm(x, delta, scale, eps=eps, interpret=interpret)
     ids, weights = choose(

@@ -1,9 +1,8 @@
 """Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel.
 
-A group's 32 rows of codes become four tiles of weights, and each tile's product is multiplied by
-its row of scales. An iteration loads the codes of several groups and the next iteration's scales
-before it uses the first; otherwise one token's time would be the latency of small loads in
-sequence.
+A group's 32 rows of codes become four tiles of weights, whose products are multiplied by their row
+of scales. An iteration loads several groups' codes and the next iteration's scales before it uses
+the first; otherwise one token's time would be the latency of small loads in sequence.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ def packed_products(
     tile_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return f32 rows[row] @ weights[expert, :, c] for each c of `columns`. For use in kernels.
-
-    Rows without a pair are 0. tile_k: inputs per iteration, whole groups. interpret: avoid inline
-    assembly.
-    """
+    """Compute gpu.tile_products. tile_k: whole groups. interpret: avoid inline assembly."""
     codes_ref, scales_ref = weights_ref.codes, weights_ref.scales
     length, dtype = rows_ref.shape[1], rows_ref.dtype
     num_groups = codes_ref.shape[1] // BLOCK

@@ -1,15 +1,13 @@
 """MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
-Every program of `norm_and_score` normalizes its token's row itself: the row is in the L2 cache, and
-saving a launch is worth more. The product is also split along the inputs, so that many programs
-read its half megabyte; `choose` sums the shares.
+Every program of `norm_and_score` normalizes its token's row itself, which saves a launch. The
+product is also split along the inputs, so that many programs read its half megabyte; `choose` sums
+the shares.
 
-The top-k are found by counting, not sorting: an expert's rank is the number of experts ahead of it,
-and the lower index wins ties, as in lax.top_k. The ids are thus always k distinct experts, even if
-logits are not finite.
-
-Rounding is that of XLA: the norm, the product and the sum with its bias to x's dtype; the weights
-are in float32.
+The top-k are found by counting: an expert's rank is the number of experts ahead of it, and the
+lower index wins ties, as in lax.top_k. The ids are thus always k distinct experts, even if logits
+are not finite. Rounding is that of XLA: the norm, the product and the sum with its bias to x's
+dtype; the weights are in float32.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ def norm_and_score(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"]]:
-    """Return (x + delta, its RMSNorm times scale, S shares of the router's logits in f32).
-
-    The sum of the shares is the logits without bias. T > 0.
-    """
+    """Return (x + delta, its RMSNorm times scale, S f32 shares of the logits without bias)."""
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     num_shares = pl.cdiv(size, SLICE)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -111,10 +106,7 @@ def _norm_and_score(
 def score(
     x: Float[Array, "T E"], router: Float[Array, "E X"], *, interpret: bool = False
 ) -> Float[Array, "S T X"]:
-    """Return shares of the logits x @ router in f32, for any number of tokens. T > 0.
-
-    XLA uses few programs for this product, which takes longer than reading all of it four times.
-    """
+    """Return f32 shares of the logits x @ router, T > 0; XLA uses too few programs for it."""
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     tiles = pl.cdiv(num_tokens, MANY_TOKENS), pl.cdiv(num_experts, MANY_EXPERTS)
     most = max(1, min(pl.cdiv(PROGRAMS, tiles[0] * tiles[1]), size // SLICE))
@@ -170,10 +162,7 @@ def choose(
     dtype: Any,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (experts of each token, best first; their weights in f32) from shares of the logits.
-
-    dtype: of the logits after rounding.
-    """
+    """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits."""
     num_tokens = shares.shape[1]
     shape = (num_tokens, top_k)
     ids, weights = pl.pallas_call(
@@ -236,10 +225,7 @@ def ranked(
 
 
 def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
-    """Count the entries that are higher, or equal with a lower index: a permutation, NaN first.
-
-    In:  height [1 3 NaN 3]      Out: [3 1 0 2]
-    """
+    """Count entries that are higher, or equal before it; NaN first: [1 3 NaN 3] -> [3 1 0 2]."""
     bits = lax.bitcast_convert_type(height, jnp.int32)
     key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # same order as the numbers
     # One key for all NaN: the sign of a NaN may differ when it is recomputed.

@@ -27,12 +27,8 @@ def run_experts(
     """Return sum_j weights[t, j] * expert_{ids[t, j]}(x[t]), without the bias of `down`.
 
     params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; packed weights
-    are unpacked first. The (token, expert) pairs are sorted by expert, stably, so that equal
-    experts are contiguous:
-
-        ids [[2 0] [0 1]]  ->  pairs in the order 1 2 3 0, group sizes [2 1 1]
-
-    The sum over j is in float32, in the order of j.
+    are unpacked first. Pairs are sorted by expert, stably: ids [[2 0] [0 1]] give the order 1 2 3 0
+    and group sizes [2 1 1]. The sum over j is in float32, in the order of j.
     """
     down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
     num_tokens, top_k = ids.shape

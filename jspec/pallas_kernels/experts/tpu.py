@@ -1,13 +1,10 @@
 """MoE experts for few tokens on a TPU (Mosaic): each weight is read in place, once.
 
-A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one
-tile of its columns, all inputs at once. A table in scalar memory gives the pipeline the next tile.
-Columns are the outer grid axis, so adjacent blocks of one expert use the same tile, which is not
-copied again. Blocks without pairs use the last one's tile and end at once.
-
-XLA stores weights on a TPU as [X, N, K] if that needs less padding (`lies_turned`). The kernel then
-reads that order, since copying all weights would cost more than the product. Gathering a block's
-tokens and the activation are left to XLA: both are small relative to the weights.
+A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one tile
+of its columns. Columns are the outer grid axis, so adjacent blocks of one expert use the same tile,
+which is not copied again. Blocks without pairs use the last one's tile and end at once. The kernel
+reads weights in the order in which XLA stores them (`lies_turned`), since copying them would cost
+more than the product.
 """
 
 from __future__ import annotations
@@ -70,10 +67,7 @@ def grouped_product(
     *,
     interpret: bool = False,
 ) -> Float[Array, "rows N"]:
-    """Return each block's rows times its expert's weights, summed in float32, in the rows' dtype.
-
-    Rows of blocks without pairs are not written.
-    """
+    """Return each block's rows times its expert's weights; unused blocks are not written."""
     _, size, columns = weights.shape
     tile_m, tile_n = blocks.tile_m, _tile_columns(size, columns, weights.dtype.itemsize)
     turned = lies_turned(size, columns)
@@ -109,10 +103,9 @@ def grouped_product(
 def lies_turned(size: int, columns: int) -> bool:
     """Return whether XLA stores [X, size, columns] with `size` as the last axis.
 
-    It pads the last axis to whole vectors of 128 and chooses the axis that loses less. Observed in
-    compiled programs, not documented.
+    It chooses the axis whose padding to 128 loses less (observed in compiled programs).
 
-    In: 2880, 1440      Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
+    In:  2880, 1440    Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
     """
     padded_size, padded_columns = (pl.cdiv(n, LANES) * LANES for n in (size, columns))
     return padded_columns * size > padded_size * columns

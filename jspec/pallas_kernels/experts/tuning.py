@@ -1,13 +1,11 @@
 """Tile sizes of the experts' GPU kernels, and when they are used. Integer arithmetic, no device.
 
-A decode or verification step is bound by reading the weights of the active experts. That needs at
-least two programs per multiprocessor, each with about 64 KiB in flight: computed, then measured on
-an H200 (decision 39).
+A step is bound by reading the weights of the active experts. That needs at least two programs per
+multiprocessor, each with about 64 KiB in flight: computed, then measured on an H200 (decision 39).
 
-Compiled for an H200 (jax 0.12), XLA's grouped product is a dense one of [R, X * E], a copy of x
-that is 0 except for each row's expert, and [X * E, N]. One token thus reads the weights of all
-experts, and 2,048 tokens of Qwen3-30B-A3B take 128 times the arithmetic and 8.6 GB of temporaries.
-The kernels are therefore used for prefill, too, with larger blocks.
+The kernels are used for prefill, too: compiled for an H200 (jax 0.12), XLA's grouped product is a
+dense one of [R, X * E] and [X * E, N], so 2,048 tokens of Qwen3-30B-A3B take 128 times the
+arithmetic and 8.6 GB of temporaries.
 """
 
 from __future__ import annotations
@@ -31,34 +29,25 @@ MOST_RANKED = 256  # experts up to which ranks are found by counting
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
-    """Tile sizes of the two products, in elements.
+    """Tile sizes of the two products, in elements."""
 
-    tile_m: pairs of a block.
-    gate_up_n: columns of the activated result (a tile has as many gate and as many up columns).
-    down_n: columns of the second product.
-    gate_up_k, down_k: inputs per iteration.
-    down_stages: iterations in flight in gpu_few's second product; 0: num_stages.
-    """
-
-    tile_m: int = LEAST
-    gate_up_n: int = 64
-    gate_up_k: int = 64
+    tile_m: int = LEAST  # pairs of a block
+    gate_up_n: int = 64  # columns of the result, from as many gate and as many up columns
+    gate_up_k: int = 64  # inputs per iteration
     down_n: int = 64
     down_k: int = 64
     num_warps: int = 4
     num_stages: int = 4
-    down_stages: int = 0
+    down_stages: int = 0  # iterations in flight in gpu_few's `down`; 0: num_stages
 
     @property
     def shared_bytes(self) -> int:
-        """Most shared memory of either product, at 2 bytes per element."""
         gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n) * self.num_stages
         down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
         return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
         """Return why these tiles cannot be used for experts of E = size and I = inner, or None.
-
         is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter.
         """
         tiles = {
@@ -110,9 +99,8 @@ def choose_experts(
     """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
 
     None for sizes that no tile divides, for 0 pairs, and for packed weights if unpacking first is
-    faster. A block has room for the rows of most experts, up to 64: a second block would read the
-    same weights from the L2 cache, which costs more than idle rows. From 65 rows on average it has
-    128.
+    faster. A block has room for the rows of most experts: a second block would read its weights
+    from the L2 cache, which costs more than idle rows.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
         return None

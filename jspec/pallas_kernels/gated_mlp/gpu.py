@@ -1,13 +1,12 @@
 """The gated product of an MLP on Hopper GPUs: silu(x @ gate) * (x @ up).
 
 A tile of the result uses the same columns of gate and up, adjacent in one accumulator, so only the
-result is written; XLA writes both products and reads them back. A producer warp group copies tiles
-by TMA into a ring in shared memory and two consumer warp groups multiply. Blocks are persistent,
-and the ring continues across tiles.
+result is written. A producer warp group copies tiles by TMA into a ring in shared memory and two
+consumer warp groups multiply. Blocks are persistent, and the ring continues across tiles.
 
 The epilogue is hidden: a tile's sums are rounded to bf16, which halves their registers, and become
-results piece by piece during the first steps of the next tile. Rounding is that of a bf16 product
-followed by an activation in float32: gate and up to bf16, then once more at the end.
+results piece by piece during the first steps of the next tile. Rounding is that of
+reference.gated_product.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ LEAST_FEW, MOST_FEW, MOST_NARROW = 16, 64, 512
 def choose_gated(
     m: int, k: int, n2: int, *, dtype: DTypeLike, column_major: bool, of_prompts: bool
 ) -> GatedTuning | None:
-    """Return the tuning for [m, k] @ [k, n2], or None for XLA.
-
-    column_major: the weights are stored as [n2, k] (models.placement.param_places)
-    """
+    """Return the tuning for [m, k] @ [k, n2], None for XLA. column_major: stored as [n2, k]."""
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
     if column_major and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
@@ -94,13 +90,11 @@ def gated_product(
     tuning: GatedTuning = DEFAULT,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]).
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). Raises ValueError if `tuning` does not fit.
 
-    M need not be a multiple of a tile; if it is not a multiple of 8, tokens and result are copied
-    once more. Raises ValueError if `tuning` does not fit.
-
-    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so
-    interpret: parameters of the GPU interpreter
+    If M is not a multiple of 8, tokens and result are copied once more. tuning: static;
+    Layout.OUT_IN reads w as w.T, which is free if it is stored so. interpret: parameters of the GPU
+    interpreter.
     """
     return _launch(x, w, tuning=tuning, interpret=interpret)
 
@@ -129,16 +123,11 @@ class _Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the result, including the last tile's padding."""
         return self.grid[0] * self.tuning.cluster_tiles[0] * self.tuning.tile_m
 
     @property
     def written(self) -> int:
-        """Rows of the kernel's output.
-
-        On hardware a copy may extend past the end, where rows are dropped, but may not end within
-        the eight rows of a swizzled tile.
-        """
+        """Rows of the output: a copy may end past them, but not within a swizzled tile's 8 rows."""
         return self.rows if self.interpreted else -(-self.m // 8) * 8
 
     @property
@@ -159,14 +148,11 @@ class _Plan:
 
     @property
     def pieces(self) -> int:
-        """Epilogue pieces per consumer."""
         return self.columns // self.tuning.piece
 
     @property
     def num_buffers(self) -> int:
-        """Alternating buffers; with an odd number of pieces a tile would start with the last one
-        used.
-        """
+        """Alternating buffers; one if a tile would otherwise start with the last one used."""
         return 1 if self.pieces % 2 else 2
 
     def turns(self, block: jax.Array) -> jax.Array:
@@ -176,8 +162,7 @@ class _Plan:
     def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (row tile, column tile) of a turn of this block.
 
-        A group of rows is swept column by column: concurrent blocks cover nearly a square, and the
-        weights are read from memory once per group.
+        A group of rows is swept column by column, so weights are read from memory once per group.
 
         In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
         """
@@ -230,10 +215,10 @@ def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) 
 def _scratch(plan: _Plan) -> dict[str, Any]:
     """Return the ring, its barriers and the epilogue's staging buffers.
 
-    One copy loads gate and up. From weights [K, 2, N] it takes [tile_k, 2, tile_n]; tiles of 8 x 1
-    x 64 store that exactly like [tile_k, 2 * tile_n] in the tiles of 8 x 64 that wgmma needs. From
-    [2, N, K] it uses tiles of 1 x 8 x 64. The interpreter cannot reinterpret one as the other, so
-    there gate and up are copied separately.
+    One copy loads gate and up: [tile_k, 2, tile_n] of weights [K, 2, N], in tiles of 8 x 1 x 64, is
+    stored like [tile_k, 2 * tile_n] in wgmma's tiles of 8 x 64. From [2, N, K] it uses tiles of 1 x
+    8 x 64. The interpreter cannot reinterpret one as the other, so it copies gate and up
+    separately.
     """
     tuning, stages = plan.tuning, plan.tuning.num_stages
     ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)
@@ -411,7 +396,6 @@ def _write(
     sums: jax.Array,
     piece: int,
 ) -> None:
-    """Write one piece of a tile's results: staged in shared memory, copied asynchronously."""
     tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
@@ -427,11 +411,7 @@ def _write(
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return silu(gate) * up.
-
-    1 / y is rsqrt(y) squared: one instruction instead of ten for a division. If exp2 overflows,
-    rsqrt returns 0.
-    """
     wide = gate.astype(jnp.float32)
+    # 1 / y is rsqrt(y) squared: one instruction instead of ten. If exp2 overflows, it is 0.
     root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
     return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

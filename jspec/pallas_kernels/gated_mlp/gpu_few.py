@@ -1,11 +1,9 @@
 """The gated product of an MLP for at most 32 tokens with column-major weights on a GPU (Triton).
 
-With so few tokens the time is that of reading the weights once, and XLA's products are slower for
-column-major weights, which an engine with speculation stores (models.placement). Several tokens are
-padded with 0 to the 16 or 32 columns of a tensor core product. One token uses no tensor cores:
-products are accumulated per lane and reduced at the end, so all loads are in flight at once.
-
-Rounding is that of reference.gated_product. Infinity and NaN of a token do not reach other tokens.
+The time is that of reading the weights once, and XLA is slower for column-major weights, which an
+engine with speculation stores. Several tokens are padded with 0 to the 16 or 32 columns of a tensor
+core product. One token uses no tensor cores: products are accumulated per lane and reduced at the
+end, so all loads are in flight at once. Rounding is that of reference.gated_product.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ MOST_TOKENS = MORE.num_lanes
 def choose_few_gated(
     m: int, k: int, columns: int, *, dtype: DTypeLike, column_major: bool
 ) -> FewTuning | None:
-    """Return the tuning for [m, k] @ [k, columns] of a decode step, or None if not supported.
-
-    column_major: the weights are stored as [columns, k].
-    """
+    """Return the tuning for [m, k] @ [k, columns] of a decode step, or None if not supported."""
     if not column_major or m > MOST_TOKENS or jnp.dtype(dtype) != jnp.bfloat16:
         return None
     if not has_mosaic_gpu():  # a jax version has all kernels of this product or none
@@ -61,9 +56,8 @@ def few_gated_product(
     tuning: FewTuning,
     interpret: bool = False,
 ) -> BFloat16[Array, "M N"]:
-    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). tuning: static.
-
-    w is read as w.T, which is free if it is stored so. Raises ValueError if `tuning` does not fit.
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). Raises ValueError if `tuning` does not fit. w is
+    read as w.T, which is free if it is stored so. tuning: static.
     """
     (m, k), columns = x.shape, w.shape[1]
     if problem := tuning.problem(m, k, columns):
@@ -119,6 +113,5 @@ def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> N
 
 
 def _gated(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
-    """Apply silu(gate) * up in float32, with both products first rounded to dtype."""
     gate, up = (half.astype(dtype).astype(jnp.float32) for half in (gate, up))
     return gated(gate, up).astype(dtype)

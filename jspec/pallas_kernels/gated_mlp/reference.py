@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 def gated(
     gate: Float[Array, "*b I"], up: Float[Array, "*b I"], *, limit: float | None = None
 ) -> Float[Array, "*b I"]:
-    """Return silu(gate) * up. limit: of silu(gate), from above, and of up, from both sides."""
+    """Return silu(gate) * up. limit: clip silu(gate) from above, and up to [-limit, limit]."""
     inner = jax.nn.silu(gate)
     if limit is not None:
         inner, up = jnp.minimum(inner, limit), jnp.clip(up, -limit, limit)

@@ -32,29 +32,22 @@ class Shared(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GatedTuning:
-    """The static shape of a gated product's kernel. Sizes are elements.
-
-    tile_n: columns of the result; a tile has as many gate columns and as many up columns.
-    group: row tiles that are swept together.
-    piece: columns per step of the epilogue.
-    overlaps: the epilogue runs while the next tile is multiplied, instead of before.
-    layout: of the weights; OUT_IN allows tiles of any multiple of 8 columns, IN_OUT of 64.
-    """
+    """The static shape of a gated product's kernel. Sizes are elements."""
 
     tile_m: int = 128
-    tile_n: int = 128
+    tile_n: int = 128  # columns of the result, from as many gate and as many up columns
     tile_k: int = LANES
     num_stages: int = 4
     num_consumers: int = 2
     cluster: int = 2
     shared: Shared = Shared.WEIGHTS
-    group: int = 16
-    piece: int = 32
-    overlaps: bool = True
+    group: int = 16  # row tiles that are swept together
+    piece: int = 32  # columns per step of the epilogue
+    overlaps: bool = True  # the epilogue runs during the next tile's product, not before it
     early_start: bool = True  # load weights before the preceding kernel has ended
     early_release: bool = True  # let the next kernel start when the last tiles have started
     num_blocks: int = NUM_BLOCKS
-    layout: Layout = Layout.IN_OUT
+    layout: Layout = Layout.IN_OUT  # OUT_IN allows tiles of 8 n columns, IN_OUT of 64 n
 
     @property
     def rows_per_consumer(self) -> int:
@@ -67,7 +60,6 @@ class GatedTuning:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring, and two pieces of every row."""
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
         return ring + 2 * self.tile_m * self.piece * 2
 
@@ -102,20 +94,14 @@ class GatedTuning:
 
 @dataclass(frozen=True, slots=True)
 class FewTuning:
-    """The static shape of gpu_few's kernel. Sizes are elements, powers of two.
+    """The static shape of gpu_few's kernel. Sizes are elements, powers of two."""
 
-    tile_n: columns of the result per program, from as many gate and up columns.
-    tile_k: inputs of one iteration.
-    num_stages: iterations in flight, with tensor cores, for at most num_lanes tokens.
-    by_lanes: one token, without tensor cores.
-    """
-
-    tile_n: int
-    tile_k: int
+    tile_n: int  # columns of the result per program, from as many gate and up columns
+    tile_k: int  # inputs of one iteration
     num_warps: int
-    num_stages: int = 1
-    by_lanes: bool = False
-    num_lanes: int = FEWEST_LANES
+    num_stages: int = 1  # iterations in flight, with tensor cores
+    by_lanes: bool = False  # one token, without tensor cores
+    num_lanes: int = FEWEST_LANES  # most tokens, with tensor cores
 
     @property
     def most_tokens(self) -> int:
@@ -128,7 +114,6 @@ class FewTuning:
         return tiles >= LEAST_FILLED * turns * NUM_BLOCKS
 
     def problem(self, m: int, k: int, columns: int) -> str | None:
-        """Return why this kernel cannot compute [m, k] @ [k, columns], or None."""
         checks = {
             f"M {m} is not 1 to {self.most_tokens}": not 1 <= m <= self.most_tokens,
             f"{2 * self.tile_n} columns do not divide {columns}": columns % (2 * self.tile_n),

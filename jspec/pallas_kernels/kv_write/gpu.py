@@ -1,9 +1,8 @@
-"""RoPE of q and k fused with writing K and V to their pages (Pallas-Triton).
+"""RoPE of q and k, with q and k norms, fused with writing K and V to their pages (Pallas-Triton).
 
-It also applies q and k norms (Qwen3), for which XLA needs three more launches. A program handles up
-to 16 heads of one token, so even one token occupies several multiprocessors; a thread loads 16
-bytes of each half of a head. Padding tokens have the dummy page 0, which several programs may write
-at once and none reads. Values written to the pool are made finite (kv_write.reference.finite).
+A program handles up to 16 heads of one token, so even one token occupies several multiprocessors; a
+thread loads 16 bytes of each half of a head. Padding tokens have the dummy page 0, which several
+programs may write at once and none reads.
 
 Example, H = 2, G = 1: heads 0 and 1 are q; head 2 is K_0, pool head 0; head 3 is V_0, pool head 1.
 """
@@ -45,12 +44,10 @@ def rotate_and_write(
     queries_per_row: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
-    """Return (rotated q, the pool with each token's rotated K and its V at [page, offset]).
+    """Compute reference.rotate_and_write in one launch.
 
-    heads: q (num_heads), then k, then v. cos, sin: f32, half a head wide. norms: applied to each q
-    and k head, and rounded, before RoPE. queries_per_row: None returns q as [T, H, D], else in the
-    layout of gpu_plan.pack_queries, [B * G, rows, D], with its padding not written. The pool is
-    written in place if donated. Raises ValueError for heads that do not fit the pool.
+    queries_per_row: None returns q as [T, H, D], else in the layout of gpu_plan.pack_queries, [B *
+    G, rows, D], without its padding. Raises ValueError for heads that do not fit the pool.
     """
     tokens, total, width = heads.shape
     _check(heads, cos, kv_pages, num_heads=num_heads)

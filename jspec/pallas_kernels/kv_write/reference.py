@@ -5,10 +5,8 @@ RoPE (Su et al., 2021) is half-split, as in Llama; some families norm q and k be
 A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the dummy,
 which takes all writes that must go nowhere else. Indices are never negative.
 
-Written values are finite (`finite`): 0 times NaN is NaN, so one row's overflow would reach every
-query whose product includes that slot, visible or not.
-
-`turn`, `norm_halves` and `finite` are also what the GPU kernels compute (gpu.py, gpu_one_row.py).
+Written values are finite: 0 times NaN is NaN, so one row's overflow would reach every query whose
+product includes that slot, visible or not.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ LARGE = 65504.0
 
 
 def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Replace NaN by 0 and infinities by LARGE with their sign; finite values keep their bits.
-
-    In:  1.5  inf    -inf    NaN
-    Out: 1.5  65504  -65504  0
-    """
+    """Replace NaN by 0, infinities by LARGE: [1.5 inf -inf NaN] -> [1.5 65504 -65504 0]."""
     wide = x.astype(jnp.float32)
     stand_in = jnp.where(wide > 0, LARGE, jnp.where(wide < 0, -LARGE, 0.0))
     return jnp.where(jnp.abs(wide) < jnp.inf, x, stand_in.astype(x.dtype))
@@ -85,7 +79,6 @@ def write_rows(
 def turn(
     first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotate both halves of heads."""
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -111,10 +104,7 @@ def norm_halves(
 def rotate(
     x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
 ) -> Float[Array, "*b H D"]:
-    """Rotate every head of x by its token's angles, in float32, rounded to x's dtype.
-
-    Dimensions beyond 2 * half are left as they are.
-    """
+    """Rotate the first 2 * half dims of every head by its token's angles, in float32."""
     half = cos.shape[-1]
     if 2 * half < x.shape[-1]:
         turned, left = jnp.split(x, (2 * half,), axis=-1)

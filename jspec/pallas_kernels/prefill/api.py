@@ -21,10 +21,8 @@ LINES = 8
 
 @pytree
 class PackedPlan:
-    """The keys of each query and of each block of queries.
-
-    Streams 0..B-1 are the rows' pages (keys are slots); stream B is the new tokens (keys are packed
-    token indices).
+    """The keys of each query and of each block of queries. Streams 0..B-1 are the rows' pages (keys
+    are slots); stream B is the new tokens (keys are packed token indices).
     """
 
     ranges: jax.Array  # i32[LINES, T]; query t sees packed tokens [NEW_FIRST, NEW_LAST) and

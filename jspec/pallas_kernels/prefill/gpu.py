@@ -1,22 +1,17 @@
 """Paged attention for packed prefill on Hopper GPUs: bf16 or f16 pools (Pallas Mosaic GPU).
 
-Implements the packed layout of attention/api.py without a tail mask. K and V are written
-before, so all keys are read from the pool.
+The packed layout of attention/api.py, without a tail mask and with K and V already written.
 
   - A task is one block of packed queries, of any rows, and up to eight query heads of one kv head.
     Queries x heads fill the 64 rows of a wgmma product, and two consumers share what a producer
-    loads, so each block of keys serves 128 rows. The grid is persistent, with tasks from heavy to
-    light; a producer loads for the next task while the consumers finish the last.
-  - The producer copies whole pages by TMA into a ring in shared memory, K_g and V_g of a token in
-    one box: row by row, from the first to the last block of keys that some query of the task sees.
-  - Blocks that every query sees need no mask. In the others (the diagonal, a window's lower end,
-    query blocks with several rows) a query sees a range of slots, and none of other rows.
+    loads, so each block of keys serves 128 rows. The grid is persistent; a producer loads for the
+    next task while the consumers finish the last.
+  - The producer copies whole pages by TMA into a ring in shared memory, row by row, from the first
+    to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
 
-Slots after the last written one may hold anything, including NaN: their scores are replaced, and
-the first consumer zeroes their V in shared memory, so they reach no product. P is cast to the
-pool's type before the second product. In interpret mode wgmma takes no register operand and no
-running accumulator, so P passes through shared memory.
+P is cast to the pool's type before the second product. Interpret mode's wgmma takes no register
+operand and no running accumulator, so there P passes through shared memory.
 """
 
 from __future__ import annotations
@@ -115,8 +110,8 @@ def attend_packed(
     """Return out[T, H, D] like reference.attend with queries_per_row None; padding returns zeros.
 
     q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. plan: may be
-    shared by all layers; must come from the same rows, window and tuning. Raises ValueError for
-    unsupported shapes, NotImplementedError with an older jax.
+    shared by all layers with the same rows, window and tuning. Raises ValueError for unsupported
+    shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or Tuning()
     _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
@@ -289,8 +284,7 @@ class _Walk:
 
 def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -> Any:
     """Run `serve` for the program's tasks and return the number of steps. Tasks are distributed
-    from heavy to light, every other round in reverse, so that no program gets the heaviest of each
-    round.
+    from heavy to light, every other round in reverse, to balance the programs.
 
     In:  8 tasks, 3 programs    Out: tasks 0 5 6 | 1 4 7 | 2 3
     """
@@ -342,7 +336,6 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
-    """Fill the ring, row by row and block by block, each slot as soon as it is empty."""
     tokens, width = min(shape.page_size, shape.tuning.block_tokens), shape.width
     per_kv_head = shape.head_tiles // shape.num_kv
     kv_head = lax.div(task.head, per_kv_head) if per_kv_head > 1 else task.head
@@ -421,9 +414,7 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
 
 
 def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
-    """Return (rows of the tile, place in [T, H * D]) of each head: with 16 queries and 4 heads per
-    tile, row r is query r % 16 of head r // 16.
-    """
+    """Return (rows of the tile, place in [T, H * D]) of each head, whose queries are contiguous."""
     queries, width = shape.tile_queries, shape.width
     start = task.block * shape.block_queries + warpgroup * queries
     column = task.head * (shape.heads * width)
@@ -508,10 +499,7 @@ def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, 
 
 
 def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, block: Any) -> None:
-    """Zero the V of the block's unwritten slots.
-
-    The first consumer does it, and never waits for the second, which may be a turn later.
-    """
+    """Zero the V of the block's unwritten slots, in the first consumer, which must not wait."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = walk.keys - block * tokens
 

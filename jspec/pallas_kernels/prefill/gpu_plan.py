@@ -1,8 +1,7 @@
 """The schedule of packed prefill in blocks of queries and keys. Plain XLA.
 
-For a block of packed queries, gpu.py iterates over the keys of each row in it, block by block, with
-a mask only where some query does not see a whole block of keys. Heavy blocks come first, to balance
-persistent programs. All layers with one window share a plan.
+For a block of packed queries, gpu.py iterates over the keys of each row in it, with a mask only
+where some query does not see a whole block of keys. All layers with one window share a plan.
 """
 
 from __future__ import annotations
@@ -19,26 +18,22 @@ from jspec.pallas_kernels.prefill.api import POOL_FIRST, POOL_LAST, ROW, plan_pa
 
 MAX_HEADS = 8  # per tile, so that eight queries, the rows of a swizzled tile, are contiguous
 
-# Columns of PrefillPlan.walks.
+# Columns of PrefillPlan.walks, in blocks of keys. Between BEGIN and END some query sees some key,
+# between WHOLE_BEGIN and WHOLE_END every query sees every key. OFFSET + block counts the program's
+# steps. KEYS: written slots of the row.
 BEGIN, WHOLE_BEGIN, WHOLE_END, END, OFFSET, KEYS = range(6)
 NUM_COLUMNS = 6
 
 
 @pytree
 class PrefillPlan:
-    """The keys to iterate over for each block of queries."""
-
     bounds: jax.Array  # i32[blocks, 4]: block of queries, first row, row after the last, steps
-    walks: jax.Array  # i32[blocks, B, 6], see `plan_prefill`; both: blocks with many steps first
+    walks: jax.Array  # i32[blocks, B, 6], the columns above; both: blocks with many steps first
     lines: jax.Array  # i32[tiles, 3, 64]: first slot, slot after the last, row of each query
 
 
 def packed_heads(group: int) -> int:
-    """Return heads per tile: a power of two, so that all 64 rows are used.
-
-    In:  group 4    Out: 4, with 16 queries
-    In:  group 7    Out: 1, with 64 queries
-    """
+    """Return heads per tile, so that all 64 rows are used: group 4 -> 4, group 7 -> 1."""
     return math.gcd(group, MAX_HEADS)
 
 
@@ -52,11 +47,7 @@ def plan_prefill(
     block_tokens: int,
     consumers: int,
 ) -> PrefillPlan:
-    """Plan T queries. Columns of `walks`, in blocks of keys:
-
-    begin, end: some query sees one of the keys. whole_begin, whole_end, between them: every query
-    sees all keys. offset: offset + block counts the program's steps. keys: written slots of the
-    row.
+    """Plan T queries.
 
     In:  rows of 56 and 8 queries, prefixes 256 and 0, group 4, so blocks of 32 queries; 128 keys
     Out: bounds (1, 0, 2, 4) (0, 0, 1, 3). The second block goes first: blocks 0, 1, 2 of row 0,

@@ -1,24 +1,17 @@
-"""Paged attention for packed prefill on a TPU (Mosaic TPU).
-
-Implements the packed layout of attention/api.py without a tail mask.
+"""Paged attention for packed prefill on a TPU (Mosaic TPU), without a tail mask (attention/api.py).
 
   - A grid step handles one block of packed queries, of any rows. For each row with a query in the
     block it streams the row's prefix from the pool: whole pages by double-buffered DMA, several per
     step, from the first to the last slot that some query of the block sees.
-  - This call's K and V are one more stream, packed like the queries and for all rows at once. The
-    same array is copied to the aliased pool by DMA (HBM to HBM) while the block attends. This makes
-    query blocks independent: the grid is parallel, and a chip with two cores may split it.
-  - A query sees two ranges of keys, one of packed tokens and one of slots (api.py); the mask
-    is omitted if all queries see a block of keys.
+  - This call's K and V are one more stream, packed like the queries. The same array is copied to
+    the aliased pool by DMA (HBM to HBM) while the block attends, so query blocks are independent:
+    the grid is parallel, and a chip with two cores may split it.
   - Products are in the pool's dtype with float32 sums. Softmax is online, in base 2, with `scale`
     folded into the exponent.
 
-A page may be read while new tokens are written to its other slots; those are outside the range
-read, and values outside are replaced by zeros before any product.
-
-Tested against the reference in TPU interpret mode, and compiled ahead of time for v5e, v5p and v6e.
-It has not run on a TPU: instruction counts are from the compiler's schedule for v5e, and speed and
-best block sizes are unknown.
+A page may be read while new tokens are written to its other slots, so values outside the range to
+read are replaced by zeros before any product. Instruction counts are of the compiler's schedule for
+v5e; it has not run on a TPU.
 """
 
 from __future__ import annotations
@@ -74,9 +67,7 @@ class _Shape:
 
     @property
     def tile(self) -> int:
-        """Rows of one softmax: a row's prefix is multiplied only with tiles that have its
-        queries.
-        """
+        """Rows of one softmax; a prefix is multiplied only with tiles with its row's queries."""
         large = 2 * LANES * (AT_ONCE if self.num_kv == 1 else 1)
         return next(n for n in (large, 2 * LANES, LANES) if self.rows % n == 0)
 
@@ -122,10 +113,9 @@ def attend_packed(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/api.py.
 
-    Without k_new and v_new nothing is written, and row b's last q_len slots are already in the
-    pool. Padding queries are not written and return zeros. interpret: pallas_call's argument;
-    interpret mode forced from outside would reach a view that it does not support. Raises
-    ValueError at trace time for unsupported shapes.
+    Padding queries are not written and return zeros. interpret: pallas_call's argument; interpret
+    mode forced from outside would reach a view that it does not support. Raises ValueError at trace
+    time for unsupported shapes.
     """
     sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
@@ -327,9 +317,7 @@ def _wait(copy: Any) -> None:
 
 
 def _span(shape: _Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the first and last key that some query of this block sees, then that every query
-    sees.
-    """
+    """Return the first and last key that some query of the block sees, then that every one does."""
     streams = shape.batch + 1
     at = pl.program_id(0) * streams + jnp.minimum(stream, shape.batch)
     first, last, every_first, every_last = (
@@ -378,12 +366,8 @@ def _each_copy_in(
 
 
 def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
-    """Start or await the copies of this block's new tokens to their slots, page by page.
-
-    DMA sizes are static, so the slots of a page are copied in pieces of 2^i slots.
-
-    In:  page size 16, tokens 3..12 of a row that go to slots 13..22
-    Out: 3 slots from 13 (pieces of 2 and 1), 7 slots from 16 (pieces of 4, 2 and 1)
+    """Start or await the copies of this block's new tokens to their slots, page by page. DMA sizes
+    are static, so the slots of a page are copied in pieces of 2^i slots: 7 as 4, 2 and 1.
     """
     if not shape.writes:
         return
@@ -419,10 +403,8 @@ def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
 
 
 def _begin(shape: _Shape, refs: _Refs) -> None:
-    """Transpose ranges and sinks to columns, and start every softmax at its sink.
-
-    A sink is a key with that score and no value. Without sinks the score is so low that the first
-    real key cancels it.
+    """Transpose ranges and sinks to columns, and start every softmax at its sink: a key with that
+    score and no value. Without sinks the score is so low that the first real key cancels it.
     """
     ranges, sinks = refs.ranges[...].T, refs.sinks[...].T
     for line in range(refs.bounds.shape[0]):
@@ -434,9 +416,8 @@ def _begin(shape: _Shape, refs: _Refs) -> None:
 
 
 def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
-    """Split the landed keys into K and V of each head, with zeros outside of the range to read.
-
-    Unwritten slots may hold NaN, which a weight of 0 would not hide in the product with V.
+    """Split the landed keys into K and V of each head, with zeros outside of the range to read: a
+    weight of 0 would not hide the NaN of unwritten slots.
     """
     first, last, _, _ = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
@@ -453,10 +434,9 @@ def _key_and_value(
 ) -> tuple[jax.Array, jax.Array]:
     """Return f32[keys, D] of K and of V of one head from the landed pairs of all heads.
 
-    In bfloat16 a pair is one 32-bit word with K in the low half. Mosaic reads every G-th line of
-    the buffer in one strided load (at most a tenth of the instructions of slicing the value), but
-    only for width 128 and through a view that interpret mode lacks; there the words are sliced from
-    the value.
+    In bfloat16 a pair is one 32-bit word with K in the low half. One strided load of every G-th
+    line takes a tenth of the instructions of slicing the value, but needs width 128 and a compiled
+    kernel.
     """
     num_kv, packed = shape.num_kv, refs.landing.dtype == jnp.bfloat16
     if shape.interpreted or refs.landing.shape[3] != LANES:
@@ -537,10 +517,8 @@ def _absorb(
     *,
     masked: bool,
 ) -> None:
-    """Add the step's keys to the online softmax of some pieces of a tile.
-
-    The pieces go through each stage together, so that one is multiplied while another waits for its
-    maximum: a third fewer instructions in the compiler's schedule.
+    """Add the step's keys to the online softmax of some pieces of a tile. The pieces go through
+    each stage together: a third fewer instructions in the compiler's schedule.
     """
     dtype = refs.pairs.dtype
     dot = functools.partial(

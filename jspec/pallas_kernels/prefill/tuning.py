@@ -47,8 +47,7 @@ class BlockSizes:
     def block_queries(self, num_queries: int, group: int) -> int:
         """Return queries per block: a multiple of 128 rows, at most `rows`, no more than needed.
 
-        In:  256 queries, group 4, 512 rows
-        Out: 128;  of 16 queries 32 (128 rows);  for group 7 128 (896 rows: the least there is)
+        In:  512 rows, 256 queries, group 4    Out: 128; 16 queries: 32; group 7: 128 (896 rows)
         """
         unit = LANES // math.gcd(LANES, group)
         most = max(self.rows // (unit * group), 1) * unit

@@ -2,18 +2,12 @@
 
 For each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
 winning ties, with the noise of device/noise.py generated in registers. One program per row and
-chunk of the vocabulary reads its logits once and writes its best (value, id), which XLA reduces. A
-row at temperature 0 generates no noise: T * g would be exactly zero, at far more than the cost of
-the read.
+chunk of the vocabulary writes its best (value, id), which XLA reduces.
 
-Otherwise noise dominates (90 instructions per logit), so it is bounded first by a rough score,
-which takes a third of the instructions and which the exact score never exceeds. The token with the
-highest rough score is scored exactly, and wins the chunk if no other rough score reaches its exact
-score; otherwise all tokens are scored exactly.
-
-Penalties, sharding and filters are done elsewhere (a row may have a threshold); returning (value,
-id) lets vocabulary shards be compared. NaN counts as -infinity. It was bit-equal to the reference
-in all interpreter tests, and except for NaN on an H200.
+At T > 0 noise dominates (90 instructions per logit), so it is bounded first by a rough score, a
+third of the instructions, which the exact score never exceeds. The token with the highest rough
+score is scored exactly, and wins the chunk if no other rough score reaches its exact score;
+otherwise all tokens are scored exactly. NaN counts as -infinity.
 """
 
 from __future__ import annotations
@@ -130,8 +124,7 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
     """Bound noise.gumbel_from_bits from above (to 2e-5), closely where it is large.
 
     g = -log(E), E = -log1p(-u) = u + u^2/2 + u^3/3 + ...: the first terms alone are less than E, so
-    their -log is more than g. It uses one hardware instruction, accurate to 2**-22 of its result;
-    the two exact logarithms are most of the cost of noise.
+    their -log is more than g. It uses one hardware instruction, accurate to 2**-22 of its result.
     """
     u = bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
     tail = u * (jnp.float32(1 / 3) + u * jnp.float32(0.25))
@@ -148,9 +141,8 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
-    """Return the least rough score of a token whose exact score reaches `value`.
-
-    NaN, which no score is less than, if float32 is too coarse for the argument.
+    """Return the least rough score of a token whose exact score reaches `value`; NaN, which no
+    score is less than, if float32 is too coarse for the argument.
     """
     slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
     return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)
@@ -159,7 +151,6 @@ def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
 def _first_best(
     x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the (key, id) with the higher key; the lower id if keys are equal."""
     x_wins = (x[0] > y[0]) | ((x[0] == y[0]) & (x[1] < y[1]))
     return jnp.where(x_wins, x[0], y[0]), jnp.where(x_wins, x[1], y[1])
 

@@ -1,9 +1,4 @@
-"""The top-1 draft candidate and its softmax normalizer in one read of the logits (Pallas-Triton).
-
-For each row it computes the largest score, logit(v) + T * g(seed, position, v), its first column,
-and the sum of exp(score - largest), for log_softmax. One program runs per row and chunk of the
-vocabulary; XLA merges the chunks. A row at temperature 0 generates no noise, unlike with XLA.
-"""
+"""The top-1 draft candidate and its softmax normalizer in one read of the logits (Triton)."""
 
 from __future__ import annotations
 

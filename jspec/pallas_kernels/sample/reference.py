@@ -20,9 +20,8 @@ def rank_one(
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
     """Return (largest score, its first column, sum of exp(score - largest)) per row, all finite.
 
-    temperature, seed: each for T / B consecutive rows
-    token_ids: the ids whose noise the columns use
-    lowest: the value of NaN and lower scores; -lowest bounds scores above
+    temperature, seed: each for T / B consecutive rows. token_ids: the ids whose noise the columns
+    use. lowest: the value of NaN and lower scores; -lowest bounds scores above.
     """
     per_row = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)
@@ -34,7 +33,6 @@ def rank_one(
 
 
 def finite(scores: jax.Array, *, lowest: float) -> jax.Array:
-    """Clamp scores to [lowest, -lowest], with NaN as lowest."""
     return jnp.where(scores > lowest, jnp.minimum(scores, -lowest), lowest)
 
 
@@ -48,9 +46,7 @@ def sample(
     first_id: jax.Array | int = 0,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
     """Return (value, id) of each row; ids count from `first_id`, this vocabulary shard's first.
-
-    temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
-    threshold: keeps v only if its logit reaches it: filters.threshold.
+    temperature, seed: each for T / B consecutive rows. threshold: the least logit to choose.
     """
     logits = without_nan(logits.astype(jnp.float32))
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
