@@ -1,6 +1,5 @@
-"""Inputs and outputs of one step as immutable pytrees, and their packed form.
-
-The host sends one flat i32 array per step (`PackedLayout`); the device unpacks it.
+"""Inputs and outputs of one step as immutable pytrees, and their packed form: one flat i32 array
+per step (`PackedLayout`), which the device unpacks.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ def sampling_rows(
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
     """Pack fields [B, *shape] into i32[B, width] for `columns.unpack` on the host; floats as bits.
-
     Raises ValueError unless `values` has exactly the fields of `columns`, in their shapes.
     """
     shapes = {name: array.shape[1:] for name, array in values.items()}
@@ -136,15 +134,11 @@ def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Arr
 
 @pytree
 class DraftTree:
-    """Nodes to verify; node 0 is the root.
+    """Nodes to verify; node 0 is the root."""
 
-    tokens: i32[B, N] target ids. parents: i32[B, N], parents[:, 0] = -1, parents[:, i] < i.
-    depths: i32[B, N], 0 for the root.
-    """
-
-    tokens: jax.Array
-    parents: jax.Array
-    depths: jax.Array
+    tokens: jax.Array  # i32[B, N], target ids
+    parents: jax.Array  # i32[B, N], parents[:, 0] = -1, parents[:, i] < i
+    depths: jax.Array  # i32[B, N], 0 for the root
 
 
 @pytree

@@ -3,19 +3,18 @@
 A stack of weights [X, K, N] is stored as
 
     codes   u16[X, 32 * G, N]   G groups of 128 inputs, the last one zero-padded
-    scales  u8 [X, 4 * G, N]    of each block of 32 inputs; s stands for 2 ** (s - 127)
+    scales  u8 [X, 4 * G, N]    of each block of 32 inputs; s means 2 ** (s - 127)
 
 Row 32 g + r of the codes has the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each block,
-so a tile of 32 rows is four tiles of weights, each with one row of scales. Their bits are placed so
-that at most a few shifts and masks make a bfloat16 of each (`bits_of`):
+so a tile of 32 rows is four tiles of weights, each with one row of scales. A few shifts and masks
+make a bfloat16 of each (`bits_of`):
 
     bit       15  14  13  12  11 10  9   8  7  6   5  4  3   2  1  0
     of input  s0  s3  m3  s1  e3 e3  s2  e0 e0 m0  e1 e1 m1  e2 e2 m2
 
-The mask leaves sign, two exponent bits and one mantissa bit at their places in bfloat16: exactly
-the number times 2 ** -126, also for 0 and 0.5, which are then subnormal.
-
-The number format is from OCP Microscaling Formats, version 1.0; the order is specific to jspec.
+Sign, two exponent bits and one mantissa bit are then at their places in bfloat16: exactly the
+number times 2 ** -126, also for 0 and 0.5, which are subnormal. The number format is from OCP
+Microscaling Formats, version 1.0; the order is specific to jspec.
 """
 
 from __future__ import annotations
@@ -36,18 +35,14 @@ GROUP = BLOCK * PARTS
 
 @pytree
 class MXFP4Weight:
-    """A stack of weights [X, K, N] (fields: arrays, or a kernel's references to them).
-
-    length: K, without padding.
-    """
+    """A stack of weights [X, K, N]; fields are arrays, or a kernel's references to them."""
 
     codes: Any  # u16[X, R, N]
     scales: Any  # u8[X, S, N]
-    length: int = static()
+    length: int = static()  # K, without padding
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape."""
         return (*self.codes.shape[:-2], self.length, self.codes.shape[-1])
 
     def dense(self, dtype: Any) -> Float[Array, "X K N"]:

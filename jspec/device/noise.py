@@ -2,12 +2,12 @@
 
 Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick). Every program that
 chooses the token at position p of a request with seed s uses the same g, which makes the text a
-function of (model, prompt, seed). Nothing is stored: g is computed in the reduction that uses it.
+function of (model, prompt, seed).
 
 Seed, position and token id each pass through full rounds of MurmurHash3's 32-bit finaliser
-(Appleby, public domain). (seed, position) gives a 64-bit key: at one position, different seeds have
-different keys; for one seed, different positions have. The hash uses few operations because it is
-compiled into every reduction over the vocabulary, several times per step.
+(Appleby, public domain), few operations, as it is compiled into every reduction over the
+vocabulary. (seed, position) gives a 64-bit key: at one position, different seeds have different
+keys; for one seed, different positions have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLDEST = 1e-6
 
 
 def mix32(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finaliser: a bijection on u32; every input bit affects every output bit."""
+    """Return MurmurHash3's finaliser of x: a bijection in which every bit affects every bit."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))
@@ -30,10 +30,8 @@ def mix32(x: jax.Array) -> jax.Array:
 def position_key(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Return the 64 key bits of (seed, position); seed is (high word, low word).
-
-    Given the position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share
-    a key.
+    """Return the 64 key bits of (seed, position); seed is (high word, low word). Given the
+    position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share a key.
     """
     return key_of_words(seed[..., 0], seed[..., 1], position)
 
@@ -41,7 +39,7 @@ def position_key(
 def key_of_words(
     high: UInt32[Array, "*b"], low: UInt32[Array, "*b"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """`position_key` with the seed's words as separate arguments, scalars in a kernel."""
+    """Return `position_key` of a seed's words, scalars in a kernel."""
     h0 = mix32(low ^ jnp.uint32(0x9E3779B9))
     h1 = mix32(high ^ h0)
     k0 = mix32(h0 ^ mix32(position.astype(jnp.uint32) + h1))
@@ -58,8 +56,7 @@ def noise_bits(
 def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
     """Map 32 uniform bits to a finite standard Gumbel in float32, accurate down to odds of 1e-8.
 
-    u = (bits + 1/2) / 2**32 keeps its relative precision near 0, where the exponential variable
-    -log1p(-u) is small and the Gumbel is large: the tail that decides rare tokens.
+    u = (bits + 1/2) / 2**32 is precise near 0, where the Gumbel is large: the tail of rare tokens.
     """
     u = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))

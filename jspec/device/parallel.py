@@ -1,7 +1,7 @@
 """The degrees of parallelism, and the mesh and the partition specs that follow from them.
 
-A whole step runs inside one shard_map, so every device executes the same program on its shard and
-the collectives are written out where they happen (layers/linear.py, sampling/).
+A whole step runs inside one shard_map, so the collectives are written out where they happen
+(layers/linear.py, sampling/).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Parallel:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Parallel:
-        """Return the degrees of one host's mesh."""
         return cls(**mesh.shape)
 
     @property
@@ -47,7 +46,6 @@ class Parallel:
         return tuple(getattr(self, name) for name in MESH)
 
     def shards(self, axis: Axis) -> int:
-        """Return the number of shards of a dimension."""
         name = mesh_axis(axis)
         return 1 if name is None else int(getattr(self, name))
 

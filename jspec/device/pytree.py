@@ -1,8 +1,7 @@
 """`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
 
-Fields are arrays or nested pytrees. Compile-time settings are arguments of the compiled function,
-not fields. The one exception is a field that describes the memory layout of the other fields:
-`static()` makes it part of the tree's structure.
+Fields are arrays or nested pytrees; compile-time settings are arguments of the compiled function.
+The exception is a field that describes the memory layout of the others: `static()`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from jspec.spec.cache_groups import CacheGroup
 class SamplingBatch:
     """Sampling parameters of each row; as arrays, so that no setting causes a compilation.
 
-    Indexed by slot inside RowState, by batch row once gathered. It has one array for each row that
-    SAMPLING_FIELDS sends to the device, in its order (a test compares them).
+    Indexed by slot inside RowState, by batch row once gathered. It has the arrays that
+    SAMPLING_FIELDS sends to the device, in its order.
     """
 
     min_new_tokens: jax.Array  # i32[.]
@@ -58,8 +58,6 @@ SEEN_SPEC = partition_spec((None, "vocab"))
 
 @pytree
 class RowState:
-    """State of every slot."""
-
     root_ids: jax.Array  # i32[slots], last emitted token, whose KV is not yet written
     seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
     prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
@@ -75,11 +73,8 @@ class RowState:
 
 @pytree
 class EngineState:
-    """Everything that a step reads and replaces.
-
-    draft: the drafter's own pytree
-    pending: pending tokens (speculative/drafters/pending.py); None unless an engine with a
-        drafter also runs plain steps
+    """Everything that a step reads and replaces. draft: the drafter's own pytree. pending: pending
+    tokens (speculative/drafters/pending.py), for a drafter with plain steps.
     """
 
     kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]

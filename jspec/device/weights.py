@@ -1,7 +1,7 @@
 """A stored weight on a device or a host: an array, or a pytree of its format's arrays.
 
-A dense weight is its array; the class of every other weight says its format. Kernels of a format
-read the arrays of its class; `dense` is for all others.
+The class of a weight that is not dense is its format, whose kernels read its arrays; `dense` is for
+all others.
 """
 
 from __future__ import annotations
