@@ -1,8 +1,7 @@
 """Grouped-query attention around a pluggable `attend`: the projections, without a cache.
 
 The caller passes `attend(heads, rotation, sinks) -> out`: dense causal attention in training, paged
-attention in serving. It gets the heads before norms and RoPE, so that it may fuse those with
-writing K and V; `rotate_and_split` applies them and returns q, k and v.
+attention in serving. It gets the heads before norms and RoPE, to fuse those with writing K and V.
 """
 
 from __future__ import annotations
@@ -40,15 +39,12 @@ def attention(
     shard: Shard,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """Run the projections of one layer around `attend`.
+    """Run the projections of one layer around `attend`. spec counts the heads of all shards.
 
-    kept: indices of the rows of x [T, I] whose output is needed; None: all. K and V of the other
-    rows are still passed to `attend`.
-
-    params: qkv has, per shard, the columns of q, then k, then v. With q_norm and k_norm, `attend`
-    applies RMSNorm to every q and k head before RoPE. sinks are passed to it as well. With gate
-    (per shard the columns of its heads), the output of the heads is gated (`HeadGate`).
-    spec counts the heads of all shards; the shapes here are one shard's.
+    kept: the rows of x [T, I] whose output is needed; None: all. `attend` gets K and V of all rows.
+    params: qkv has, per shard, the columns of q, then k, then v. `attend` applies q_norm and k_norm
+    to every q and k head before RoPE, and gets the sinks. gate (per shard the columns of its heads)
+    gates the heads' output (`HeadGate`).
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
@@ -68,7 +64,6 @@ def attention(
 
 
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:
-    """Return the rows of x selected by `kept`; all if None."""
     return x if kept is None else jnp.take(x, kept, axis=0, mode="clip")
 
 

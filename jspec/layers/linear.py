@@ -1,8 +1,8 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
-Kernels are [in, out]. Inside a step's shard_map every function sees its own shard: a
-column-parallel product needs no collective, a row-parallel one is an all-reduce over the `tensor`
-axis. An axis of None means that the caller is outside a shard_map (training, references).
+Kernels are [in, out]. Inside a step's shard_map a column-parallel product needs no collective, a
+row-parallel one is an all-reduce over the `tensor` axis. An axis of None means that the caller is
+outside a shard_map (training, references).
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ class Shard:
 def linear(
     params: Mapping[str, jax.Array], x: Float[Array, "*b I"], *, reduce: Shard | None = None
 ) -> Float[Array, "*b O"]:
-    """Return x @ kernel (+ bias). With `reduce` it is row-parallel: summed over the shards.
-
-    A row-parallel bias is added once, after the sum.
-    """
+    """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards."""
     y = x @ params["kernel"]
     if reduce is not None:
         y = reduce.sum(y)

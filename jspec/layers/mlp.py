@@ -1,7 +1,4 @@
-"""The gated MLP of Llama (SwiGLU, Shazeer 2020), with gate and up in one product.
-
-A platform may fuse that product with its activation (`Ops.gated_product`).
-"""
+"""The gated MLP of Llama (SwiGLU, Shazeer 2020), with gate and up in one product."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ def gated_mlp(
     limit: float | None = None,
 ) -> Float[Array, "*b E"]:
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
-
-    of_prompts: the tokens are prefill chunks (for `Ops.gated_product`). limit: clamp silu(gate) to
-    at most limit and up to [-limit, limit].
+    limit: clip silu(gate) from above, and up to [-limit, limit].
     """
     if "bias" in params["gate_up"] or limit is not None:
         inner = gated(*jnp.split(linear(params["gate_up"], x), 2, axis=-1), limit=limit)

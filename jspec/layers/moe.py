@@ -53,10 +53,7 @@ def _by_sigmoid(
 def moe(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
 ) -> Float[Array, "T E"]:
-    """Run each token through its top_k experts, weighted, and through the shared expert if any.
-
-    params: router, experts, shared.
-    """
+    """Run each token through its top_k experts, weighted, and the shared expert if any."""
     ids, weights = route(params["router"], x, spec=spec)
     experts = params["experts"]
     out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))

@@ -34,14 +34,12 @@ class Residual:
 def norm(
     params: Mapping[str, jax.Array], x: Float[Array, "*b E"], *, eps: float
 ) -> Float[Array, "*b E"]:
-    """Return the RMSNorm of x with the parameters' `scale`."""
     return rms_norm(x, params["scale"], eps=eps)
 
 
 def norm_of_sum(
     params: Mapping[str, jax.Array], stream: Residual, *, eps: float, ops: Ops
 ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-    """Return (the stream's sum, its norm)."""
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
     if isinstance(stream.delta, Mixed):

@@ -1,7 +1,7 @@
 """Rotary position embedding, half-split layout (Su et al., 2021; Hugging Face's Llama).
 
-Angles are computed from positions, not read from a table, so the context is unbounded: a draft
-whose config specifies max_position_embeddings 2048 still runs at the target's positions.
+Angles are computed from positions, not read from a table, so a draft whose config specifies
+max_position_embeddings 2048 still runs at the target's positions.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
 def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """Return f32 (cos, sin) of each token's angles, half a head wide, shared by all heads.
-
-    With YaRN both are multiplied by its attention factor, which scales scores by its square.
+    """Return f32 (cos, sin) of each token's angles, half a head wide, shared by all heads. With
+    YaRN both are multiplied by its attention factor, which scales scores by its square.
     """
     inv = jnp.asarray(inverse_frequencies(head_dim, rope))
     angle = positions.astype(jnp.float32)[..., None] * inv
