@@ -1,8 +1,7 @@
 """The process that fills the program store for an engine.
 
 Run as `python -m jspec.engine.programs.build_programs`. It reads a BuildTask from standard input
-and writes one line with a program's name once that program is in the store. It exits when its
-standard input closes.
+and writes a program's name once that program is in the store. It exits when standard input closes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ NICE = 10  # serving has priority
 
 
 def build(task: BuildTask, *, told: IO[str]) -> None:
-    """Compile and store a task's programs. Raises ConfigError if they would differ from the
-    engine's: other devices, sources or settings."""
+    """Compile and store a task's programs. Raises ConfigError if they would not be the engine's."""
     for name, value in task.settings.items():
         jax.config.update(name, value)
     devices = {device.id: device for device in jax.devices()}

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of an engine's programs.
 
-All shapes are known at the start, so programs are compiled ahead of time, several at once, and the
-runner holds executables: a dispatch never compiles, and a wrong shape is an error.
+All shapes are known at the start, so the runner has only executables: a dispatch never compiles,
+and a wrong shape is an error.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ def compiler_options(
     On a GPU no rematerialization: it counts a donated pool twice, finds no memory, and computes
     whole products a second time. In decoding no dot-strength-reduction: it turns a product of one
     row and less than ten million weights into a multiplication that writes one value per weight and
-    a sum that reads them again (seen for `out` of Qwen3-30B-A3B, 4096 x 2048, in a step of one row,
-    not of four). Plus the kernels' own (`Ops.compiler_options`).
+    a sum that reads them again (`out` of Qwen3-30B-A3B, 4096 x 2048). Plus the kernels' own.
     """
     if platform != "gpu":
         return {}
@@ -150,8 +149,7 @@ def compiler_options(
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
-    """Compile with the `options` that this compiler knows: XLA may drop any, and all only affect
-    speed."""
+    """Compile with the `options` that this compiler knows; all affect only speed."""
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -168,10 +166,8 @@ def _abstract(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All inputs of an engine's programs, with weights and state as shapes only.
-
-    It can be pickled, and gives the same ProgramStore names in every process with the same
-    surroundings.
+    """All inputs of an engine's programs, with weights and state as shapes only. It can be pickled,
+    and gives the same ProgramStore names in every process with the same surroundings.
     """
 
     program: StepProgram
@@ -185,7 +181,6 @@ class Recipe:
         return cls(program=program, limits=limits, params=_abstract(params), state=_abstract(state))
 
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
-        """Return shape, static program and compiler options of one program."""
         platform = mesh.devices.flat[0].platform
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
         spec = key.shape or self.program.spec
@@ -218,15 +213,12 @@ def compile_all(
     first: tuple[ProgramKey, ...] | None = None,
     store: ProgramStore | None = None,
 ) -> dict[ProgramKey, Any]:
-    """Return executables by key, of `program` with each key's features.
+    """Return the executables of `keys` (None: all that an engine wants). Those in `store` are
+    loaded, several at once; of the others those in `first` (None: all) are compiled, several at
+    once.
 
-    Programs in `store` are loaded, several at once. The others are lowered one at a time, in order,
-    and compiled several at once: a Pallas kernel's text contains where it was first traced from and
-    how many came before it, so in another order jax's cache would not recognize it. Lowering holds
-    Python's lock anyway.
-
-    keys: which programs; None: all that an engine wants.
-    first: those compiled if the store lacks them, in this order; None: all of `keys`.
+    They are lowered one at a time, in order: a Pallas kernel's text contains where it was first
+    traced and how many came before it, so in another order jax's cache would not recognize it.
     """
     # An error of this start must not keep weights alive.
     recipe = Recipe.of(program, limits, params=params, state=state)
@@ -255,7 +247,7 @@ def compile_all(
 
 
 class _Making:
-    """Executables in the making. made: the finished ones, by key."""
+    """Executables in the making."""
 
     def __init__(
         self,
@@ -315,8 +307,9 @@ _SWITCH = threading.Lock()
 
 @contextmanager
 def without_jax_cache(*, is_off: bool) -> Iterator[None]:
-    """Turn off jax's cache (`is_off`) if a ProgramStore keeps the programs: an executable from
-    jax's cache cannot always be serialized again."""
+    """Turn off jax's cache if `is_off`, for a ProgramStore: an executable from jax's cache cannot
+    always be serialized again.
+    """
     if not is_off:
         yield
         return

@@ -1,9 +1,8 @@
 """A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
 
 A program missing in the local directory is fetched from the bucket, and one written locally is
-uploaded, under the same name: a digest of all inputs. So machines of one kind share what one of
-them has compiled. Any failure is a warning and costs a compilation. A fetched program is executed:
-the bucket must be as trustworthy as the code.
+uploaded, under the same name: a digest of all inputs. Any failure is a warning and costs a
+compilation. A fetched program is executed: the bucket must be as trustworthy as the code.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ProgramBucket:
 
     @classmethod
     def named(cls, url: str) -> ProgramBucket:
-        """Make one. Raises ConfigError without a bucket name, or if gcsfs is not installed."""
+        """Raise ConfigError without a bucket name, or if gcsfs is not installed."""
         if not url.removeprefix(GS).strip("/"):
             raise ConfigError(f"compilation_cache_dir is {url!r}; expected {GS}BUCKET/PATH")
         try:
@@ -52,7 +51,7 @@ class ProgramBucket:
         return Path.home() / ".cache" / "jspec" / "programs-of-buckets" / digest
 
     def fetch(self, path: Path) -> None:
-        """Download the program of this name, unless it is here or not there."""
+        """Download the program of this name, unless it exists here or does not exist there."""
         if path.exists():
             return
         part: Path | None = None
@@ -74,7 +73,7 @@ class ProgramBucket:
                     part.unlink(missing_ok=True)
 
     def keep(self, path: Path) -> None:
-        """Upload a program. An object appears whole or not at all."""
+        """Upload a program, atomically."""
         try:
             _files().put_file(str(path), self._place(path))
         except Exception as error:

@@ -1,9 +1,8 @@
 """Programs missing at the start: built while the engine serves, then swapped in.
 
 Lowering holds Python's lock for a second or two per program, so a separate process does it and
-writes to the program store; a thread here loads the results. If a second process cannot help (a TPU
-serves one process; without a store nothing can be handed over), a thread builds them. The process
-knows shapes only, and exits when its standard input closes, so it never outlives this one.
+writes to the program store; a thread here loads the results. Without a second process (a TPU serves
+one) or a store, a thread builds them. The process exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -55,15 +54,12 @@ class Maker(Protocol):
     def __iter__(self) -> Iterator[Made]: ...
 
     def stop(self) -> None:
-        """End the iteration soon. Thread-safe; may be called twice, also before the iteration."""
+        """End the iteration soon. Thread-safe and idempotent, also before the iteration."""
         ...
 
 
 class ProgramGrowth:
-    """A thread that hands programs from `maker` to a runner.
-
-    num_wanted: programs there will be in the end.
-    num_later: how many of them the maker makes.
+    """A thread that hands programs from `maker`, num_later of the final num_wanted, to a runner.
     started: time.monotonic() of the engine's start.
     """
 
@@ -76,7 +72,9 @@ class ProgramGrowth:
         self._thread: threading.Thread | None = None
 
     def start(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
-        """Start. find_add: returns what takes each program, or None once none is wanted."""
+        """Start. find_add: returns the function that takes a program, or None if no more are
+        wanted.
+        """
         ready = self.num_wanted - self._num_later
         log.info("ready with %d of %d programs, the rest is being built", ready, self.num_wanted)
         self._thread = threading.Thread(
@@ -85,12 +83,11 @@ class ProgramGrowth:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Make it end soon, without waiting."""
         self._is_stopped.set()
         self._maker.stop()
 
     def stop(self) -> None:
-        """Make it end; wait up to STOP_SECONDS: a compiler in this process is not interruptible."""
+        """Cancel, and wait up to STOP_SECONDS."""
         self.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
@@ -124,7 +121,6 @@ class ProgramGrowth:
 def maker_of(
     recipe: Recipe, keys: tuple[ProgramKey, ...], *, mesh: Mesh, store: ProgramStore | None
 ) -> Maker:
-    """Return a maker of `keys`: a process, or a thread of this one."""
     paths = recipe.paths(keys, mesh=mesh, store=store)
     if store is None or not paths or mesh.devices.flat[0].platform == "tpu":
         return ThreadMaker(recipe, keys, mesh=mesh, store=store)
@@ -145,7 +141,7 @@ def settings_of(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 class ThreadMaker:
-    """Compiles in this process, one program at a time; lowering holds Python's lock."""
+    """Compiles in this process, one program at a time."""
 
     def __init__(
         self,
@@ -190,10 +186,8 @@ class ThreadMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTask:
-    """The input of the building process.
-
-    paths: where each program is to be stored. The process must derive the same paths, else its
-    programs are not the ones that this engine would have made.
+    """The input of the building process. It must derive the same `paths`, else its programs are not
+    the ones that this engine would have made.
     """
 
     recipe: Recipe
@@ -205,7 +199,7 @@ class BuildTask:
 
 
 class ProcessMaker:
-    """Lets a process build, and loads each program once it is in the store."""
+    """Compiles in another process, and loads each program once it is in the store."""
 
     def __init__(self, task: BuildTask, *, mesh: Mesh) -> None:
         self.task = task
@@ -267,13 +261,12 @@ class ProcessMaker:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this environment, with this package first on the path."""
     path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
     return {**os.environ, "PYTHONPATH": path}
 
 
 def tell(to: IO[bytes], task: BuildTask) -> None:
-    """Send the task; keep the pipe open. A process that ended early is reported by its status."""
+    """Send the task and keep the pipe open. A process that ended early is seen by its status."""
     with contextlib.suppress(BrokenPipeError):
         pickle.dump(task, to)
         to.flush()

@@ -1,10 +1,9 @@
 """Compiled step programs on disk: a second start neither traces, lowers nor compiles.
 
 jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
-minute. This store is keyed by all inputs of a program: the sources that trace it, the static
-program, shapes and shardings, compiler options, versions, flags and devices. A missing or
-unreadable program is compiled. The directory may be deleted at any time. Like jax's it must be as
-trustworthy as the code, since loaded programs are executed.
+minute. This store is keyed by all inputs of a program: sources, static program, shapes and
+shardings, compiler options, versions, flags and devices. The directory may be deleted at any time.
+It must be as trustworthy as the code, since loaded programs are executed.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ PART, PART_SECONDS = ".part", 3600.0  # suffix of a program being written, and i
 
 @dataclass(frozen=True, slots=True)
 class ProgramStore:
-    """Executables by a digest of their inputs. Make one by `open`, early.
-
-    sources: digest of the sources; None: they are not files, or not the code that runs.
-    bucket: shares programs with other machines.
+    """Executables by a digest of their inputs. Make one by `open`, early. sources: digest of the
+    sources; None: they are not files, or not the code that runs. bucket: shares programs.
     """
 
     directory: Path
@@ -59,8 +56,9 @@ class ProgramStore:
 
     @classmethod
     def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
-        """Open a store; reads the sources before anything slow, since they may change meanwhile.
-        Removes partial files of killed writers once they are older than PART_SECONDS."""
+        """Digest the sources before they may change, and remove old partial files of killed
+        writers.
+        """
         for part in directory.glob(f"*{PART}"):
             with contextlib.suppress(OSError):  # another start may have removed it
                 if time.time() - part.stat().st_mtime > PART_SECONDS:
@@ -69,9 +67,7 @@ class ProgramStore:
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
         """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`.
-
-        None if the key would be ambiguous: the sources are unknown, or the repr of a part contains
-        a memory address.
+        None if the sources are unknown, or the repr of a part contains a memory address.
         """
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
         around = (self.sources, surroundings(mesh))
@@ -88,14 +84,14 @@ class ProgramStore:
         return known if len(known) == len(found) else {}
 
     def fetch(self, path: Path) -> None:
-        """Download the program from the bucket if needed; call it before `load`."""
         if self.bucket is not None:
             self.bucket.fetch(path)
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
-        """Return the executable, or None if it is missing or unreadable. inputs, outputs: tuples of
-        its arguments and results; only the structure is used."""
+        """Return the executable, or None if it is missing or unreadable. inputs, outputs: its
+        arguments and results, for their tree structure only.
+        """
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -120,8 +116,9 @@ class ProgramStore:
             return None
 
     def save(self, path: Path, executable: Any) -> None:
-        """Write the executable whole or not at all; a failure only costs the next start.
-        `executable` must have been compiled here: one from jax's cache may be incomplete."""
+        """Write the executable atomically; a failure only costs the next start. It must have been
+        compiled here: one from jax's cache may be incomplete.
+        """
         if sources_digest() != self.sources:
             log.warning("jspec's sources have changed since the start; %s is not written", path)
             return

@@ -1,7 +1,7 @@
 """A digest of the code that step programs are traced from.
 
-It covers only modules that the step functions import, directly or indirectly, without docstrings
-and comment lines: an edit of a flag's help text recompiles nothing.
+It covers the modules that the step functions import, directly or indirectly, without docstrings and
+comment lines: an edit of a flag's help text recompiles nothing.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ def imports_of(code: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _read(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
-    """Digest and imports of one file; `changed_ns` only keys the cache."""
     del changed_ns
     code = code_of(path.read_text(encoding="utf-8"))
     return hashlib.sha256(code.encode()).digest(), tuple(imports_of(code))
 
 
 def sources_digest(package: Path = PACKAGE) -> str | None:
-    """Return the digest of the sources as they are on disk now.
-
-    None if there are no source files (a zip, bytecode alone), or if one of them is newer than
-    this process's imports, so that it may not be the code that runs.
+    """Return the digest of the sources as they are on disk now. None if there are no source files
+    (a zip, bytecode alone), or one is newer than this process's imports and may not be the code
+    that runs.
     """
     found: dict[str, bytes] = {}
     waiting = list(ROOTS)
