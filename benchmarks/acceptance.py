@@ -1,20 +1,20 @@
 """Acceptance of the bundled target's drafts on held-out modules, through the engine.
 
     python -m benchmarks.acceptance [--prompts 100] [--out benchmarks/results/acceptance.json]
-    python -m benchmarks.acceptance --drafters EAGLE3 EAGLE NEXTN NGRAM STANDALONE \\
+    python -m benchmarks.acceptance --drafters EAGLE3 EAGLE NEXTN NGRAM STANDALONE \
         --shapes 3/1/4 3/4/12 --shared-noise-only
 
 100 prompts of 256 tokens, 128 generated; chain 3/1/4, chain 5/1/6, tree 4/4/16; temperature 0 and
-1; drafts ranked with shared noise and by plain top-k side by side. Acceptance length counts the
-bonus and leaves out prefill's token and the last, truncated step. The interval is a bootstrap over
-prompts. Looping outputs (more than half of the 8-grams seen before) are also reported apart.
+1; drafts ranked with shared noise and by plain top-k. Acceptance length includes the bonus token
+and excludes prefill's token and the last, truncated step. The interval is a bootstrap over prompts.
+Looping outputs (more than half of the 8-grams seen before) are also reported separately.
 
-Of the drafters, EAGLE, NEXTN and STANDALONE are the small heads and the small language model beside
-the bundled pair (--heads: trained anew elsewhere). SELF is STANDALONE with the target itself as the
-draft: the most that can be had, and what is below S + 1 there is no draft's fault.
+EAGLE, NEXTN and STANDALONE use the small heads and the small language model of the bundled pair
+(--heads: a folder with other weights). SELF is STANDALONE with the target itself as the draft, the
+upper bound.
 
 Held-out files are those of the running Python; --corpus names a folder that the pair's stage
-`corpus` wrote under another one, so that machines measure on the same files.
+`corpus` wrote, so that machines measure on the same files.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 def measured(
     args: argparse.Namespace, *, drafter: str, shape: str, noise: bool
 ) -> list[dict[str, Any]]:
-    """The cells of one engine: temperatures 0 and 1, or 1 alone without shared noise."""
+    """Measure one engine at temperatures 0 and 1, or at 1 only without shared noise."""
     steps, topk, nodes = (int(number) for number in shape.split("/"))
     arguments, folder = DRAFTERS[drafter]
     if folder is not None:
@@ -114,7 +114,7 @@ def measured(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row a drafter and S/K/N, a column a temperature; shared noise alone."""
+    """Return Markdown: a line per drafter and S/K/N, a column per temperature; shared noise."""
     cells: dict[tuple[str, str], dict[float, str]] = {}
     for row in rows:
         if row["shared_noise"]:
@@ -135,7 +135,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def measure(
     engine: Engine, prompts: list[tuple[int, ...]], temperature: float, *, new_tokens: int
 ) -> dict[str, Any]:
-    """One cell of the table. At temperature 0 shared noise and top-k are the same drafts."""
+    """Measure one cell. At temperature 0, shared noise and top-k give the same drafts."""
     params = [
         {
             "temperature": temperature,
@@ -176,7 +176,7 @@ def measure(
 
 
 def agreement(histogram: list[int]) -> list[float]:
-    """P(level d accepted | levels before it accepted): the drafts' agreement per depth."""
+    """Return P(level d accepted | earlier levels accepted) for each depth d."""
     out = []
     for depth in range(1, len(histogram)):
         reached = sum(histogram[depth - 1 :])

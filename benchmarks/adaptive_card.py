@@ -1,27 +1,25 @@
-"""Shapes chosen step by step against each shape held fixed, on a device, with the dial.
+"""Adaptive draft shapes compared with each fixed shape on a device, at controlled acceptance.
 
     python -m benchmarks.adaptive_card [--batches 1 8 32 64] [--acceptances 0 0.5 0.9]
     python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4]
     python -m benchmarks.adaptive_card --model tiny        (a smoke test on a CPU)
 
-One engine at Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4, random weights of which the output head is
-made such that the next token is the last one plus 1 (tests/support/counting_dial.py): so the dial
-knows what is right, and a draft of each depth is accepted with the probability that a request's
-seed names. The head runs whole. All that differs between two runs is who chooses the shape: the
-engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
-tokens a second are those of a long run less those of a short one, as in h200_table, medians
-over repeats, which take turns: a long run has looks in it, and a short one that meets a slow moment
-would spoil a mean. The chooser is a new one in each cell, and has seen WARM_STEPS before; it has
---times as many runs as the others. All runs are as long, since a step of a longer context takes
-longer. Beside it stands an engine that never drafts, on the same device, which takes its turns,
-too: a card that is warm is slower than a cold one. Every text is compared with what it must be.
+One engine with Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4 and random weights, with an output head
+for which the next token is the last one plus 1 (tests/support/counting_dial.py). A draft of each
+depth is then accepted with the probability that the request's seed encodes; the head runs in full.
+Two runs differ only in the chooser of the shape: the engine's own, or a fixed one. A new chooser in
+each cell warms up for WARM_STEPS. Tokens per second are the difference of a long and a short run,
+as in h200_table, and medians over alternating repeats, --times as many for the chooser. A plain
+engine on the same device alternates with them. Every text is verified.
 
---mode tree: the largest shape is 3/4/16. The dial says how often the first candidate is right, so
-what a chain accepts; a tree accepts more.
---shapes: other candidates than the mode's, beside the largest. Programs with filters are not made.
+--mode tree: the largest shape is 3/4/16. The acceptance is that of the first candidate, so of a
+chain; a tree accepts more.
 
-Of each shape in a cell: tokens a row and step (what a plain step emits is 1), and of the chooser's
-runs also how many steps it took of each, those that look around included.
+--shapes: other candidates than the mode's, in addition to the largest. Programs with filters are
+not compiled.
+
+Each shape of a cell has its tokens per row and step (1 for a plain step), and the chooser's runs
+the number of steps of each shape, including probes.
 """
 
 from __future__ import annotations
@@ -61,13 +59,14 @@ PLAIN_ENGINE = "plain engine"
 PROMPT = 256  # or the workload's, if that is shorter
 SPARE_TOKENS = 192  # of a row, for pages that are not full and for drafts
 LONGEST_BUILD = 300.0  # seconds until all programs are there
-WARM_STEPS = 500  # or more, of long runs, which a new chooser has seen before it is measured
+WARM_STEPS = 500  # at least, of long runs, before a new chooser is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a mode measures by default. shapes: beside the largest; None: the engine's own rule,
-    which for a tree has more, each with a program a batch."""
+    """The defaults of a mode. shapes: in addition to the largest; None: the engine's own rule,
+    which for a tree has more, each with a program per batch.
+    """
 
     acceptances: tuple[float, ...]
     shapes: tuple[str, ...] | None = None
@@ -85,7 +84,7 @@ CARDS = {
 
 
 def shape_named(name: str, largest: SpeculativeConfig) -> SpeculativeConfig:
-    """S/K/N of the largest one's drafter. Raises ValueError for what is no shape."""
+    """Return the shape S/K/N of the largest one's drafter. Raises ValueError for another format."""
     steps, topk, most = (int(number) for number in name.split("/"))
     if steps == 0:
         return SpeculativeConfig.plain()
@@ -94,7 +93,7 @@ def shape_named(name: str, largest: SpeculativeConfig) -> SpeculativeConfig:
 
 @dataclass(slots=True)
 class Taken:
-    """Steps of one shape: how many, and the rows and tokens of all of them."""
+    """The number of steps of one shape, and all their rows and tokens."""
 
     steps: int = 0
     rows: int = 0
@@ -107,12 +106,12 @@ class Taken:
 
     @property
     def tokens_a_step(self) -> float | None:
-        """Of a row."""
+        """Tokens per row and step."""
         return _ratio(self.tokens, self.rows)
 
 
 class Switched:
-    """A ShapeChooser that is the engine's own, or a fixed one, as `use` says."""
+    """A ShapeChooser that is the engine's own or a fixed one."""
 
     def __init__(self, limits: ServeLimits, step_costs: StepCosts) -> None:
         self._limits, self._step_costs = limits, step_costs
@@ -121,20 +120,20 @@ class Switched:
         self._taken: dict[str, Taken] = {}
 
     def use(self, shape: SpeculativeConfig | None) -> None:
-        """None: the engine's own chooser. Only while nothing is served."""
+        """Use a fixed shape; None: the engine's own chooser. Only while no request is served."""
         self._now = self.adaptive if shape is None else FixedShape(shape)
 
     def take_turns(self, chooser: ShapeChooser) -> None:
-        """Another chooser than these. Only while nothing is served."""
+        """Use another chooser. Only while no request is served."""
         self._now = chooser
 
     def renew(self) -> None:
-        """The engine's own chooser as after a start."""
+        """Replace the engine's own chooser by a new one."""
         self.adaptive = AdaptiveShapes(self._limits, step_costs=self._step_costs)
         self._now = self.adaptive
 
     def taken(self) -> dict[str, Taken]:
-        """Steps by shape since this was asked last."""
+        """Return steps by shape since the last call."""
         taken, self._taken = self._taken, {}
         return taken
 
@@ -166,12 +165,13 @@ def load_counting(
     *,
     mesh: Any,
 ) -> LoadedModels:
-    """The pair that `args` names, with a target that counts and a drafter with a dial; programs for
-    those batches only, and for the shapes of those names beside the largest."""
+    """Load the pair that `args` names, with a counting target and a drafter of controlled
+    acceptance, and programs only for those batches and for the named shapes and the largest.
+    """
     models = load_models(args, paths, mesh=mesh, drafters=COUNTING)
     target = counting_weights(models.params["target"])
     chunks, shapes = models.config.prefill_buckets, models.config.other_shapes
-    if names is not None and shapes:  # of an adaptive engine
+    if names is not None and shapes:  # an adaptive engine
         shapes = tuple(shape_named(name, models.config.speculative) for name in names)
     config = replace(
         models.config,
@@ -191,7 +191,7 @@ class CountingEngine(Engine):
         self, batches: tuple[int, ...], names: tuple[str, ...] | None, **arguments: Any
     ) -> None:
         self._batches, self._names = batches, names
-        # Nobody asks for log-probabilities, whose programs are the largest.
+        # Without log-probabilities, whose programs are the largest.
         arguments |= {"max_running_requests": batches[-1], "disable_logprobs": True}
         super().__init__(**arguments)
 
@@ -210,14 +210,12 @@ class CountingEngine(Engine):
         return self._runner.num_programs
 
     def step_costs(self, rows: int) -> Mapping[SpeculativeConfig, float]:
-        """Seconds by shape, measured when the programs became ready."""
+        """Return measured seconds by shape."""
         return self._runner.step_costs(rows, PLAIN)
 
     def wait_for_programs(self) -> None:
-        """Until all shapes can be chosen, so are built and measured. What would be made after
-        that, with filters, is left out: it would be made beside what is timed, on the same device.
-
-        Raises RuntimeError if they do not come.
+        """Wait until all shapes are compiled and measured, and cancel later programs, which would
+        be compiled during the measurement. Raises RuntimeError if they do not become ready.
         """
         runner = self._runner
         wanted = set(self.limits.shapes) if self.limits.other_shapes else set()  # else no costs
@@ -238,13 +236,13 @@ def start(
     shapes: tuple[str, ...] | None = None,
     **more: Any,
 ) -> CountingEngine:
-    """Plain decoding, or an adaptive chain or tree, with the programs of all its shapes."""
+    """Start an engine for plain decoding, or an adaptive chain or tree, with all its programs."""
     started = time.monotonic()
     workload.write_configs(folder)
     arguments = workload.arguments(mode, folder, acceptance=1.0)
     del arguments["max_running_requests"]
     each = min(PROMPT, workload.prompt_len) + workload.long_run + SPARE_TOKENS
-    # Two engines stand beside each other.
+    # Two engines share the device.
     arguments["max_total_tokens"] = min(arguments["max_total_tokens"], max(batches) * each)
     if arguments.pop("simulate_acceptance", None) is not None:
         arguments["speculative_adaptive"] = True
@@ -259,7 +257,7 @@ def start(
 def seconds_of(
     engine: CountingEngine, workload: Workload, rows: int, acceptance: float, new_tokens: int
 ) -> float:
-    """Of one batch. Raises RuntimeError if its tokens are not what the target counts."""
+    """Return the seconds of one batch. Raises RuntimeError if its tokens are wrong."""
     length = min(PROMPT, workload.prompt_len)
     vocab_size = engine.limits.vocab_size
     firsts = [(row * 1009 + round(1e6 * acceptance)) % (vocab_size // 2) for row in range(rows)]
@@ -284,14 +282,13 @@ def seconds_of(
 
 
 def rate(engine: CountingEngine, workload: Workload, rows: int, acceptance: float) -> float:
-    """Tokens a second of the whole batch, over a long run less a short one."""
+    """Return tokens per second of the batch, from the difference of a long and a short run."""
     short, long = workload.short_run, workload.long_run
     seconds = [seconds_of(engine, workload, rows, acceptance, tokens) for tokens in (short, long)]
     return rows * (long - short) / (seconds[1] - seconds[0])
 
 
 def expected_length(acceptance: float, num_steps: int) -> float:
-    """Acceptance length of a chain, bonus included."""
     return sum(acceptance**depth for depth in range(num_steps + 1))
 
 
@@ -305,8 +302,9 @@ def measured(
     repeats: int,
     times: int,
 ) -> dict[str, Any]:
-    """One cell: the engine that never drafts, every fixed shape and the chooser, taking turns;
-    times: as many runs as theirs the chooser has, in which looks come and go."""
+    """Measure one cell: plain engine, every fixed shape and the chooser, alternating. times: runs
+    of the chooser for each of theirs.
+    """
     named: dict[str, SpeculativeConfig | None] = {str(s): s for s in engine.limits.shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
@@ -363,7 +361,7 @@ def _ratio(came: float, expected: float) -> float | None:
 
 
 def summary(cell: dict[str, Any], *, seconds: float) -> str:
-    """A line for each shape. seconds: since the benchmark began."""
+    """Return a line for each shape. seconds: since the start of the benchmark."""
     lines = [
         f"{seconds:5.0f} s: {cell['rows']} rows, acceptance {cell['acceptance']}: "
         f"{cell['of_best']} of {cell['best']}"
@@ -380,7 +378,7 @@ def summary(cell: dict[str, Any], *, seconds: float) -> str:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The options, with what the mode measures by default."""
+    """Return the options, with the mode's defaults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=WORKLOADS, default="llama-3.1-8b")
     parser.add_argument("--mode", choices=CARDS, default="chain")

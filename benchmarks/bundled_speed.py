@@ -1,13 +1,13 @@
-"""Speculation against plain decoding on this machine: the bundled pair at batch 1, and start-up.
+"""Speculation compared with plain decoding on this machine: the bundled pair at batch 1, start-up.
 
     python -m benchmarks.bundled_speed [--out benchmarks/results/bundled_speed_cpu.json]
     python -m benchmarks.bundled_speed --num-continuous-decode-steps 1 4
 
-Engines for plain decoding and for each S/K/N, each in the asked numbers of rounds a step ("3/1/4
-x4" is four; plain decoding in one is always there), live side by side and take turns prompt by
-prompt, so that whatever else the machine does hits all of them alike; the median ratio is what
-counts. The text must be the same: it is asserted. The host gap is the time between a result's
-arrival and the next dispatch's end, by overlap depth, from the recorded trace.
+Engines for plain decoding and for each S/K/N, each with the given numbers of rounds per step
+("3/1/4 x4" is four; plain decoding with one is always included), exist at the same time and
+alternate prompt by prompt, so that other load affects all alike. Reported are median ratios. Texts
+are asserted to be equal. The host gap is the time between a result's arrival and the end of the
+next dispatch, by overlap depth, from the recorded trace.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_engine(shape: tuple[int, int, int] | None, dtype: str, **more: Any) -> Engine:
-    """Of one row, for S/K/N or plain; all programs are there, so that the fitting one is timed."""
+    """Make an engine for one row with all programs, for S/K/N or plain decoding."""
     shared = {"max_running_requests": 1, "dtype": dtype, "compile_at_start": "common", **more}
     shared["disable_radix_cache"] = True  # the second run of a prompt is timed as the first
     if shape is None:
@@ -93,7 +93,7 @@ def compare(
     *,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Median decode tokens/s by engine and the median of per-prompt ratios to plain."""
+    """Return median decode tokens/s by engine and the median of per-prompt ratios to plain."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     lengths: dict[str, list[float]] = {name: [] for name in engines}
     same = dict.fromkeys(engines, 0)
@@ -127,7 +127,7 @@ def compare(
 def decode_seconds(
     engine: Engine, prompt: tuple[int, ...], params: dict[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds from the first token to the last, and the finished result."""
+    """Return the seconds from the first token to the last, and the finished result."""
     stream = engine.generate(input_ids=prompt, sampling_params=params, stream=True)
     result: dict[str, Any] = next(stream)
     first = time.perf_counter()
@@ -139,10 +139,10 @@ def decode_seconds(
 def host_gap(
     depth: int, prompt: tuple[int, ...], dtype: str, *, num_rounds: int
 ) -> dict[str, float]:
-    """Median milliseconds of a decode step, all its rounds together, and of it what the host adds.
+    """Return the median milliseconds of a decode step, all rounds included, and the host's share.
 
-    Gap: from the end of collecting step t to the end of the next dispatch after it. At depth 0
-    the device idles for all of it; at depth 1 and 2 it has work queued.
+    The gap is from the end of collecting step t to the end of the next dispatch. At depth 0 the
+    device is idle during it; at depth 1 and 2 it has queued work.
     """
     trace: list[TraceEvent] = []
     rounds = {"num_continuous_decode_steps": num_rounds}

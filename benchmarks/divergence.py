@@ -1,19 +1,19 @@
-"""How often rounding changes the text: the first divergence of speculative from plain tokens.
+"""The rate at which rounding changes the text: first divergence of speculative from plain tokens.
 
     python -m benchmarks.divergence [--out benchmarks/results/divergence.json]
     python -m benchmarks.divergence --pair wide        (the same pair, where heads of 32 do not fit)
     python -m benchmarks.divergence --only 'bfloat16/pallas/*'                   (some engines)
-    JAX_PLATFORMS=cpu python -m benchmarks.divergence --quick                     (does it run?)
+    JAX_PLATFORMS=cpu python -m benchmarks.divergence --quick                     (a smoke test)
 
-The rule is exact: a verification chooses the token that plain decoding would. Its N nodes and one
-decode step are multiplied in different shapes, though, and sums in bfloat16 then round differently,
-so that a near-tie can fall to another token. What stands after it is another text, so each prompt
-counts up to its first divergence. In float32, with full-precision products, no prompt may diverge:
-the control, without which the other rows mean nothing.
+Verification is exact: it chooses the token that plain decoding would. Its N nodes and one decode
+step are multiplied in different shapes, though, and sums in bfloat16 then round differently, so a
+near-tie can be decided differently. The text after that token differs, so each prompt counts up to
+its first divergence. The control is float32 with full-precision products, in which no prompt may
+diverge.
 
-What moves without speculation is measured beside it: the same call again (rows meet in other
-batches), each prompt alone, and one attention backend against the other. Prompts are shorter than
-a page, so that none of them ever comes from the prefix cache.
+Divergence without speculation is measured, too: the same call repeated (rows meet in other
+batches), each prompt alone, and one attention backend compared with the other. Prompts are shorter
+than a page, so none comes from the prefix cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Sizes of a run. seconds: no engine is started that would likely end after them."""
+    """Sizes of a run. seconds: start no engine that would likely end later."""
 
     num_prompts: int = 32
     prompt_tokens: int = 60
@@ -62,8 +62,6 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One engine."""
-
     dtype: str
     backend: str
     mode: str
@@ -74,7 +72,7 @@ class Configuration:
 
 
 def configurations(groups: Sequence[tuple[str, str]]) -> tuple[Configuration, ...]:
-    """Plain first in each group of (dtype, backend): the others are compared with it."""
+    """Return the configurations; plain comes first in each group, as the reference."""
     return tuple(
         Configuration(dtype=dtype, backend=backend, mode=mode)
         for (dtype, backend), mode in itertools.product(groups, MODES)
@@ -82,7 +80,7 @@ def configurations(groups: Sequence[tuple[str, str]]) -> tuple[Configuration, ..
 
 
 def only(todo: Sequence[Configuration], patterns: Sequence[str]) -> tuple[Configuration, ...]:
-    """Those whose label matches a pattern. Raises ValueError for one that matches none.
+    """Return those whose label matches a pattern. Raises ValueError for one that matches none.
 
     In:  patterns float32/*/tree     Out: float32/xla/tree
     """
@@ -99,7 +97,7 @@ def only(todo: Sequence[Configuration], patterns: Sequence[str]) -> tuple[Config
 def engine_arguments(
     pair: Pair, configuration: Configuration, settings: Settings
 ) -> dict[str, Any]:
-    """Small sizes: on an accelerator a decode bucket or a prefill bucket more is seconds more."""
+    """Return arguments with small sizes, since each bucket takes seconds to compile."""
     context = settings.prompt_tokens + settings.new_tokens
     shared = {
         **pair.arguments,
@@ -131,10 +129,7 @@ def engine_arguments(
 
 @contextmanager
 def full_products(dtype: str) -> Iterator[None]:
-    """In float32, products without the shortcuts that accelerators take by default.
-
-    Set for all threads, because an engine compiles in several.
-    """
+    """Disable reduced-precision float32 products, in all threads, as engines compile in several."""
     before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -156,7 +151,7 @@ def sampling_params(temperature: float, seed: int, settings: Settings) -> dict[s
 def decode_all(
     engine: Engine, prompts: Sequence[Ids], temperature: float, settings: Settings
 ) -> tuple[list[Ids], float]:
-    """(Ids of each prompt, mean acceptance length), from one call. Prompt i has seed i."""
+    """Return (ids of each prompt, mean acceptance length) of one call. Prompt i has seed i."""
     params = [sampling_params(temperature, i, settings) for i in range(len(prompts))]
     results = engine.generate(input_ids=list(prompts), sampling_params=params)
     lengths = [result["meta_info"].get("acceptance_length", 1.0) for result in results]
@@ -166,7 +161,7 @@ def decode_all(
 def decode_alone(
     engine: Engine, prompts: Sequence[Ids], temperature: float, settings: Settings
 ) -> list[Ids]:
-    """Ids of each prompt, each decoded before the next one comes."""
+    """Return the ids of each prompt, decoded one after the other."""
     texts: list[Ids] = []
     for i, prompt in enumerate(prompts):
         params = sampling_params(temperature, i, settings)
@@ -178,7 +173,7 @@ def decode_alone(
 
 
 class Measurement:
-    """Rows and plain texts so far; the file is rewritten after each configuration."""
+    """Results and plain texts so far; the file is rewritten after each configuration."""
 
     def __init__(self, pair: Pair, settings: Settings, path: Path) -> None:
         self._pair = pair
@@ -190,14 +185,14 @@ class Measurement:
 
     @property
     def is_sound(self) -> bool:
-        """Nothing failed, and no control diverged."""
+        """Return whether no configuration failed and no control diverged."""
         failed = any("error" in entry for entry in self.engines.values())
         return not failed and not any(
             row["is_control"] and row.get("num_diverged") for row in self.rows
         )
 
     def run(self, todo: Sequence[Configuration]) -> None:
-        """Measures each configuration, whatever becomes of the others."""
+        """Measure each configuration, even if others fail."""
         start, longest = time.monotonic(), 0.0
         for configuration in todo:
             before = time.monotonic()
@@ -218,7 +213,7 @@ class Measurement:
                 return {"skipped": problem}
             with full_products(configuration.dtype), Engine(**arguments) as engine:
                 return self._measure(engine, configuration)
-        except Exception as error:  # whatever it is, the other configurations are still wanted
+        except Exception as error:  # any failure; the others are still measured
             return {"error": describe_error(error)}
 
     def _measure(self, engine: Engine, configuration: Configuration) -> Row:
@@ -237,8 +232,9 @@ class Measurement:
     def _compare(
         self, engine: Engine, configuration: Configuration, temperature: float, texts: list[Ids]
     ) -> None:
-        """Speculation against plain decoding, plain decoding against another backend; and each
-        against itself, in another call, plain decoding in another batch too."""
+        """Compare speculation with plain decoding, plain decoding with another backend, and each
+        with itself in another call, plain decoding also in another batch.
+        """
         dtype, backend, mode = configuration.dtype, configuration.backend, configuration.mode
         self._texts[dtype, backend, mode, temperature] = texts
         add = partial(self._add, configuration, temperature)
@@ -263,9 +259,8 @@ class Measurement:
         against: str,
         texts: list[Ids],
     ) -> None:
-        """One row. against: a mode of the same backend, or "xla plain"; of the same dtype.
-
-        Where those texts failed the row says so: what else the engine measures is still wanted.
+        """Add one result, or an error if the reference texts failed. against: a mode of the same
+        backend, or "xla plain"; of the same dtype.
         """
         dtype, backend = configuration.dtype, configuration.backend
         row: Row = {
@@ -301,7 +296,7 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 if a configuration failed or a control diverged."""
+    """Return 0, or 1 if a configuration failed or a control diverged."""
     usual = Settings()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", choices=tuple(PAIRS), default="bundled")

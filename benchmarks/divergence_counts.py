@@ -1,4 +1,4 @@
-"""Counting where two sets of texts part, and the table of it. Knows ids, no engine."""
+"""Counts of where two sets of texts diverge, and their table."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ Row = dict[str, Any]
 
 
 def first_divergence(ids: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or None; where one text ends first, it differs.
-
-    In:  (5, 6, 9), (5, 6, 7)   Out: 2
-    """
+    """Return the index of the first difference, or None: (5, 6, 9), (5, 6, 7) -> 2."""
     pairs = itertools.zip_longest(ids, reference)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def compare(texts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> Row:
-    """What diverged, by prompt; a prompt counts up to and with the first token that differs.
+    """Return what diverged, by prompt; a prompt counts up to and with the first differing token.
 
     In:  texts (1, 2, 3, 4), (1, 9, 9, 9); references (1, 2, 3, 4), (1, 2, 3, 4)
     Out: 1 of 2 diverged, at 1, in 4 + 2 tokens: 166.7 per 1,000
@@ -37,7 +34,7 @@ def compare(texts: Sequence[Sequence[int]], references: Sequence[Sequence[int]])
         pairs = [(float(at is not None), float(n)) for at, n in zip(first, counted, strict=True)]
         rate, low, high = bootstrap_interval(pairs)
     else:
-        rate, low, high = 0.0, 0.0, 3.0 / num_tokens  # none in n: with 95%, fewer than 3 / n
+        rate, low, high = 0.0, 0.0, 3.0 / num_tokens  # 0 in n: with 95%, fewer than 3 / n
     return {
         "num_prompts": len(first),
         "num_diverged": len(found),
@@ -50,7 +47,7 @@ def compare(texts: Sequence[Sequence[int]], references: Sequence[Sequence[int]])
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown; positions count from 0, tokens up to each prompt's first divergence."""
+    """Return Markdown; positions count from 0, tokens up to each prompt's first divergence."""
     lines = [
         "| dtype | backend | what | against | T | prompts diverged | tokens | first at "
         "(median) | per 1,000 tokens |",

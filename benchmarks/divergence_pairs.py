@@ -1,8 +1,7 @@
-"""Model pairs for the rate of first divergence, and what each is asked.
+"""Model pairs for the rate of first divergence, and their prompts.
 
-The bundled pair has heads 32 wide, which the Hopper kernels do not serve. So there are two more:
-the same pair with its heads padded to 128, and random weights with heads 64 wide. It measures
-nothing.
+The Hopper kernels do not support the bundled pair's heads of 32, so there are two more: the same
+pair with its heads padded to 128, and random weights with heads of 64.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WIDENING = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Target and draft: their engine arguments, the layers that a backend must serve, prompts."""
+    """Target and draft: engine arguments, the layers that a backend must support, prompts."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -46,7 +45,7 @@ class Pair:
 
 
 def backend_problem(pair: Pair, arguments: Mapping[str, Any]) -> str | None:
-    """Why this platform does not serve the pair with the backend that was asked for."""
+    """Return why this platform does not support the pair with the requested backend, or None."""
     devices = jax.devices()[:1]
     args = EngineArgs.from_mapping(arguments)
     checkpoint = CheckpointFacts(
@@ -63,14 +62,13 @@ def backend_problem(pair: Pair, arguments: Mapping[str, Any]) -> str | None:
 
 
 def make_pair(name: str, directory: Path, *, num_prompts: int, prompt_tokens: int) -> Pair:
-    """The pair of that name (see PAIRS) and its prompts; its files go to `directory`."""
+    """Make the pair of PAIRS with this name, with its files in `directory`."""
     pair, shape = PAIRS[name](directory), (num_prompts, prompt_tokens)
     is_dummy = "load_format" in pair.arguments
     return replace(pair, prompts=random_prompts(pair, shape) if is_dummy else python_prompts(shape))
 
 
 def bundled_pair(_: Path) -> Pair:
-    """The bundled pair as it is."""
     target, draft = bundled_configs()
     return Pair(name="bundled", arguments={}, draft_arguments={}, layers=(target, draft.layer))
 
@@ -81,7 +79,7 @@ def bundled_configs() -> tuple[ModelSpec, Eagle3Config]:
 
 
 def python_prompts(shape: tuple[int, int]) -> tuple[Ids, ...]:
-    """Held-out modules of this Python."""
+    """Return prompts from held-out modules of this Python."""
     tokenizer = Tokenizer.from_directory(BUNDLED / "target")
     return tuple(heldout_prompts(tokenizer, count=shape[0], length=shape[1], seed=2))
 
@@ -95,7 +93,7 @@ def random_prompts(pair: Pair, shape: tuple[int, int]) -> tuple[Ids, ...]:
 
 
 def wide_pair(directory: Path) -> Pair:
-    """The bundled pair with heads 128 wide: the same function, as real numbers go."""
+    """Make the bundled pair with heads 128 wide: mathematically the same function."""
     target, draft = bundled_configs()
     wide_target = wide_config(target)
     wide_draft = replace(draft, layer=wide_config(draft.layer))
@@ -121,7 +119,8 @@ def wide_pair(directory: Path) -> Pair:
 
 
 def wide_config(config: ModelSpec) -> ModelSpec:
-    """Pair i of a head turns by theta ** (-2i / D); a wider D asks for a power of theta.
+    """Return the config for wide heads: RoPE's pair i turns by theta ** (-2i / D), so theta
+    changes.
 
     In:  D 32, theta 1e4    Out: D 128, theta 1e16: 1e16 ** (-2i / 128) = 1e4 ** (-2i / 32)
     """
@@ -131,14 +130,13 @@ def wide_config(config: ModelSpec) -> ModelSpec:
 
 
 def with_heads(config: ModelSpec, **changes: Any) -> ModelSpec:
-    """The model with its layers' attention changed."""
     layer = config.one_layer
     layer = replace(layer, attention=replace(layer.attention, **changes))
     return replace(config, layers=(layer,) * config.num_layers)
 
 
 def wide_tensor(name: str, weight: HostArray, *, head_dim: int) -> HostArray:
-    """The projections into and out of heads, padded with zeros; all other tensors as they are."""
+    """Return a projection into or out of heads zero-padded; other tensors as they are."""
     if name.endswith("o_proj.weight"):
         return np.ascontiguousarray(wide_heads(weight.T, head_dim=head_dim).T)
     if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -149,7 +147,7 @@ def wide_tensor(name: str, weight: HostArray, *, head_dim: int) -> HostArray:
 
 
 def wide_heads(weight: HostArray, *, head_dim: int) -> HostArray:
-    """[H*D, in] to [H*4D, in]. RoPE turns i with i + D/2, so each half is padded by itself.
+    """Pad [H*D, in] to [H*4D, in]. RoPE turns i with i + D/2, so each half is padded by itself.
 
     In:  D 4, rows a b c d    Out: a b 0 0 0 0 0 0  c d 0 0 0 0 0 0
     """
@@ -163,9 +161,8 @@ def wide_heads(weight: HostArray, *, head_dim: int) -> HostArray:
 
 
 def random_pair(directory: Path) -> Pair:
-    """The bundled pair's build with heads 64 wide and an lm_head of its own.
-
-    With random weights a tied head would only ever repeat the last token, by a wide margin.
+    """Make the bundled pair's architecture with random weights, heads of 64 and an untied lm_head:
+    a tied one would only repeat the last token, by a wide margin.
     """
     target, draft = bundled_configs()
     workload = replace(
@@ -179,7 +176,7 @@ def random_pair(directory: Path) -> Pair:
 
 
 def dummy_pair(workload: Workload, directory: Path) -> Pair:
-    """Random weights at the sizes of `workload`."""
+    """Make random weights with the sizes of `workload`."""
     workload.write_configs(directory)
     return Pair(
         name=workload.name,

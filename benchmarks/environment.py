@@ -1,4 +1,4 @@
-"""What a result of these programs says about where it came from."""
+"""The environment of a benchmark's result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["commit", "cpu_name", "describe", "without_paths", "write_result"]
 
 
 def describe() -> dict[str, Any]:
-    """Command, chip, versions, commit."""
+    """Return command, chip, versions and commit."""
     words = ["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *without_paths(sys.argv[1:])]
     return environment.describe(" ".join(words))
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """One JSON file: the environment and the numbers."""
+    """Write the environment and the result to one JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"environment": describe(), **result}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

@@ -1,9 +1,8 @@
-"""Random JSON schemas with the bundled pair: are the answers valid, is the text the same with and
-without speculation, and what does a grammar cost?
+"""Random JSON schemas with the bundled pair: validity, equality with plain decoding, and cost.
 
     python -m benchmarks.grammar [--schemas 200] [--concurrency 32] [--out FILE]
 
-Schemas are drawn with their own checks, which know nothing of the library that makes the masks.
+Schemas are drawn with their own checks, which are independent of the library that makes the masks.
 Three runs on one machine: with drafts, without, and with drafts but without grammars.
 """
 
@@ -26,7 +25,7 @@ NEW_TOKENS = 160
 
 
 def draw(rng: random.Random, depth: int = 0) -> tuple[dict[str, Any], Check]:
-    """A schema of few bytes, and what says whether a value is of it."""
+    """Return a schema of few bytes, and a check of whether a value conforms to it."""
     kinds = ["integer", "enum", "boolean", "string"] + ["object", "array"] * (depth < 2)
     kind = "object" if depth == 0 else rng.choice(kinds)
     if kind == "integer":
@@ -73,7 +72,7 @@ def draw(rng: random.Random, depth: int = 0) -> tuple[dict[str, Any], Check]:
 def run(
     schemas: Sequence[dict[str, Any] | None], *, concurrency: int, **arguments: Any
 ) -> tuple[list[str], list[str], float, float]:
-    """(texts, why each ended, output tokens/s, acceptance length)."""
+    """Return (texts, finish reasons, output tokens/s, acceptance length)."""
     prompts = [PROMPT.format(index=i) for i in range(len(schemas))]
     params = [
         {"json_schema": schema, "max_new_tokens": NEW_TOKENS, "sampling_seed": i, "temperature": 1}
@@ -82,7 +81,7 @@ def run(
     with jspec.Engine(
         max_running_requests=concurrency, max_queued_requests=len(schemas), **arguments
     ) as engine:
-        engine.generate(prompts[:2], params[:2])  # what grammars need is compiled
+        engine.generate(prompts[:2], params[:2])  # compile the programs of grammars
         before = engine.stats.counters
         started = time.monotonic()
         answers = engine.generate(prompts, params)
@@ -107,7 +106,7 @@ def is_valid(text: str, check: Check) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs, prints one JSON object and returns it."""
+    """Run, print one JSON object and return it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schemas", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=32)

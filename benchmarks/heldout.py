@@ -1,4 +1,4 @@
-"""Prompts from modules that the bundled pair never saw: the standard library's held-out files."""
+"""Prompts from the standard library's held-out files, on which the bundled pair was not trained."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def heldout_prompts(
     seed: int = 0,
     corpus: list[Document] | None = None,
 ) -> list[tuple[int, ...]]:
-    """`count` stretches of `length` tokens, evenly over the held-out files of this Python.
+    """Return `count` stretches of `length` tokens, evenly over the held-out files of this Python.
 
-    corpus: another Python's (`read_corpus`), so that machines measure on the same files. What is
-    held out follows from the names of modules, in every version alike.
-    Raises ValueError if the installation has too little held-out source (a stripped Python).
+    corpus: another Python's (`read_corpus`), so that machines measure on the same files; the names
+    of modules decide which are held out, in every version. Raises ValueError if the installation
+    has too little held-out source (a stripped Python).
     """
     documents = of_split(standard_library() if corpus is None else corpus, Split.HELD_OUT)
     streams = [tokenizer.encode(d.text, add_special_tokens=False) for d in documents]
@@ -41,7 +41,7 @@ def heldout_prompts(
 
 
 def repeated_share(ids: list[int], *, size: int = 8) -> float:
-    """Share of the output's n-grams that the output already held: how much it loops."""
+    """Return the share of the output's n-grams that occurred before: how much it loops."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     total = max(len(ids) - size + 1, 1)
@@ -55,7 +55,7 @@ def repeated_share(ids: list[int], *, size: int = 8) -> float:
 def bootstrap_interval(
     values: list[tuple[float, float]], *, rounds: int = 2000, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(ratio of sums, low, high): 95% interval of sum(a) / sum(b) over resampled prompts."""
+    """Return (ratio, low, high): 95% interval of sum(a) / sum(b) over resampled prompts."""
     pairs = np.array(values, float)
     rng = np.random.default_rng(seed)
     drawn = pairs[rng.integers(0, len(pairs), (rounds, len(pairs)))].sum(axis=1)

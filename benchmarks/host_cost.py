@@ -1,17 +1,17 @@
-"""What a step costs the host: planning, packing, unpacking, committing, text, and HTTP.
+"""The host's cost of a step: planning, packing, unpacking, committing, text, and HTTP.
 
     python -m benchmarks.host_cost [--rows 64 256] [--parts steps loop http] [--output FILE]
 
-The device is a clock (benchmarks.null_runner), so nothing but the host is measured, in CPU time,
-which other work on the same machine disturbs least.
+The device is a clock (benchmarks.null_runner), so only the host is measured, in CPU time, which
+other load on the same machine affects least.
 
-    steps   the scheduler alone, step by step: CPU time of plan and commit (on the way of the next
-            step), of text and chunks (not on it)
-    loop    the engine's loop with readers that drop what they read: CPU time of the process a step
-    http    the whole server and streaming clients, which are another process, with a device of
-            --step-ms: CPU time a step, and how long the device stood idle: in all, where most is
-            the wait for the prompts that all come at once, and before decodes. An 8B's chain
-            takes 10.6 ms for 64 rows on an H200; 256 rows have 16 TFLOP, 25 ms there
+    steps   the scheduler alone, step by step: CPU time of plan and commit (before the next step),
+            of text and chunks (concurrent with it)
+    loop    the engine's loop with readers that discard their input: CPU time per step
+    http    the whole server and streaming clients in another process, with a device of --step-ms:
+            CPU time per step, and the idle time of the device, in total (mostly waiting for the
+            first prompts) and before decodes. An 8B's chain takes 10.6 ms for 64 rows on an H200;
+            256 rows have 16 TFLOP, 25 ms there
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TEXTS = ("ids", "text", "stop")
 
 
 def limits_of(rows: int, *, prefill_rows: int = 16) -> ServeLimits:
-    """As on a large GPU: chain 3/1/4, pages of 64, every row may fill its context."""
+    """Return limits of a large GPU: chain 3/1/4, pages of 64, every row may fill its context."""
     return ServeLimits(
         spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
         num_slots=rows,
@@ -92,7 +92,7 @@ def requests_of(rows: int, *, text: str, new_tokens: int) -> list[Request]:
 
 
 def streams_of(text: str, tokenizer: Tokenizer) -> Callable[[Request], Any]:
-    """ids: no text at all; text: detokenized; stop: with stop strings that never come."""
+    """Return stream makers. ids: no text; text: detokenized; stop: with unmatched stop strings."""
     if text == "ids":
         return lambda _: IdsOnlyStream()
     return lambda request: TokenizedStream(tokenizer, stop=request.sampling.stop)
@@ -102,7 +102,7 @@ def streams_of(text: str, tokenizer: Tokenizer) -> Callable[[Request], Any]:
 
 
 def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Medians over decode steps of all rows, milliseconds of CPU time."""
+    """Return medians over decode steps of all rows, in milliseconds of CPU time."""
     limits = limits_of(rows)
     scheduler = Scheduler(limits, make_stream=streams_of(text, tokenizer))
     runner = NullRunner(limits, vocab_size=tokenizer.vocab_size)
@@ -147,7 +147,7 @@ def _median_ms(seconds: list[float]) -> float:
 
 
 def measure_loop(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """CPU time of the whole process a step, milliseconds; readers drop what they read."""
+    """Return CPU milliseconds of the whole process per step; readers discard their input."""
     limits = limits_of(rows)
     runner = NullRunner(limits, vocab_size=tokenizer.vocab_size)
     new_tokens = min(3 * steps, CONTEXT - PROMPT_LEN)
@@ -180,7 +180,7 @@ def measure_loop(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> d
 
 
 class HostEngine(Engine):
-    """An engine of the bundled pair's sizes and tokenizer, without the pair."""
+    """An engine with the bundled pair's sizes and tokenizer, without its weights."""
 
     def __init__(self, *, rows: int, step_seconds: float, **arguments: Any) -> None:
         self._rows, self._step_seconds = rows, step_seconds
@@ -204,13 +204,13 @@ class HostEngine(Engine):
         self.null_runner = NullRunner(
             limits, vocab_size=vocab_size, step_seconds=self._step_seconds
         )
-        # Nobody asks for weights here, and there are none.
+        # This engine has no weights.
         return cast(DeviceRunner, self.null_runner), config, cast(ServedWeights, None)
 
 
 @contextmanager
 def served(engine: Engine) -> Iterator[str]:
-    """The address of a server around `engine`, on a thread of its own as its own loop."""
+    """Serve `engine` on a thread and yield its address."""
     with bind(ServerArgs(port=0)) as bound:
         app = create_app(engine, ServerArgs(log_interval=0))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, loop="asyncio"))
@@ -226,7 +226,7 @@ def served(engine: Engine) -> Iterator[str]:
 
 
 def measure_http(rows: int, text: str, *, steps: int, step_seconds: float) -> dict[str, Any]:
-    """All rows busy through HTTP, with the client in another process."""
+    """Measure all rows busy through HTTP, with the client in another process."""
     new_tokens = min(3 * steps, CONTEXT - PROMPT_LEN)
     pattern = Pattern(
         prompt_len=PROMPT_LEN,
@@ -268,7 +268,7 @@ def measure_http(rows: int, text: str, *, steps: int, step_seconds: float) -> di
 
 
 def _client(url: str, point: Point, pattern: Pattern, pipe: Any) -> None:
-    """In a process of its own: warms up, tells so, waits for the word, and reports."""
+    """Run a client process: warm up, report ready, wait for the signal, measure and report."""
 
     def on_start() -> None:
         pipe.send(None)

@@ -1,9 +1,9 @@
-"""What a corpus brings to drafting by lookup: NGRAM's acceptance with and without one.
+"""Acceptance of drafting by lookup (NGRAM) with and without a corpus.
 
     python -m benchmarks.lookup [--prompts 24] [--max-tokens 2000000] [--out FILE.json]
 
 The bundled target continues held-out modules of the standard library; the corpus is the source of
-the other modules, as a .jsonl file with a document a line. Chain 7/1/8 and tree 4/4/16,
+the other modules, as a .jsonl file with a document per line. Chain 7/1/8 and tree 4/4/16,
 temperature 0 and 1; acceptance length as in `benchmarks.acceptance`.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def write_corpus(path: Path) -> Path:
-    """The standard library's training split: no module of it is among the prompts."""
+    """Write the standard library's training split, which has no module of the prompts."""
     documents = of_split(standard_library(), Split.TRAIN)
     lines = (json.dumps({"text": document.text}) for document in documents)
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -1,9 +1,8 @@
-"""A runner whose device computes nothing, so that what is left of a step is the host's.
+"""A runner whose device computes nothing, so that a step costs only the host's work.
 
-Plans are packed and results unpacked as for a real device; between them random ids stand for what
-it would have emitted. The device is a clock: a step takes so many seconds, begins when it is
-dispatched and the one before has ended, and is ready when it ends. So the time that it stands idle
-between steps is known exactly.
+Plans are packed and results unpacked as for a real device, with random ids as the output. The
+device is a clock: a step takes a fixed time, starts once it is dispatched and the previous step has
+ended, and is ready when it ends. Its idle time is therefore known exactly.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ NUM_TABLES = 16  # of random ids, made once
 
 
 class NullRunner:
-    """Implements `messages.protocols.Runner`. step_seconds: of every step, prefills too.
+    """A `messages.protocols.Runner`. step_seconds: of every step, including prefills.
 
-    acceptance: mean ids that a verification emits. busy_seconds, idle_seconds: of the device, since
-    its first step; decode_idle_seconds: just before a decode, when nobody's prompt was waited for;
+    acceptance: mean ids per verification. busy_seconds, idle_seconds: of the device since its first
+    step; decode_idle_seconds: directly before a decode, with no prompt waiting;
     decode_busy_seconds. pack_seconds, unpack_seconds: CPU time of the engine's thread.
     """
 
@@ -111,7 +110,7 @@ class NullRunner:
         return result
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Reset the counters."""
         self.busy_seconds = self.idle_seconds = 0.0
         self.decode_busy_seconds = self.decode_idle_seconds = 0.0
         self.pack_seconds = self.unpack_seconds = 0.0

@@ -1,17 +1,16 @@
-"""Two checkouts of jspec, or one under two environments, timed in turns on one held device.
+"""Two checkouts of jspec, or one under two environments, timed alternately on one device.
 
     git worktree add ../old COMMIT
     python -m benchmarks.paired_trees --tree old=../old --tree new=. --out pair.json
-    python -m benchmarks.paired_trees --tree base=. --tree pdl=. \\
+    python -m benchmarks.paired_trees --tree base=. --tree pdl=. \
         --env pdl:XLA_FLAGS=--xla_gpu_enable_pdl=true
 
-Each (tree, mode) is a process of its own with its engine, programs compiled before the first
-measurement; all stay alive, and a cell is measured in one after the other, --rounds times, every
-other round in the opposite order, so that the card's clock and temperature are the same for all. A
-decode cell is milliseconds a step, from the difference of a long and a short run; a prefill cell
-milliseconds of one new token, and of its parts: before the step is dispatched, while it is, until
-its result is there, and after that. Weights are random; the chain simulates an acceptance length of
-3.0.
+Each (tree, mode) is a process with its engine, programs compiled before the first measurement. A
+cell is measured in one process after the other, --rounds times, every other round in the opposite
+order, so that clock and temperature of the card are the same for all. A decode cell is milliseconds
+per step, from the difference of a long and a short run; a prefill cell milliseconds of one new
+token, and of its parts: before the step's dispatch, during it, until its result, and after that.
+Weights are random; the chain simulates an acceptance length of 3.0.
 
 --model bundled: the shipped pair, its own drafts; for a CPU: --cells plain/1 chain/1 chain/8.
 """
@@ -40,14 +39,14 @@ PARTS = ("before", "dispatch", "wait", "after")
 
 @dataclass(frozen=True)
 class Target:
-    """Ids below it are of the shipped tokenizer."""
+    """The target; prompts have ids below its vocabulary size."""
 
     vocab_size: int = 2000
 
 
 @dataclass(frozen=True)
 class Bundled:
-    """The shipped pair as `benchmarks.workloads.Workload` has the others."""
+    """The shipped pair, as a `benchmarks.workloads.Workload`."""
 
     target: Target = Target()
     prompt_len: int = 96
@@ -59,18 +58,18 @@ class Bundled:
         del folder
 
     def arguments(self, mode: str, folder: Path, *, acceptance: float) -> dict[str, Any]:
-        """With all programs at the start, if the tree knows how not to."""
+        """Return engine arguments, with fewer programs at the start if the tree supports it."""
         del folder, acceptance
         algorithm = "EAGLE3" if mode == "chain" else "NONE"
         found = {"speculative_algorithm": algorithm, "max_running_requests": max(self.batches)}
         import jspec
 
-        has_common = (Path(jspec.__path__[0]) / "config").is_dir()  # not version 0.1.0
+        has_common = (Path(jspec.__path__[0]) / "config").is_dir()  # absent in version 0.1.0
         return found | {"compile_at_start": "common" if has_common else "all"}
 
 
 class Child:
-    """One engine in a process of its own, asked by lines of JSON."""
+    """An engine in a process, which answers lines of JSON."""
 
     def __init__(self, name: str, tree: Path, mode: str, *, options: argparse.Namespace) -> None:
         environment = dict(os.environ)
@@ -95,7 +94,7 @@ class Child:
         )
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a line and waits for the answer. Raises RuntimeError if the child has ended."""
+        """Send a line and wait for the answer. Raises RuntimeError if the child has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
@@ -116,13 +115,13 @@ class Child:
 
 
 class Stamps:
-    """When a runner's first dispatch and collect after `clear` began and ended."""
+    """Start and end of a runner's first dispatch and collect after `clear`."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, bool], float] = {}
         try:
             from jspec.engine.plan_runner import PlanRunner as Runner
-        except ImportError:  # a tree before there was one
+        except ImportError:  # an older tree
             from jspec.engine.runner import DeviceRunner as Runner
         for name in ("dispatch", "collect"):
             setattr(Runner, name, self._stamped(name, getattr(Runner, name)))
@@ -141,7 +140,7 @@ class Stamps:
         self._at.clear()
 
     def parts(self, started: float, ended: float) -> dict[str, float]:
-        """Milliseconds of PARTS."""
+        """Return the milliseconds of PARTS."""
         at = self._at
         times = [
             started,
@@ -155,7 +154,7 @@ class Stamps:
 
 
 def run_child(mode: str, model: str) -> None:
-    """Builds the engine of whichever tree PYTHONPATH names, then answers questions."""
+    """Build the engine of the tree in PYTHONPATH, then answer requests."""
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
     import numpy as np
 
@@ -194,7 +193,7 @@ def run_child(mode: str, model: str) -> None:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of every cell in every tree, and the ratio of each tree to the first one."""
+    """Return medians of every cell in every tree, and the ratio of each tree to the first one."""
     trees = dict(item.split("=", 1) for item in options.tree)
     modes = sorted({"plain" if c.startswith("prefill") else c.split("/")[0] for c in options.cells})
     children = {
@@ -223,7 +222,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of one cell, by tree: medians, their ratios to the first tree's, and all of them."""
+    """Return medians of one cell by tree, their ratios to the first tree's, and all values."""
     times = {name: [each["ms"] for each in answers] for name, answers in found.items()}
     medians = {name: statistics.median(of_tree) for name, of_tree in times.items()}
     first = next(iter(medians.values()))

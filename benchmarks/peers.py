@@ -1,9 +1,9 @@
-"""What the peers do on one H200: the figures that jspec's are set beside.
+"""Measured figures of peers on one H200, for comparison.
 
 Source: performance.md of the design notes. Measured on one NVIDIA H200 (141 GB), Llama-3.1-8B
-shapes in bfloat16 with random weights, prompts of 1,024 tokens, greedy, each through its own
-Python engine, by the same difference of a 288-token and a 32-token run; the speculative rows
-simulate an acceptance length of exactly 3.0. This module knows numbers and how to compare them.
+shapes in bfloat16 with random weights, prompts of 1,024 tokens, greedy, each through its own Python
+engine, by the same difference of a 288-token and a 32-token run; the speculative rows simulate an
+acceptance length of exactly 3.0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STARTUP_SECONDS: Mapping[str, tuple[float, float]] = {"vLLM": (74, 93), "SGLang"
 
 
 def better_peer(group: str, size: str) -> tuple[str, float] | None:
-    """(name, figure) of the better peer in the cell `group`/`size`; None where none was measured.
+    """Return (name, figure) of the better peer in the cell `group`/`size`; None if not measured.
 
     In:  "chain", "8"           Out: ("SGLang", 3592.0)
     In:  "prefill", "1x128"     Out: ("vLLM", 12.2)
@@ -50,7 +50,7 @@ def better_peer(group: str, size: str) -> tuple[str, float] | None:
 
 
 def ratio(group: str, size: str, value: float) -> float | None:
-    """How many times the better peer: above 1 is better, for rates and for times alike."""
+    """Return the ratio to the better peer; above 1 is better, for rates and for times alike."""
     peer = better_peer(group, size)
     if peer is None or not value:
         return None

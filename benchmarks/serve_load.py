@@ -1,12 +1,12 @@
-"""A server under load: throughput, first tokens, gaps, end to end, through HTTP.
+"""A server under load through HTTP: throughput, first tokens, gaps and end-to-end times.
 
     python -m benchmarks.serve_load --points c64 r12 c1          (Llama-3.1-8B's shapes)
     python -m benchmarks.serve_load --model tiny --points c4 r2:8 c1     (a smoke test on a CPU)
     python -m benchmarks.serve_load --url http://127.0.0.1:30000 --points c64 --vocab-size 120000
 
-Starts a server in a process of its own (dummy weights, EAGLE-3 3/1/4, simulated acceptance, no
-prefix cache) or takes one that runs, whosever it is, and loads it from this process: c64 keeps 64
-requests open, r12 sends 12 a second. After every point the result file is whole.
+Starts a server process (dummy weights, EAGLE-3 3/1/4, simulated acceptance, no prefix cache) or
+uses any running one, and loads it from this process: c64 keeps 64 requests open, r12 sends 12 per
+second. The result file is complete after every point.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCALARS = (bool, int, float, str)
 
 
 class Server:
-    """A server to be loaded; one that this run started is a process, and ends with it."""
+    """A server under load, and its process if this run started it."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes] | None = None) -> None:
         self.url = url.rstrip("/")
@@ -61,7 +61,7 @@ class Server:
             return bytes(answer.read())
 
     def info(self) -> dict[str, Any]:
-        """/server_info; empty where there is none."""
+        """Return /server_info; empty if there is none."""
         try:
             return dict(json.loads(self.get("/server_info")))
         except (OSError, ValueError):
@@ -69,7 +69,7 @@ class Server:
 
     @property
     def cpu_seconds(self) -> float | None:
-        """User and system time of the process and its threads; None if it is not this run's."""
+        """Return user and system time of the process; None if this run did not start it."""
         if self._process is None or not Path("/proc").exists():
             return None
         stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
@@ -77,7 +77,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self, *, deadline: float) -> None:
-        """Until it answers. Raises RuntimeError if its process ends, or at the deadline."""
+        """Wait until it answers. Raises RuntimeError if its process ends, or at the deadline."""
         while time.monotonic() < deadline:
             if self._process is not None and self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with status {self._process.returncode}")
@@ -100,7 +100,7 @@ class Server:
 
 @contextlib.contextmanager
 def started(options: argparse.Namespace, folder: Path) -> Iterator[Server]:
-    """The server of --url, or one of --model that ends with the context."""
+    """Yield the server of --url, or one of --model that ends with the context."""
     deadline = time.monotonic() + min(options.seconds, START_SECONDS)
     if options.url:
         server = Server(options.url)
@@ -122,7 +122,7 @@ def started(options: argparse.Namespace, folder: Path) -> Iterator[Server]:
 
 
 def server_arguments(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What the TOML file says: the workload's engine, a free port, and --engine on top."""
+    """Return the TOML file: the workload's engine, a free port, and the overrides of --engine."""
     workload = WORKLOADS[options.model]
     workload.write_configs(folder)
     arguments = workload.arguments(options.mode, folder, acceptance=options.acceptance)
@@ -142,8 +142,9 @@ def server_arguments(options: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def write_tokenizer(directory: Path, workload: Workload) -> None:
-    """A byte-level tokenizer as large as the model's vocabulary: each word that is sent is one
-    token, and every id has text of its own."""
+    """Write a byte-level tokenizer as large as the model's vocabulary: each word of a prompt is one
+    token, and every id has its own text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     size = workload.target.vocab_size
@@ -167,7 +168,7 @@ def write_tokenizer(directory: Path, workload: Workload) -> None:
 
 
 def measure(server: Server, point: Point, pattern: Pattern, trace: Path | None) -> dict[str, Any]:
-    """One point's figures, its CPU time on both sides, and the parts of first tokens."""
+    """Return one point's figures, CPU time of both sides, and the parts of first tokens."""
     at_start: list[float | None] = []
     own = [0.0]
 
@@ -189,7 +190,7 @@ def measure(server: Server, point: Point, pattern: Pattern, trace: Path | None) 
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose throughput is the median, and the throughput and first tokens of all."""
+    """Return the run with the median throughput, and throughput and first tokens of all runs."""
     if len(runs) == 1:
         return runs[0]
     rates = [run["output_tokens_per_second"] for run in runs]
@@ -199,8 +200,8 @@ def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment(info: Mapping[str, Any], argv: list[str]) -> dict[str, Any]:
-    """As every result has it; the chip is the server's."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the accelerator is the server's, too
+    """Return the environment of a result, with the server's chip."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the server uses the accelerator
     from benchmarks.environment import cpu_name, describe, without_paths
 
     device = str(info.get("device", "unknown"))
@@ -217,7 +218,7 @@ def environment(info: Mapping[str, Any], argv: list[str]) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> int:
-    """All points; 0 if none had an error."""
+    """Measure all points; return 0 if none had an error."""
     deadline = time.monotonic() + options.seconds
     points = [Point.parse(text) for text in options.points]
     pattern = pattern_of(options)
@@ -246,7 +247,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def pattern_of(options: argparse.Namespace) -> Pattern:
-    """--prompt-len and the like; what is not given is the model's, or the first figures'."""
+    """Return --prompt-len and the like, with defaults of the model."""
     is_tiny = not options.url and options.model.startswith("tiny")
     workload = WORKLOADS[options.model]
     vocab_size = options.vocab_size
@@ -266,13 +267,13 @@ def pattern_of(options: argparse.Namespace) -> Pattern:
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")  # never half a file, whenever the process ends
+    whole = path.with_suffix(".part")  # replace the file atomically
     whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     whole.replace(path)
 
 
 def table(points: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: a line a point, p50 / p99 in milliseconds."""
+    """Return Markdown: a line per point, p50 / p99 in milliseconds."""
     names = ("ttft_ms", "tpot_ms", "gap_ms", "e2e_ms")
     lines = ["| load | tokens/s | first token | a token after it | gap | end to end | errors |"]
     lines.append("|---|---|---|---|---|---|---|")
@@ -315,7 +316,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every request of every point had its answer."""
+    """Return 0 if every request of every point was answered."""
     words = sys.argv[1:] if argv is None else argv
     return run(parse(words), words)
 

@@ -1,17 +1,17 @@
-"""The choice of draft shapes in virtual time: the real chooser, a card that is a table of costs.
+"""Adaptive draft shapes in virtual time: the real chooser, with a card that is a table of costs.
 
     python -m benchmarks.simulate_adaptive [--out benchmarks/results/simulate_adaptive.json]
 
-Batches of 1 to 64 rows that always decode. What a step costs is a card's, as recorded by
-benchmarks/adaptive_card.py and benchmarks/h200_table.py; what is accepted follows the dial of
-tests/support/counting_dial.py, the same from step to step or changing halfway. Each cell has the
-tokens a second of the chooser, from its first step on, and of each shape held fixed, 0/1/1 (plain
-steps) among them. Results are read one step late, as at overlap depth 1.
+Batches of 1 to 64 rows that always decode. Step costs are a card's, as recorded by
+benchmarks/adaptive_card.py and benchmarks/h200_table.py; acceptance is controlled as in
+tests/support/counting_dial.py, constant or changing halfway. Each cell has the tokens per second of
+the chooser, from its first step on, and of each fixed shape, including 0/1/1 (plain steps). Results
+are read one step late, as at overlap depth 1.
 
-The chooser is given costs like those that a runner measures when a program becomes ready: off by
-MEASURING either way, and for some cells taken in a slow moment. Under load a shape costs up to
-UNDER_LOAD more or less than it did then, and every step grows with the texts of its rows. A step
-after one of another shape is longer, and so is one that tells the drafter what plain steps left.
+The chooser is given costs like those that a runner measures when a program becomes ready: off by up
+to MEASURING, and for some cells measured in a slow period. Under load costs differ by up to
+UNDER_LOAD, and every step grows with the texts of its rows. A step after one of another shape takes
+longer, and so does a draft prefill of the tokens of plain steps.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ BATCHES = (1, 8, 32, 64)
 CHAIN_DIALS = ((0.0,), (0.1,), (0.2,), (0.3,), (0.5,), (0.7,), (0.85,), (1.0,))
 TREE_DIALS = ((0.0,), (0.3,), (0.6,), (0.85,), (1.0,))
 CHANGES = ((0.1, 0.9), (0.9, 0.1))
-DRAWN_STEPS = 400  # of each shape and dial, which then come in any order
+DRAWN_STEPS = 400  # of each shape and acceptance, drawn in any order
 NOISE = 0.01  # of a step's time, either way
-MEASURING = 0.02  # of a cost that was measured at ready time, either way
+MEASURING = 0.02  # of a cost measured at ready time, either way
 UNDER_LOAD = 0.04  # of a shape's cost, either way, from then to serving
-# Seen on an H100's host: now and then some steps in a row are longer, whatever their shape.
-SLOW_EVERY, SLOW_STEPS, SLOW_MS = 200, 6, 20.0  # steps from one on average; how many; up to so much
-# Rows read what they have written: a step is longer by so much once they have made so many tokens;
-# then others take their place (Llama-3.1-8B in bf16: 131 kB a token, at 3 TB/s).
+# Observed on an H100's host: occasionally some consecutive steps of any shape are longer.
+SLOW_EVERY, SLOW_STEPS, SLOW_MS = 200, 6, 20.0  # mean interval, length; largest delay
+# Attention reads the rows' KV, so a step becomes longer with their texts, until other rows replace
+# them (Llama-3.1-8B in bf16: 131 kB per token, at 3 TB/s).
 TEXT_TOKENS, TOKEN_MS = 320, 131072 / 3e9
-SWITCH_MS = 4.0  # of a step after another shape's, on top: seen on an H200 (docs/adaptive.md)
-# Of telling the drafter: its weights are read, and every row multiplies a page of tokens by them.
+SWITCH_MS = 4.0  # extra, of a step after another shape's, on an H200 (docs/adaptive.md)
+# Of a draft prefill: the drafter's weights are read and multiplied by a page of tokens per row.
 CATCH_UP_MS, CATCH_UP_ROW_MS = 0.25, 0.0625
 
 
@@ -71,7 +71,7 @@ Milliseconds = Mapping[tuple[int, SpeculativeConfig], float]  # by rows and shap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What one card's engine can run, smallest shape first, and what that costs."""
+    """The shapes that one card's engine can run, smallest first, and their costs."""
 
     shapes: tuple[SpeculativeConfig, ...]
     milliseconds: Milliseconds
@@ -92,7 +92,7 @@ class Card:
 
 
 def recorded(name: str, shapes: tuple[SpeculativeConfig, ...]) -> Card:
-    """Of a result of benchmarks/adaptive_card.py; medians over its acceptances."""
+    """Return the card of a result of benchmarks/adaptive_card.py; medians over its acceptances."""
     found: dict[tuple[int, SpeculativeConfig], list[float]] = {}
     for cell in json.loads((RESULTS / name).read_text())["cells"]:
         for shape in shapes:
@@ -103,8 +103,9 @@ def recorded(name: str, shapes: tuple[SpeculativeConfig, ...]) -> Card:
 
 
 def of_table() -> Card:
-    """An H200 by h200_table.json, which has no 1/1/2: two nodes of plain's one and the chain's four
-    are held to cost in proportion."""
+    """Return an H200 by h200_table.json. It has no 1/1/2, whose cost is interpolated between
+    plain's one node and the chain's four.
+    """
     cells = json.loads((RESULTS / "h200_table.json").read_text())["cells"]
     found: dict[tuple[int, SpeculativeConfig], float] = {}
     for rows in BATCHES:
@@ -125,13 +126,13 @@ def cards() -> dict[str, Card]:
 
 
 def shares(sure: np.ndarray, topk: int) -> np.ndarray:
-    """[.., K]: how likely each candidate is right, where the first is so to the share `sure`."""
+    """Return [.., K]: the probability of each candidate, `sure` of the first."""
     return sure[..., None] * (OTHERS * (1 - sure[..., None])) ** np.arange(topk)
 
 
 @functools.cache
 def drawn(acceptance: float, shape: SpeculativeConfig, rows: int, seed: int) -> np.ndarray:
-    """i32[DRAWN_STEPS, rows]: tokens that verifications of this shape emit."""
+    """Return i32[DRAWN_STEPS, rows]: tokens that verifications of this shape emit."""
     if shape.is_plain:
         return np.ones((DRAWN_STEPS, rows), np.int32)
     rng = np.random.default_rng(seed)
@@ -160,7 +161,7 @@ def drawn(acceptance: float, shape: SpeculativeConfig, rows: int, seed: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """rows decode for num_steps steps on a card, an equal part of them at each dial."""
+    """rows that decode for num_steps steps on a card, an equal part of them at each acceptance."""
 
     card: Card
     rows: int
@@ -169,18 +170,18 @@ class Cell:
     seed: int = 0
 
     def cost(self, shape: SpeculativeConfig) -> float:
-        """Milliseconds of a step under load, its texts left out."""
+        """Return the milliseconds of a step under load, without the growth by texts."""
         luck = random.Random(f"{shape} {self.seed} {self.rows}").uniform(-1, 1)
         return self.card.milliseconds[self.rows, shape] * (1 + UNDER_LOAD * luck)
 
     def measured(self) -> dict[SpeculativeConfig, float]:
-        """Seconds by shape, as a runner measures them."""
+        """Return seconds by shape, as a runner measures them."""
         luck = random.Random(self.seed)
         found = {}
         for shape in self.card.shapes:
             ms = self.card.milliseconds[self.rows, shape]
             ms *= 1 + luck.uniform(-MEASURING, MEASURING)
-            is_slow = luck.random() * SLOW_EVERY < SLOW_STEPS / 2  # so many runs do not outlast it
+            is_slow = luck.random() * SLOW_EVERY < SLOW_STEPS / 2  # may affect all measuring runs
             found[shape] = (ms + is_slow * luck.uniform(0, SLOW_MS / 4)) / 1e3
         return found
 
@@ -190,7 +191,7 @@ class Cell:
         return found
 
     def run(self, chooser: ShapeChooser) -> tuple[float, dict[str, int]]:
-        """Tokens a second, and how many steps were of which shape."""
+        """Return (tokens per second, number of steps by shape)."""
         limits, rows = self.card.limits, self.rows
         costs = {shape: self.cost(shape) for shape in self.card.shapes}
         used: dict[str, int] = {}
@@ -230,7 +231,7 @@ class Cell:
         return 1e3 * tokens / now, used
 
     def result(self) -> dict[str, Any]:
-        """The chooser beside each shape held fixed."""
+        """Return the chooser compared with each fixed shape."""
         limits, costs = self.card.limits, self.measured()
         chooser = AdaptiveShapes(limits, step_costs=lambda *_: costs)
         adaptive, used = self.run(chooser)
@@ -255,7 +256,7 @@ class Cell:
 
 
 def every_cell(*, num_steps: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """The cells of each card."""
+    """Return the cells of each card."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, card in cards().items():
         dials = CHAIN_DIALS if card.shapes[-1] == CHAIN else TREE_DIALS

@@ -1,12 +1,11 @@
-"""Serving under load in virtual time: the real scheduler, a card that is only a table of costs.
+"""Serving under load in virtual time: the real scheduler, with a card that is a table of costs.
 
     python -m benchmarks.simulate_load [--set prefill_budget=4096] [--card row=0.1] [--seeds 4]
 
-Three patterns of clients, those of the served table: 64 that are always busy, 12 requests a second
-(Poisson), and one alone; prompts of 512 to 1,024 tokens, outputs of 128 to 256, lengths and order
-from the same seeded draws as the client that measured. One JSON object: what a client would see,
-and how the device was used. It takes seconds, so that a policy is chosen before it is measured.
-It knows no kernel: what a step costs is `virtual_card.Card`.
+Three patterns of clients, those of the served table: 64 that are always busy, 12 requests per
+second (Poisson), and a single one; prompts of 512 to 1,024 tokens, outputs of 128 to 256, lengths
+and order from the seeded draws of the measuring client. One JSON object: the clients' latencies,
+and the use of the device. It takes seconds, so that a policy can be chosen before it is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ VOCAB = 120_000
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: tokens of its prompt and of its output."""
+    """A request: tokens of its prompt and of its output."""
 
     prompt_len: int
     output_len: int
@@ -43,8 +42,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Who sends. clients: most that are out at once. rate: requests a second, 0: as soon as one
-    of the clients is free."""
+    """Clients. rate: requests per second, 0: when one of the clients is free."""
 
     name: str
     num: int = 256
@@ -60,7 +58,7 @@ PATTERNS = (
 
 
 def draw(pattern: Pattern, *, seed: int = 0) -> tuple[list[Job], list[float]]:
-    """The jobs, and when each is sent at the earliest (ms), by the measuring client's own draws."""
+    """Return the jobs and the earliest send time of each (ms), drawn as by the measuring client."""
     rng = random.Random(seed)
     jobs = []
     for _ in range(pattern.num):
@@ -68,7 +66,7 @@ def draw(pattern: Pattern, *, seed: int = 0) -> tuple[list[Job], list[float]]:
         for _ in range(job.prompt_len):  # the prompt's ids
             rng.randrange(100, VOCAB)
         jobs.append(job)
-    for job in jobs[: min(pattern.clients, 64, pattern.num)]:  # those of the prompts that warm up
+    for job in jobs[: min(pattern.clients, 64, pattern.num)]:  # the warm-up prompts
         for _ in range(job.prompt_len):
             rng.randrange(100, VOCAB)
     times, now = [], 0.0
@@ -80,7 +78,7 @@ def draw(pattern: Pattern, *, seed: int = 0) -> tuple[list[Job], list[float]]:
 
 @dataclass(slots=True)
 class Seen:
-    """What one client saw of its request; times in ms. sent: when it sent it."""
+    """A client's view of its request; times in ms. sent: when it was sent."""
 
     sent: float
     first: float = 0.0
@@ -97,7 +95,7 @@ class Seen:
 
 
 class Simulation:
-    """One pattern against one scheduler. The host is one thread, as the engine's loop is."""
+    """One pattern against one scheduler. The host is one thread, like the engine's loop."""
 
     def __init__(self, limits: ServeLimits, card: Card, pattern: Pattern, *, seed: int = 0) -> None:
         self.runner = VirtualRunner(limits, card)
@@ -106,13 +104,13 @@ class Simulation:
         self._limits, self._card, self._pattern = limits, card, pattern
         jobs, times = draw(pattern, seed=seed)
         self._waiting = list(zip(times, jobs, strict=True))[::-1]
-        self._arriving: list[tuple[float, int, Job]] = []  # a heap: when it is queued
+        self._arriving: list[tuple[float, int, Job]] = []  # a heap by queueing time
         self._number = itertools.count()
         self._now = 0.0
         self._num_out = 0
 
     def run(self) -> float:
-        """Milliseconds until the last event was read."""
+        """Return the milliseconds until the last event was read."""
         self._send(0.0)
         while True:
             self._queue_arrived()
@@ -146,13 +144,13 @@ class Simulation:
             self._send(at)
 
     def _send(self, now: float) -> None:
-        """What the clients send next: all whose time is fixed, or one for each free client."""
+        """Send all jobs with a fixed time, or one for each free client."""
         while self._waiting and self._num_out < self._pattern.clients:
             time, job = self._waiting.pop()
             sent, number = max(time, now), next(self._number)
             self._num_out += 1
             self.seen[str(number)] = Seen(sent)
-            # Those sent at once are read one after the other.
+            # Simultaneous requests are read one after the other.
             last = max((at for at, _, _ in self._arriving), default=0.0)
             at = max(sent + self._card.arrive, last + self._card.arrive / 4)
             heapq.heappush(self._arriving, (at, number, job))
@@ -172,13 +170,13 @@ class Simulation:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """As the measuring client reckons it."""
+    """Return the percentile as the measuring client computes it."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 
 
 def report(simulation: Simulation, total: float) -> dict[str, Any]:
-    """The lines of the served table, and how the device was used."""
+    """Return the lines of the served table, and the use of the device."""
     seen, runner = list(simulation.seen.values()), simulation.runner
     tokens = sum(each.num_tokens for each in seen)
     gaps = [gap for each in seen for gap in each.gaps]
@@ -200,7 +198,7 @@ def report(simulation: Simulation, total: float) -> dict[str, Any]:
 
 
 def mean(results: Sequence[Any]) -> Any:
-    """The means of what is alike in shape, number by number."""
+    """Return the means of results of one structure, number by number."""
     first = results[0]
     if isinstance(first, dict):
         return {name: mean([each[name] for each in results]) for name in first}
@@ -210,7 +208,7 @@ def mean(results: Sequence[Any]) -> Any:
 
 
 def limits_of(**changes: Any) -> ServeLimits:
-    """The engine that was measured: 64 rows, pages for all of them, no prefix cache."""
+    """Return the limits of the measured engine: 64 rows with pages for all, no prefix cache."""
     limits = ServeLimits(
         spec=CHAIN,
         num_slots=64,
@@ -237,7 +235,7 @@ def limits_of(**changes: Any) -> ServeLimits:
 def simulate(
     limits: ServeLimits, card: Card, patterns: Iterable[Pattern] = PATTERNS, *, seed: int = 0
 ) -> dict[str, Any]:
-    """`report` of each pattern, by its name."""
+    """Return `report` of each pattern, by its name."""
     results = {}
     for pattern in patterns:
         simulation = Simulation(limits, card, pattern, seed=seed)
@@ -246,14 +244,14 @@ def simulate(
 
 
 def _number(text: str) -> Any:
-    """A limit or a cost as the command line has it: 4096, 0.5, or sizes 128,256."""
+    """Parse a limit or a cost: 4096, 0.5, or sizes 128,256."""
     if "," in text:
         return tuple(int(size) for size in text.split(","))
     return float(text) if "." in text else int(text)
 
 
 def _given(words: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
-    """name=value, each name among `known`. Raises SystemExit."""
+    """Parse name=value, each name among `known`. Raises SystemExit."""
     names, given = sorted(known), {}
     for word in words:
         name, _, value = word.partition("=")
@@ -264,7 +262,7 @@ def _given(words: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulates, prints one JSON object and returns it."""
+    """Simulate, print one JSON object and return it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="LIMIT=N", help="of ServeLimits")
     parser.add_argument("--card", nargs="*", default=[], metavar="COST=MS", help="of Card")

@@ -1,16 +1,16 @@
-"""A server for minutes under clients that come and go, with too little memory: does it stay whole?
+"""A soak test: a server for minutes with too little memory and clients that disconnect.
 
     python -m benchmarks.soak --minutes 10
     python -m benchmarks.soak --minutes 0.33 --output soak.json
     python -m benchmarks.soak --minutes 10 --engine-process --kill-every 60
 
 Serves the bundled pair with a tenth of the KV pool that its clients would fill, so that rows are
-retracted all the time. A third of the clients leave at a random event of their stream. Then it is
-idle, and every text that was read to its end is compared with the one that the same seed gives on
-the idle server. With --kill-every the engine's process is killed now and then, as a fault would.
+retracted all the time. A third of the clients disconnect at a random event of their stream.
+Afterwards every text that was read to its end is compared with that of the idle server for the same
+seed. With --kill-every the engine's process is killed regularly.
 
-Fails (status 1) on an error, a differing text, pages, rows, descriptors or threads that did not
-come back, and resident memory that grows.
+Fails (status 1) on an error, a differing text, leaked pages, rows, descriptors or threads, and
+resident memory that grows.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ PROMPTS = (
 )
 SEEDS = 6
 MAX_NEW_TOKENS = (16, 48, 96, 160)
-TOKENS_A_CLIENT = 200  # of its prompt and output at most
+TOKENS_A_CLIENT = 200  # at most, of its prompt and output
 SAMPLE_SECONDS = 2.0
 IDLE_SECONDS = 120.0
-# Of the second half, a run of five minutes or more: growth that is none.
+# Growth that is tolerated, in the second half of a run of five minutes or more.
 MOST_GROWTH = 1.0  # MiB a minute
 RESTARTS = "jspec:num_engine_restarts_total"
-KILLED = "times that the engine failed"  # what a request is told that was there twice
+KILLED = "times that the engine failed"  # the error of a request whose engine failed twice
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request; the same job has the same text."""
+    """A request; equal jobs have equal texts."""
 
     prompt: int
     seed: int
@@ -85,7 +85,7 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw. texts: of each job, all that were read to the end."""
+    """The clients' results. texts: of each job, all that were read to the end."""
 
     texts: dict[Job, set[str]] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ class Seen:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs, prints and writes the result; 0 if all is whole."""
+    """Run, print and write the result; return 0 if the server is sound."""
     options = parse(argv)
     with server(options) as (process, port):
         result = asyncio.run(soak(options, process.pid, port))
@@ -137,7 +137,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server of its own, and its port."""
+    """Start a server and yield it with its port."""
     tokens = options.clients * TOKENS_A_CLIENT // 10
     flags = {
         "--port": 0,
@@ -179,8 +179,8 @@ def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str],
 
 
 async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
-    """The load, then the checks of an idle server."""
-    await compare(port, {Job(0, 0, 16, False): set()})  # what is there once is there
+    """Run the load, then check the idle server."""
+    await compare(port, {Job(0, 0, 16, False): set()})  # warm up: some objects are made once
     before = held(pid)
     seen, started = Seen(), time.monotonic()
     until = started + 60 * options.minutes
@@ -234,7 +234,7 @@ async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, An
 async def client(
     port: int, options: argparse.Namespace, rng: random.Random, until: float, seen: Seen
 ) -> None:
-    """One after the other, until the time is over."""
+    """Send one request after the other until the time is over."""
     while time.monotonic() < until:
         job = Job.draw(rng)
         leaves = rng.randrange(40) if rng.random() < options.leaving else None
@@ -248,9 +248,8 @@ async def watch(pid: int, started: float, seen: Seen) -> None:
 
 
 async def kill(port: int, every: float, seen: Seen) -> None:
-    """Ends the engine's process, as a fault would, whenever it has worked for a while.
-
-    A text before each says that it is there again: one that is starting is not killed.
+    """Kill the engine's process every `every` seconds, after a request has been answered: an engine
+    that is starting is not killed.
     """
     while True:
         await asyncio.sleep(every)
@@ -261,20 +260,20 @@ async def kill(port: int, every: float, seen: Seen) -> None:
 
 
 async def until_idle(port: int, kills: int) -> bool:
-    """Whether all requests have ended, and the engine is back after so many kills."""
+    """Return whether all requests have ended, with the engine running again after all kills."""
     deadline = time.monotonic() + IDLE_SECONDS
     while time.monotonic() < deadline:
         metrics = await read_metrics(port)
         waiting = metrics["sglang:num_running_reqs"] or metrics["sglang:num_queue_reqs"]
         if not waiting and metrics[RESTARTS] >= kills:
-            await asyncio.sleep(1.0)  # for connections that are being closed
+            await asyncio.sleep(1.0)  # until connections are closed
             return True
         await asyncio.sleep(0.2)
     return False
 
 
 async def compare(port: int, texts: dict[Job, set[str]]) -> list[str]:
-    """What is wrong with the texts, each beside the one that the idle server gives."""
+    """Return the differences of the texts from those of the idle server."""
     found = []
     for job, given in texts.items():
         alone = await stream(port, job.body)
@@ -288,19 +287,19 @@ async def compare(port: int, texts: dict[Job, set[str]]) -> list[str]:
 def leaks(
     metrics: dict[str, float], before: dict[str, int], after: dict[str, int]
 ) -> Iterator[str]:
-    """Pages that did not come back, and files and threads that stayed."""
+    """Yield pages, files and threads that were not released."""
     if metrics["jspec:num_leaked_pages"]:
         yield f"{metrics['jspec:num_leaked_pages']:g} leaked pages"
     free, whole = metrics["sglang:kv_available_tokens"], metrics["sglang:max_total_num_tokens"]
     if free < whole:
         yield f"{free:g} of {whole:g} tokens free when idle"
     for name in before:
-        if after[name] > before[name] + 8:  # a pool of threads grows once
+        if after[name] > before[name] + 8:  # a thread pool grows once
             yield f"{after[name]} {name} when idle, {before[name]} before"
 
 
 def held(pid: int) -> dict[str, int]:
-    """What a process has open."""
+    """Return the open resources of a process."""
     proc = Path(f"/proc/{pid}")
     return {
         "files": len(list((proc / "fd").iterdir())),
@@ -314,7 +313,7 @@ def resident_mib(pid: int) -> float:
 
 
 def growth(samples: list[tuple[float, float]]) -> float | None:
-    """MiB a minute in the second half, by least squares; None of too few samples."""
+    """Return MiB per minute in the second half, by least squares; None for too few samples."""
     half = [(at, mib) for at, mib in samples if at >= samples[-1][0] / 2]
     if len(half) < 3:
         return None
@@ -323,7 +322,7 @@ def growth(samples: list[tuple[float, float]]) -> float | None:
 
 
 def thinned(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most 60 of them."""
+    """Return at most 60 of the samples."""
     return samples[:: max(len(samples) // 60, 1)]
 
 

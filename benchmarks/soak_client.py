@@ -1,4 +1,4 @@
-"""Clients of `benchmarks.soak`: one connection a request, which may be closed at any event."""
+"""Clients of `benchmarks.soak`: one connection per request, which may be closed at any event."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-LIMIT = 2**22  # bytes of a line
+LIMIT = 2**22  # bytes per line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """has_left: the client closed before the end."""
+    """A response. has_left: the client disconnected before its end."""
 
     text: str = ""
     error: str = ""
@@ -20,7 +20,7 @@ class Answer:
 
 
 async def stream(port: int, body: dict[str, Any], *, leaves_after: int | None = None) -> Answer:
-    """A streamed answer of /generate in deltas, or as many of its events as the client stays."""
+    """Return a streamed response of /generate, or its first `leaves_after` events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT)
     try:
         writer.write(_request("POST", "/generate", json.dumps(body).encode()))
@@ -55,7 +55,7 @@ async def _read(reader: asyncio.StreamReader, leaves_after: int | None) -> Answe
 
 
 async def fetch(port: int, path: str) -> str:
-    """The body of an answer to GET."""
+    """Return the body of a GET response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT)
     try:
         writer.write(_request("GET", path, b""))
@@ -66,7 +66,7 @@ async def fetch(port: int, path: str) -> str:
 
 
 async def read_metrics(port: int) -> dict[str, float]:
-    """Of /metrics, what has a name of its own: no histogram's buckets."""
+    """Return the metrics of /metrics, without the buckets of histograms."""
     lines = (await fetch(port, "/metrics")).splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
     return {name.partition("{")[0]: float(value) for name, value in found}

@@ -1,14 +1,14 @@
-"""Where the milliseconds of one decode step go, part by part, beside what each takes at least.
+"""The time of one decode step, part by part, compared with the least time of each part.
 
     python -m benchmarks.step_profile [--cells chain/1 tree/64] [--trace]
     python -m benchmarks.step_profile --model tiny         (a smoke test on a CPU)
 
 Each part is timed alone, at the step's real shapes, as a loop inside one compiled program; the
-whole step by dispatching its own program back to back; the host gap is what a step takes through
-scheduler and loop beyond that. Parts timed alone do not overlap and share no cache, so their sum
-need not be the whole: the difference is printed. A profiler's trace (`--trace`) lists the largest
-operations of the real program beside them; it is no substitute, because one fusion may hold two
-parts and operations inside a CUDA graph carry no name.
+whole step by dispatching its own program back to back; the host gap is the additional time of a
+step through scheduler and loop. Parts timed alone do not overlap and share no cache, so their sum
+may differ from the whole; the difference is printed. A profiler's trace (`--trace`) lists the
+largest operations of the real program, but one fusion may contain two parts, and operations inside
+a CUDA graph have no name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Bench:
     committed: int
 
     def state(self, committed: int | None = None) -> EngineState:
-        """Every slot full: L committed tokens (of the bench, if not given) in pages of its own.
+        """Return a state with every slot full: L committed tokens (default: the bench's) per row.
 
         K and V are random: a chip that reads zeros takes less power, and keeps a higher clock.
         """
@@ -101,7 +101,7 @@ class Bench:
         rows = replace(
             state.rows,
             page_table=jnp.asarray(table),
-            window_tables={  # rows may share pages there: what is read and written is as much
+            window_tables={  # rows may share pages there: the traffic is the same
                 space.window: jnp.asarray(table % (space.num_pages + 1))
                 for space in self.limits.windows
             },
@@ -120,8 +120,7 @@ def prepare(
     *,
     smaller: tuple[int, ...] = (),
 ) -> Bench:
-    """Makes dummy weights; compiles nothing yet. smaller: batches that are to have a program, too,
-    ascending."""
+    """Make dummy weights, and compile nothing yet. smaller: more batches to compile, ascending."""
     workload.write_configs(folder)
     arguments = workload.arguments(mode, folder, acceptance=3.0)
     arguments |= {"max_running_requests": batch, **engine}
@@ -143,7 +142,7 @@ def prepare(
     program = StepProgram(
         target=models.target,
         drafter=models.drafter,
-        spec=limits.spec,  # its algorithm is what the checkpoint decided
+        spec=limits.spec,  # with the algorithm of the checkpoint
     )
     return Bench(
         workload=workload,
@@ -158,7 +157,7 @@ def prepare(
 
 
 def compiled(bench: Bench) -> Bench:
-    """With a plain decode program a batch, and the one prefill program that they need."""
+    """Compile a plain decode program per batch, and the one prefill program that they need."""
     program, limits = bench.program, bench.limits
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
     keys = (
@@ -177,8 +176,7 @@ def compiled(bench: Bench) -> Bench:
 
 
 def step_of(bench: Bench, state: EngineState, batch: int | None = None) -> Step:
-    """The step that would come next, of all rows or the first `batch`; its tree is the drafter's
-    own."""
+    """Return the next step of all rows or the first `batch`, with the drafter's own tree."""
     slots = jnp.arange(1, (batch or bench.limits.num_slots) + 1, dtype=jnp.int32)
     rows, draft = rows_of(state, slots), take_rows(state.draft, slots)
     propose = jax.jit(on_mesh(bench.program.drafter.propose, bench.mesh))
@@ -190,8 +188,9 @@ def step_of(bench: Bench, state: EngineState, batch: int | None = None) -> Step:
 
 
 class DecodeRuns:
-    """A bench's decode programs, dispatched back to back over one state, which each step takes and
-    hands on. Every run starts from the same lengths, lens i32[slots + 1]."""
+    """A bench's decode programs, dispatched back to back over one donated state. Every run starts
+    from the same lengths, lens i32[slots + 1].
+    """
 
     def __init__(self, bench: Bench, state: EngineState, lens: np.ndarray) -> None:
         self.state = state
@@ -199,8 +198,9 @@ class DecodeRuns:
         self._lens = lens
 
     def of(self, batch: int, features: StepOptions = PLAIN, **values: int) -> Callable[[int], None]:
-        """What runs so many steps of the first `batch` rows. values: by field of the step's
-        arguments, of every row; 0 where none is given."""
+        """Return a function that runs n steps of the first `batch` rows. values: by field of the
+        step's arguments, of every row; 0 by default.
+        """
         key = ProgramKey(StepKind.DECODE, batch, features)
         packed = layout_of(key, self._bench.limits)
         fields = {
@@ -221,8 +221,9 @@ class DecodeRuns:
 
 
 def slope_ms(run: Callable[[int], None]) -> float:
-    """Milliseconds of a step: the difference of two runs over the difference of their steps. What
-    starting and ending a run costs the host is not in it."""
+    """Return milliseconds of a step: the difference of two runs over the difference of their steps,
+    which excludes the host's cost of starting and ending a run.
+    """
     times = []
     for count in (FEW_STEPS, MANY_STEPS):
         started = time.perf_counter()
@@ -232,8 +233,9 @@ def slope_ms(run: Callable[[int], None]) -> float:
 
 
 def warm(*runs: Callable[[int], None]) -> None:
-    """WARM_SECONDS of them, since a card that multiplies for a second or two lowers its clock to
-    stay within its power, as it does under an engine."""
+    """Run for WARM_SECONDS: a card that multiplies for a second or two lowers its clock to stay
+    within its power, as it does under an engine.
+    """
     end = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < end:
         for run in runs:
@@ -241,14 +243,13 @@ def warm(*runs: Callable[[int], None]) -> None:
 
 
 def first_length(bench: Bench, committed: int) -> int:
-    """Tokens that a run of MANY_STEPS starts from so that rows have `committed` on average."""
+    """Return the first length of a run of MANY_STEPS with `committed` tokens on average."""
     grown = MANY_STEPS * (bench.program.spec.simulate_acceptance or 1.0)
     return max(committed - int(grown / 2), 1)
 
 
 def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[[int], None]]:
-    """Milliseconds of the step's own program, dispatched back to back; and a way to run more.
-    batch: the rows of it, the bench's if not given."""
+    """Return milliseconds of the step's own program, back to back, and a function to run more."""
     state = bench.state(first_length(bench, bench.committed))
     runs = DecodeRuns(bench, state, np.asarray(state.rows.seq_lens))
     run = runs.of(batch or bench.limits.num_slots)
@@ -257,8 +258,9 @@ def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[
 
 
 def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
-    """Milliseconds between two results through scheduler, loop and runner, all rows decoding.
-    batch: how many requests, as many as there are slots if not given."""
+    """Return milliseconds between two results through scheduler, loop and runner, with all rows
+    decoding. batch: requests; default: as many as slots.
+    """
     batch, workload = batch or bench.limits.num_slots, bench.workload
     runner = DeviceRunner(
         limits=bench.limits,
@@ -309,7 +311,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
 
 
 def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None]) -> None:
-    """Times everything, handing `put` what is known after each part."""
+    """Time everything, and call `put` with the results so far after each part."""
     found: dict[str, Any] = {"committed": bench.committed, "parts": {}}
     batch = bench.limits.num_slots
     whole, run = whole_step(bench)
@@ -334,7 +336,7 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
                 ),
             )
             cell = {"ms": round(times[part.name], 4)}
-        except Exception as error:  # the other parts are still wanted
+        except Exception as error:  # the other parts are still measured
             cell = {"error": describe_error(error)}
         found["parts"][part.name] = {**cell, "floor_ms": round(floors.get(part.name, 0.0), 4)}
         put(found)
@@ -366,14 +368,14 @@ def profile_cell(
     options: argparse.Namespace,
     put: Callable[[dict[str, Any]], None],
 ) -> None:
-    """One cell; nothing of it stays on the device."""
+    """Profile one cell, and free its device memory."""
     with tempfile.TemporaryDirectory() as folder:
         bench = prepare(workload, mode, batch, Path(folder), engine_arguments(options.engine))
         profile(compiled(bench), trace=options.trace, put=put)
 
 
 def table(name: str, cell: dict[str, Any]) -> str:
-    """Markdown: each part's milliseconds, its floor, and how many times the floor it takes."""
+    """Return Markdown: each part's milliseconds, its floor, and their ratio."""
     lines = [f"| {name} | ms | floor | times |", "|---|---|---|---|"]
     rows = [(part, row.get("ms"), row["floor_ms"]) for part, row in cell["parts"].items()]
     rows.append(("sum of parts", cell.get("sum_of_parts_ms"), cell.get("floor_ms", 0.0)))
@@ -389,7 +391,7 @@ def table(name: str, cell: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every cell was profiled."""
+    """Return 0 if every cell was profiled."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
     parser.add_argument("--cells", nargs="+", metavar="MODE/B", help="chain/8 tree/64; unset: all")
@@ -417,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise TimeoutError("out of time")
             profile_cell(workload, mode, int(batch), options, put)
             print(table(name, cells[name]), flush=True)
-        except Exception as error:  # the other cells are still wanted
+        except Exception as error:  # the other cells are still measured
             put({**cells.get(name, {}), "error": describe_error(error)})
             print(f"{name}: {describe_error(error)}", flush=True)
     return 0 if all("error" not in cell for cell in cells.values()) else 1

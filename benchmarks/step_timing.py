@@ -1,7 +1,4 @@
-"""How a part of a step is timed, and what a profiler's trace says of the whole.
-
-It knows loops, clocks and traces, and nothing of what the programs compute.
-"""
+"""The timing of a part of a step, and the summary of a profiler's trace."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ GOAL_MS = 40.0
 def part_ms(
     part: Part, step: Step, mesh: Mesh, *, floor_ms: float, compiler_options: dict[str, Any]
 ) -> float:
-    """Milliseconds of one run of the part, inside a loop of about GOAL_MS (by its floor)."""
+    """Return milliseconds of one run of the part, in a loop of about GOAL_MS (by its floor)."""
     arrays = (step.rows, step.tree, part.arrays)
     count = int(np.clip(GOAL_MS / max(2 * floor_ms, 0.1), 8, 200))
 
@@ -48,13 +45,13 @@ def part_ms(
 
 
 def on_mesh(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """As the step's own programs run: inside a shard_map, here over one device."""
+    """Wrap the function in a shard_map over one device, like the step's own programs."""
     spec = PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def call_seconds() -> float:
-    """What one call and one wait cost around any program."""
+    """Return the overhead of one call and one wait of any program."""
     nothing = jax.jit(lambda x: x + 1)
     x = jax.block_until_ready(nothing(jnp.zeros(())))
     times = []
@@ -66,9 +63,8 @@ def call_seconds() -> float:
 
 
 def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25) -> list[Any]:
-    """[milliseconds a step, operation, where it comes from] from a trace of five steps.
-
-    text: the compiled program, which says where each operation comes from. run: n steps.
+    """Return [milliseconds per step, operation, its source] from a trace of five steps. text: the
+    compiled program, with the source of each operation. run: n steps.
     """
     named = re.compile(r'%?([\w.\-]+) = .*?op_name="([^"]*)"')
     origins = dict(named.findall(text))

@@ -4,9 +4,9 @@
 
 Four slices of three models, and 70B on eight v5p; plain, chain and tree; prefill, decode, decode
 with filters and penalties; pools that fill the chips. Of MiMo-V2-Flash two layers with its three
-draft layers, one a level. One program after the other, each in a
-process of its own (benchmarks.tpu_programs); after each the result file is whole. A program is
-shown to compile and to fit, not to run. Needs `pip install -e '.[tpu]'`.
+draft layers, one per level. Each program has its own process (benchmarks.tpu_programs); the result
+file is complete after each. A program is shown to compile and to fit, not to run. Needs `pip
+install -e '.[tpu]'`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.environment import commit, without_paths
 from benchmarks.tpu_programs import ROOT, CompileError, Job, full_depth, multi_layer, run_job
 
-TIMEOUT = 900.0  # seconds of one program
+TIMEOUT = 900.0  # seconds per program
 KEPT = (
     *("layers", "devices", "seconds", "hbm_bytes", "device_bytes", "temp_bytes", "pool_bytes"),
     *("num_pages", "kernels", "ended"),
@@ -33,7 +33,7 @@ MOST_SAID = 500  # characters of an error
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one program; of copies how many there are, and what each one is."""
+    """Return the numbers of one program, with the number and kind of copies."""
     copies = {name: found[name] for name in ("pool_copies", "weight_copies")}
     return {
         **{name: found[name] for name in KEPT},
@@ -50,7 +50,7 @@ def what(line: str) -> str:
 
 
 def measure(job: Job, *, timeout: float) -> dict[str, Any]:
-    """The program's summary or, as `error`, the end of what the compiler said."""
+    """Return the program's summary or, as `error`, the end of the compiler's output."""
     where = {"command": f"python -m {' '.join(job.words)}", "commit": commit()}
     where |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     try:
@@ -61,7 +61,7 @@ def measure(job: Job, *, timeout: float) -> dict[str, Any]:
 
 def write(path: Path, command: str, cells: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")  # never half a file, whenever the process ends
+    whole = path.with_suffix(".part")  # replace the file atomically
     whole.write_text(json.dumps({"command": command, "cells": cells}, indent=1) + "\n", "utf-8")
     whole.replace(path)
 
@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every program that was asked for is there."""
+    """Return 0 if every requested program was compiled."""
     words = sys.argv[1:] if argv is None else argv
     options = parse(words)
     command = " ".join(["python -m benchmarks.tpu_compile", *without_paths(words)])

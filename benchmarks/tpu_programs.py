@@ -1,8 +1,8 @@
-"""Which step programs are compiled ahead of time for which TPUs, and how: one process a program.
+"""The step programs that are compiled ahead of time for TPUs, each in its own process.
 
-The TPU's compiler has ended in a segmentation fault and in what looked like a hang where several
-programs were compiled at once in one process, and in long runs of one. So each program gets a
-process of its own with a time-out, and a second one if a signal or the time-out ended the first.
+The TPU's compiler has crashed or hung where several programs were compiled at once in one process,
+and in long runs of one. So each program gets a process with a time-out, and a second one if a
+signal or the time-out ended the first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SLICES: Mapping[str, tuple[str, ...]] = {
     "gpt-oss-20b": (V5P, V7X, "v5e:2x4", V6E),
     "llama-3.1-70b": ("v5p:2x2x2",),
 }
-# XLA's least effort, for tests: a third of the time. Kernels, layouts and what is in place are the
-# same; fusions are coarser, so bytes beside the arguments differ.
+# XLA's least effort, for tests: a third of the time. Kernels, layouts and aliasing are the same;
+# fusions are coarser, so the bytes of temporaries differ.
 LEAST_EFFORT: Mapping[str, str] = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One program of one model on one slice. layers: how many of the model's first; None: all."""
+    """A program of a model on a slice. layers: only the model's first ones; None: all."""
 
     model: str
     topology: str
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """Of the command line after `python -m`."""
+        """Return the command line after `python -m`."""
         layers = [] if self.layers is None else ["--layers", str(self.layers)]
         rounds = [] if self.rounds == 1 else ["--num-continuous-decode-steps", str(self.rounds)]
         return [
@@ -68,7 +68,7 @@ class Job:
 
 
 class CompileError(Exception):
-    """A program did not compile; the text is the end of what its process said."""
+    """Raised when a program did not compile, with the end of its process's output."""
 
 
 def run_job(
@@ -78,9 +78,8 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     command: Callable[[Job], Sequence[str]] = lambda job: [sys.executable, "-m", *job.words],
 ) -> dict[str, Any]:
-    """What step_compile says of the program, and `ended`: how each process before ended.
-
-    Raises CompileError if both were ended by a signal or the time-out, or one said what is wrong.
+    """Return step_compile's report of the program, and `ended`: how earlier processes ended. Raises
+    CompileError if both were ended by a signal or the time-out, or one reported an error.
     """
     ended: list[str] = []
     said = ""
@@ -113,7 +112,7 @@ def run_job(
 
 
 def full_depth() -> list[Job]:
-    """The matrix in the order in which it is worth having: the newest large chips first."""
+    """Return the matrix by importance: the newest large chips first."""
     slices = [(model, i) for i in range(len(SLICES["llama-3.1-8b"])) for model in MODELS]
     first = [
         Job(model=model, topology=SLICES[model][i], shape=shape, program=program)
@@ -134,11 +133,11 @@ def full_depth() -> list[Job]:
 
 
 def multi_layer() -> list[Job]:
-    """MiMo-V2-Flash's first two layers, one of them an MoE, and its three draft layers: each
+    """Return MiMo-V2-Flash's first two layers, one of them an MoE, and its three draft layers: each
     program that speculates, as a chain and as a tree.
 
-    Of 48 rows: 64 with a chain's four tokens are as many as the experts, and activations would
-    have the shape of the router's weights, turned.
+    They have 48 rows: with 64, a chain's four tokens per row are as many as the experts, and
+    activations would have the transposed shape of the router's weights.
     """
     programs = [program.replace("B=64", "B=48") for program in PROGRAMS]
     return [
@@ -158,11 +157,11 @@ def multi_layer() -> list[Job]:
 
 
 def few(layers: int = 2) -> list[Job]:
-    """Three of the nine kinds (S/K/N x program) on each model and chip, so that every chip
+    """Return three of the nine kinds (S/K/N x program) on each model and chip, so that every chip
     compiles all nine, and every model does.
 
-    Kind (shape s, program p) belongs to group (s + p) % 3; model m on chip c has group
-    (m + c) % 3, and three groups are all nine kinds.
+    Kind (shape s, program p) belongs to group (s + p) % 3; model m on chip c has group (m + c) % 3,
+    and three groups are all nine kinds.
     """
     return [
         Job(
@@ -179,9 +178,8 @@ def few(layers: int = 2) -> list[Job]:
 
 
 def fewest(layers: int = 2) -> list[Job]:
-    """Of `few`, one kind on each model and chip: every chip compiles all three shapes and all three
-    programs, and together they are all nine kinds.
-
-    Model m has shape -m % 3, and so on chip c program (2m + c) % 3.
+    """Return one kind of `few` on each model and chip: every chip compiles all three shapes and all
+    three programs, and together they are all nine kinds. Model m has shape -m % 3, and so on chip c
+    program (2m + c) % 3.
     """
     return [job for job in few(layers) if SHAPES.index(job.shape) == -MODELS.index(job.model) % 3]

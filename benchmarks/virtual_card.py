@@ -1,7 +1,7 @@
-"""A card in virtual time: how long a step takes on it, and the runner that plays it.
+"""A card in virtual time: the costs of a step on it, and a runner with those costs.
 
 The figures are of one H200 with Llama-3.1-8B's shapes in bf16 and an EAGLE-3 chain 3/1/4
-(benchmarks/results/h200_table.json). Nothing here waits, and nothing knows a scheduler.
+(benchmarks/results/h200_table.json).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ H200_CHAIN = ((1, 4.85), (8, 5.46), (32, 7.03), (64, 10.64))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a step and the host beside it cost, in milliseconds.
+    """Costs of a step and of the host, in milliseconds.
 
-    prefill_base + prefill_token * padded tokens, at least prefill_least (the weights are read
-    whatever the tokens); decode: (rows, ms) of the padded batch, ascending.
-    plan, dispatch, read: of the host a step. row: of the host for each row that is committed, its
-    text and its event included, while no other step can be planned. arrive: from a client's send
+    prefill_base + prefill_token * padded tokens, at least prefill_least (reading the weights);
+    decode: (rows, ms) of the padded batch, ascending.
+
+    plan, dispatch, read: of the host per step. row: of the host for each committed row, including
+    its text and event, during which no other step can be planned. arrive: from a client's send
     until the request is queued. deliver: from the commit of a step until its events are read.
     """
 
@@ -48,11 +49,10 @@ class Card:
         return self.prefill_step(indexing.bucket(num_tokens, limits.prefill_buckets))
 
     def prefill_step(self, padded: int) -> float:
-        """Of `padded` tokens."""
         return max(self.prefill_least, self.prefill_base + self.prefill_token * padded)
 
     def decode_step(self, padded: int) -> float:
-        """Of `padded` rows: the line between the two nearest measured batches."""
+        """Return milliseconds for `padded` rows, interpolated between measured batches."""
         sizes = [size for size, _ in self.decode]
         i = min(max(bisect.bisect_left(sizes, padded), 1), len(sizes) - 1)
         (low, less), (high, more) = self.decode[i - 1], self.decode[i]
@@ -67,9 +67,8 @@ class _Running:
 
 
 class VirtualRunner:
-    """Runs plans one after the other in virtual time; each verification emits `accepted` tokens.
-
-    busy_ms: of the device. padded_tokens, prompt_tokens: computed in prefill steps, and of use.
+    """A runner in virtual time; each verification emits `accepted` tokens. busy_ms: of the device.
+    padded_tokens, prompt_tokens: of prefill steps, with and without padding.
     """
 
     def __init__(self, limits: ServeLimits, card: Card, *, accepted: int = 3) -> None:
@@ -87,7 +86,7 @@ class VirtualRunner:
         return len(self._in_flight)
 
     def dispatch(self, plan: StepPlan, *, now: float) -> None:
-        """Enqueues a step at `now`."""
+        """Enqueue a step at `now`."""
         cost = self._card.step(plan, self._limits)
         begun = max(self._free_at, now)
         self._free_at = begun + cost
@@ -100,7 +99,7 @@ class VirtualRunner:
         self._in_flight.append(_Running(plan, begun, self._free_at))
 
     def collect(self) -> tuple[StepPlan, StepResult, float, float]:
-        """The oldest step, its result, and when the device begins and ends it."""
+        """Return the oldest step, its result, and its start and end on the device."""
         running = self._in_flight.popleft()
         plan = running.plan
         if plan.kind is StepKind.DECODE:
