@@ -7,6 +7,7 @@ pool is the dummy page. No result depends on their contents.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,11 @@ from jspec.device.parallel import partition_spec
 from jspec.device.pytree import pytree
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import rows_of
+from jspec.spec.cache_entry import CacheLayout, axes_of
 from jspec.spec.cache_groups import CacheGroup
+
+# One a layer: the array of its cache entry, or a dict of several (spec/cache_entry.py).
+Caches = tuple[Any, ...]
 
 
 @pytree
@@ -77,16 +82,41 @@ class EngineState:
     tokens (speculative/drafters/pending.py), for a drafter with plain steps.
     """
 
-    kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]
-    draft_kv: tuple[jax.Array, ...]
+    kv: Caches
+    draft_kv: Caches
     draft: Any
     rows: RowState
     pending: Any = None
 
 
-def pool_specs(groups: tuple[CacheGroup, ...]) -> tuple[PartitionSpec, ...]:
-    """Return the PartitionSpec of each array of the groups' pools."""
-    return tuple(partition_spec(g.entry.axes) for g in groups for _ in range(g.num_layers))
+def empty_caches(
+    groups: tuple[CacheGroup, ...],
+    layout: CacheLayout,
+    *,
+    num_units: Callable[[CacheGroup], int],
+) -> Caches:
+    """Return zeroed caches, one a layer. num_units: pages or slots of a group, dummies included."""
+
+    def empty(group: CacheGroup) -> Any:
+        arrays = group.entry.arrays(num_units(group), layout)
+        return _cache_of({name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items()})
+
+    return tuple(empty(group) for group in groups for _ in range(group.num_layers))
+
+
+def cache_specs(groups: tuple[CacheGroup, ...]) -> tuple[Any, ...]:
+    """Return the PartitionSpecs of each layer's cache."""
+    return tuple(
+        _cache_of({name: partition_spec(axes) for name, axes in axes_of(g.entry).items()})
+        for g in groups
+        for _ in range(g.num_layers)
+    )
+
+
+def _cache_of(arrays: dict[str, Any]) -> Any:
+    """Return a layer's cache of its entry's arrays: the only one, or all by name."""
+    (first, *others) = arrays.values()
+    return arrays if others else first
 
 
 def state_specs(
@@ -97,8 +127,8 @@ def state_specs(
     seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
     return dataclasses.replace(
         specs,
-        kv=pool_specs(groups),
-        draft_kv=pool_specs(draft_groups),
+        kv=cache_specs(groups),
+        draft_kv=cache_specs(draft_groups),
         rows=dataclasses.replace(specs.rows, seen=seen),
     )
 

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.device.parallel import Parallel, shardings
-from jspec.device.state import SEEN_SPEC, SamplingBatch, Seen, pool_specs
-from jspec.engine.runner import empty_pools
+from jspec.device.state import SEEN_SPEC, Caches, SamplingBatch, Seen, cache_specs, empty_caches
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import RequestError
 from jspec.messages.request import SAMPLING_FIELDS, Request
@@ -29,6 +27,7 @@ from jspec.models import placement
 from jspec.models.decoder import Decoder
 from jspec.sampling.margin import margin
 from jspec.spec import indexing
+from jspec.spec.cache_entry import CacheLayout
 from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
 
 CHUNK = 64
@@ -85,7 +84,7 @@ class Rescorer:
         self._most_tokens = most_tokens
         self._num_pages = indexing.num_pages(most_tokens, PAGE_SIZE)
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._kv = self._empty_pools()
+        self._kv = self._empty_caches()
         self._run = self._program()
 
     @property
@@ -169,23 +168,23 @@ class Rescorer:
             **{name: fields[PREFIX + name].view(row.dtype) for name, row in rows.items()}
         )
 
-    def _empty_pools(self) -> tuple[jax.Array, ...]:
+    def _empty_caches(self) -> Caches:
         models = self._served.models
-        pools = empty_pools(
-            self._target.cache_groups,
-            num_pages=self._num_pages + 1,
+        layout = CacheLayout(
             page_size=PAGE_SIZE,
+            dtype=models.config.dtype,
             shards=Parallel.of(self._mesh).tensor,
-            dtype=jnp.dtype(models.config.dtype),
-            ops=self._target.ops,
+            lanes=self._target.ops.lanes,
         )
-        return jax.device_put(pools, shardings(self._mesh, pool_specs(self._target.cache_groups)))
+        groups = self._target.cache_groups
+        caches = empty_caches(groups, layout, num_units=lambda _: self._num_pages + 1)
+        return jax.device_put(caches, shardings(self._mesh, cache_specs(groups)))
 
     def _program(self) -> Any:
         """Jit (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""
         params = {"target": self._served.params["target"]}
         tables = {"target": self._target.table}
-        pools = pool_specs(self._target.cache_groups)
+        pools = cache_specs(self._target.cache_groups)
         in_specs = (placement.param_specs(tables, params), pools, SEEN_SPEC, PartitionSpec())
 
         def run(params: Any, kv: Any, seen: Seen, chunk: TextChunk) -> Any:

@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspec.config.limits import ServeLimits
 from jspec.device.parallel import Parallel, shardings
-from jspec.device.state import EngineState, empty_rows, state_specs
+from jspec.device.state import Caches, EngineState, empty_caches, empty_rows, state_specs
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
 from jspec.engine.programs.entries import BY_RANK
@@ -31,12 +30,10 @@ from jspec.engine.programs.program_growth import Maker, ProgramGrowth
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.transfer import layout_of
-from jspec.errors import ConfigError, EngineClosedError
-from jspec.layers.attention import kv_heads_per_shard
-from jspec.layers.linear import Shard
+from jspec.errors import EngineClosedError
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN, SAMPLING
-from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_entry import CacheLayout
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.drafters.pending import empty_pending
 from jspec.speculative.step import StepProgram
@@ -301,17 +298,19 @@ def init_state(
     """Return zeroed state for all slots and pages, dummies included."""
     target, drafter = program.target, program.drafter
     num_slots = limits.num_slots + 1
-    pools = partial(
-        _pools_of_spaces,
-        limits=limits,
+    layout = CacheLayout(
         page_size=limits.page_size,
+        dtype=jnp.dtype(kv_dtype).name,
         shards=shards,
-        dtype=kv_dtype,
-        ops=program.ops,
+        lanes=program.ops.lanes,
     )
+
+    def caches(groups: tuple[CacheGroup, ...]) -> Caches:
+        return empty_caches(groups, layout, num_units=lambda g: limits.pages_of(g.window) + 1)
+
     return EngineState(
-        kv=pools(target.cache_groups),
-        draft_kv=pools(drafter.cache_groups),
+        kv=caches(target.cache_groups),
+        draft_kv=caches(drafter.cache_groups),
         draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
         pending=empty_pending(
             num_slots,
@@ -327,45 +326,6 @@ def init_state(
             windows=tuple(space.window for space in limits.windows),
         ),
     )
-
-
-def _pools_of_spaces(
-    groups: tuple[CacheGroup, ...], *, limits: ServeLimits, **settings: Any
-) -> tuple[jax.Array, ...]:
-    pools: tuple[jax.Array, ...] = ()
-    for group in groups:
-        pools += empty_pools((group,), num_pages=limits.pages_of(group.window) + 1, **settings)
-    return pools
-
-
-def empty_pools(
-    groups: tuple[CacheGroup, ...],
-    *,
-    num_pages: int,
-    page_size: int,
-    shards: int,
-    dtype: Any,
-    ops: Ops,
-) -> tuple[jax.Array, ...]:
-    """Make zeroed KV pools, one array per layer: [num_pages, page_size, 2G, D], heads of all
-    shards.
-
-    num_pages includes the dummy page 0. K and V share one array, as wide as K; a narrower V is
-    padded. Raises ConfigError for a group whose V is wider than K.
-    """
-    pools: list[jax.Array] = []
-    for group in groups:
-        entry = group.entry
-        if entry.qk_dim < entry.v_dim:
-            raise ConfigError(
-                f"cache group {group.name} has head dims K {entry.qk_dim} and V {entry.v_dim}; "
-                f"expected V to be no wider"
-            )
-        heads = kv_heads_per_shard(entry.num_heads, Shard(shards)) * shards
-        width = ops.pool_width(entry.qk_dim)
-        shape = (num_pages, page_size, 2 * heads, width)
-        pools += [jnp.zeros(shape, dtype) for _ in range(group.num_layers)]
-    return tuple(pools)
 
 
 def place_state(state: EngineState, program: StepProgram, mesh: Mesh) -> EngineState:

@@ -23,11 +23,6 @@ from jspec.spec.model_spec import AttentionSpec
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
 
 
-def kv_heads_per_shard(num_kv_heads: int, shard: Shard) -> int:
-    """Return G of one shard; heads are replicated if there are more shards than heads."""
-    return max(num_kv_heads // shard.size, 1)
-
-
 def attention(
     params: dict[str, Any],
     x: Float[Array, "*b I"],

@@ -35,6 +35,7 @@ class Ops:
 
     name: ClassVar[str] = "xla"
     default_page_size: ClassVar[int] = 16
+    lanes: ClassVar[int] = 1  # cached records are as wide as a multiple of this
     # Layers leave their last residual add to the next norm (`add_norm`).
     defers_sums: ClassVar[bool] = False
     # The prefill kernel reads each query's own row only, so long prefill steps are efficient.
@@ -58,9 +59,6 @@ class Ops:
         """Return how many rows share one read of a prefix. group: query heads per kv head."""
         del queries_per_row, group
         return 1
-
-    def pool_width(self, head_dim: int) -> int:
-        return head_dim
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill."""

@@ -17,8 +17,6 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
 from jspec.spec.model_spec import Gate
 
-LANES = 128
-
 
 @dataclass(frozen=True, slots=True)
 class TpuOps(Ops):
@@ -28,10 +26,7 @@ class TpuOps(Ops):
 
     name: ClassVar[str] = "tpu"
     default_page_size: ClassVar[int] = 64  # one DMA per page; large, as page tables are in SMEM
-
-    def pool_width(self, head_dim: int) -> int:
-        """Round up to whole vectors, which the kernels read and a TPU pads to: 64 -> 128."""
-        return -(-head_dim // LANES) * LANES
+    lanes: ClassVar[int] = 128  # whole vectors, which the kernels read and a TPU pads to
 
     def attend(
         self,

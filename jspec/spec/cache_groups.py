@@ -1,4 +1,4 @@
-"""The KV cache of a model as data: groups of layers with the same entry and window.
+"""The caches of a model as data: groups of layers with the same entry and window.
 
 A target and a drafter each declare their groups; pools are allocated from these alone. Host only
 and hashable: compiled programs are keyed by groups.
@@ -11,27 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jspec.errors import ConfigError
-from jspec.spec.axes import Axes
-
-
-@dataclass(frozen=True, slots=True)
-class KVEntry:
-    """K and V of one token in one layer: num_heads kv heads (G), of dimensions qk_dim and v_dim."""
-
-    axes: ClassVar[Axes] = (None, None, "kv_heads", None)  # of a pool [num_pages, page_size, 2G, D]
-
-    num_heads: int
-    qk_dim: int
-    v_dim: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "qk_dim", "v_dim"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"a cache entry's {name} is {value}; expected at least 1")
+from jspec.spec.cache_entry import CacheEntry, CacheLayout, bytes_per_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +27,7 @@ class CacheGroup:
 
     name: str
     num_layers: int
-    entry: KVEntry
+    entry: CacheEntry
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +65,11 @@ def page_spaces(
         apart &= set(windows)
     full = PageSpace(None, tuple(g for g in groups if g.window not in apart))
     return full, *(PageSpace(w, tuple(g for g in groups if g.window == w)) for w in sorted(apart))
+
+
+def cache_bytes(groups: tuple[CacheGroup, ...], layout: CacheLayout) -> int:
+    """Return the bytes of a unit of every group in all its layers, over all shards."""
+    return sum(g.num_layers * bytes_per_unit(g.entry, layout) for g in groups)
 
 
 def windows_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[int | None, ...]:

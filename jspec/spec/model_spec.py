@@ -12,7 +12,8 @@ import itertools
 from dataclasses import dataclass, field
 
 from jspec.errors import ConfigError
-from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.cache_entry import KV
+from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.rope import RopeConfig
 
 
@@ -336,7 +337,7 @@ def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """
     kinds = [
         (
-            KVEntry(a.num_kv_heads, a.head_dim, a.value_dim),
+            KV(a.num_kv_heads, a.head_dim, a.value_dim),
             a.window,
         )
         for a in (layer.attention for layer in spec.layers)

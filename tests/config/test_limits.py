@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
 from jspec.errors import ConfigError
 from jspec.spec import indexing
-from jspec.spec.cache_groups import CacheGroup, KVEntry, page_spaces, windows_of_layers
+from jspec.spec.cache_entry import KV
+from jspec.spec.cache_groups import CacheGroup, page_spaces, windows_of_layers
 from jspec.spec.model_spec import Eagle3Config, ModelSpec, MoESpec, cache_groups, uniform_decoder
 
 
@@ -163,12 +164,12 @@ def test_runs_of_layers_that_keep_the_same_tokens_are_grouped() -> None:
     assert groups(windowed(8, 8, None, 4)) == [("t 0", 2, 8), ("t 1", 1, None), ("t 2", 1, 4)]
     (group,) = cache_groups(windowed(8, 8), name="t")
     attention = windowed(8).one_layer.attention
-    assert group.entry == KVEntry(attention.num_kv_heads, attention.head_dim, attention.head_dim)
+    assert group.entry == KV(attention.num_kv_heads, attention.head_dim, attention.head_dim)
 
 
 def test_groups_of_one_window_are_one_page_space() -> None:
     """The example of `page_spaces`."""
-    entry = KVEntry(1, 4, 4)
+    entry = KV(1, 4, 4)
     a, b, c, d = (
         CacheGroup(name, 2, entry, window)
         for name, window in (("a", 8), ("b", None), ("c", 8), ("d", 4))

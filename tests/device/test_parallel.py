@@ -13,7 +13,8 @@ from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.state import EngineState, empty_rows, state_specs
 from jspec.errors import ConfigError
 from jspec.spec.axes import DATA, EXPERT, MESH, MESH_AXES, TENSOR, Axis
-from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.cache_entry import KV
+from jspec.spec.cache_groups import CacheGroup
 
 
 def test_every_logical_axis_has_a_place() -> None:
@@ -28,8 +29,8 @@ def test_dimensions_are_sharded_by_their_axes() -> None:
 
 
 def test_the_pools_heads_and_the_ids_seen_are_sharded_and_nothing_else() -> None:
-    groups = (CacheGroup("a", 2, KVEntry(2, 8, 8)),)
-    draft = (CacheGroup("b", 1, KVEntry(2, 8, 8)),)
+    groups = (CacheGroup("a", 2, KV(2, 8, 8)),)
+    draft = (CacheGroup("b", 1, KV(2, 8, 8)),)
     rows = empty_rows(2, pages_per_row=1, vocab_size=8, windows=(4,))
     state = EngineState(kv=(jnp.zeros(1),) * 2, draft_kv=(jnp.zeros(1),), draft={}, rows=rows)
     specs = state_specs(state, groups, draft)

@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from jaxlib import xla_client
 
@@ -15,10 +14,9 @@ from jspec.cli.main import main
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
-from jspec.engine.memory.pool_sizes import kv_bytes_per_token
 from jspec.errors import ConfigError
-from jspec.pallas_kernels.bundles import OPS
-from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.cache_entry import KV, CacheLayout
+from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import cache_groups
 from tests.support.limits import limits_for
 from tests.support.tiny_models import tiny_target_config
@@ -27,7 +25,7 @@ MIB = 1 << 20
 SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 OTHERS = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 GROUPS = cache_groups(tiny_target_config(), name="target")
-PAGE_BYTES = 16 * kv_bytes_per_token(GROUPS, shards=1, dtype=jnp.float32, ops=OPS["xla"])
+PAGE_BYTES = cache_bytes(GROUPS, CacheLayout(page_size=16, dtype="float32"))
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def test_the_command_line_says_the_share_where_jax_reads_it(
     assert os.environ[SHARE] == "0.5"
 
 
-FULL, APART = CacheGroup("full", 1, KVEntry(1, 8, 8)), CacheGroup("apart", 2, KVEntry(1, 8, 8), 8)
+FULL, APART = CacheGroup("full", 1, KV(1, 8, 8)), CacheGroup("apart", 2, KV(1, 8, 8), 8)
 LAYER_BYTES = 16 * 2 * 8 * 4
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.layers.attention import attention, causal_attention, kv_heads_per_shard
+from jspec.layers.attention import attention, causal_attention
 from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
 from jspec.models.layer_params import attention_params
@@ -73,11 +73,6 @@ def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> Non
 
 def normed(x: Any, scale: Any, *, eps: float) -> Any:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
-
-
-@pytest.mark.parametrize(("heads", "shards", "each"), [(8, 1, 8), (8, 4, 2), (2, 2, 1), (2, 8, 1)])
-def test_kv_heads_are_replicated_beyond_their_number(heads: int, shards: int, each: int) -> None:
-    assert kv_heads_per_shard(heads, Shard(shards)) == each
 
 
 def test_causal_attention_is_the_definition() -> None:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
@@ -20,6 +19,7 @@ from jspec.spec.model_spec import cache_groups
 from jspec.speculative.drafters.eagle import FeatureHead
 from jspec.speculative.tree import pack_bits
 from tests.models.eagle3_reference import HeadReference
+from tests.support.caches import empty_pools
 
 PAGE = 4
 NUM_ROWS, NUM_STEPS, EXTENDED = 9, 4, 3

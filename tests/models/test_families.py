@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jspec.engine.runner import empty_pools
 from jspec.layers.attention import Attend
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
@@ -32,6 +31,7 @@ from jspec.spec.model_spec import (
 )
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
+from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

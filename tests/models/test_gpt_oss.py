@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import GPT_OSS_20B_JSON, PACKED
 from jspec.device.parallel import Parallel, partition_spec
+from jspec.device.state import cache_specs
 from jspec.device.weights import dense
-from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
@@ -43,7 +43,6 @@ from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
-from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import (
     AttentionSpec,
     Gate,
@@ -56,6 +55,7 @@ from jspec.spec.model_spec import (
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.models.family_checkpoints import chunked_logits
 from tests.models.random_params import assert_same, random_params
+from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
@@ -373,7 +373,7 @@ def test_two_shards_give_the_logits_of_one() -> None:
     mesh = Parallel(tensor=2).mesh(jax.devices("cpu")[:2])
     decoder = Decoder(spec, OPS["xla"], Shard(2, TENSOR))
     params = {"target": load_target(GOLDEN, spec, dtype=np.float32, shards=2)}
-    pages = partition_spec(KVEntry.axes)
+    pages = cache_specs(cache_groups(spec, name="target"))[0]
     run = jax.jit(
         jax.shard_map(
             partial(chunked_logits, decoder),

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.engine.runner import empty_pools
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
 from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
@@ -41,6 +40,7 @@ from jspec.spec.model_spec import (
     uniform_decoder,
 )
 from tests.pallas_kernels.chips import needs_mosaic_gpu
+from tests.support.caches import empty_pools
 
 pytestmark = needs_mosaic_gpu
 

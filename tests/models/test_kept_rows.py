@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec
+from tests.support.caches import empty_pools
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()

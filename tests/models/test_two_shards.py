@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jspec.device.parallel import Parallel, partition_spec
-from jspec.engine.runner import empty_pools
+from jspec.device.state import cache_specs
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target
@@ -24,7 +24,6 @@ from jspec.models.placement import param_specs
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
-from jspec.spec.cache_groups import KVEntry
 from jspec.spec.model_spec import cache_groups
 from tests.models.family_checkpoints import (
     FAMILY_CHECKPOINTS,
@@ -32,6 +31,7 @@ from tests.models.family_checkpoints import (
     checkpoint_of,
     chunked_logits,
 )
+from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 
@@ -58,7 +58,7 @@ def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
             mesh=mesh,
             in_specs=(
                 param_specs({"target": decoder.table}, params)["target"],
-                partition_spec(KVEntry.axes),
+                cache_specs(cache_groups(spec, name="target"))[0],
                 PartitionSpec(),
             ),
             out_specs=partition_spec((None, "vocab")),

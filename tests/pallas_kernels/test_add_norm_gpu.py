@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.engine.runner import empty_pools
 from jspec.layers.norm import Residual, norm, norm_of_sum
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
@@ -30,6 +29,7 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
+from tests.support.caches import empty_pools
 from tests.support.tiny_models import tiny_target_config
 
 EPS = 1e-5

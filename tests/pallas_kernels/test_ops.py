@@ -23,8 +23,13 @@ from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
+from jspec.spec.cache_entry import CacheLayout
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.pallas_kernels.chips import needs_mosaic_gpu
+
+
+def pool_width(ops: Ops, width: int) -> int:
+    return CacheLayout(page_size=1, dtype="float32", lanes=ops.lanes).width(width)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +92,8 @@ def test_what_the_gpu_kernel_serves_has_no_problem() -> None:
 
 
 def test_only_the_tpu_kernels_widen_the_pool() -> None:
-    assert [OPS[name].pool_width(64) for name in ("xla", "gpu", "tpu")] == [64, 64, 128]
-    assert [OPS["tpu"].pool_width(width) for width in (128, 129, 256)] == [128, 256, 256]
+    assert [pool_width(OPS[name], 64) for name in ("xla", "gpu", "tpu")] == [64, 64, 128]
+    assert [pool_width(OPS["tpu"], width) for width in (128, 129, 256)] == [128, 256, 256]
 
 
 def test_bundles_are_compared_by_what_they_run() -> None:
@@ -123,7 +128,7 @@ def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]
         draw(8, 4, 64),
         draw(8, 2, 64),
         draw(8, 2, 64),
-        draw(6, 16, 4, ops.pool_width(64)),
+        draw(6, 16, 4, pool_width(ops, 64)),
         rows,
         AttentionCall(queries_per_row=None if packed else 4, scale=0.125),
     )
@@ -155,7 +160,7 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
         q_positions=positions,
     )
     heads = jnp.asarray(rng.standard_normal((8, num_heads + 2 * num_kv_heads, width)), jnp.bfloat16)
-    pages = np.zeros((6, 16, 2 * num_kv_heads, ops.pool_width(width)))
+    pages = np.zeros((6, 16, 2 * num_kv_heads, pool_width(ops, width)))
     pages[..., :width] = rng.standard_normal((*pages.shape[:-1], width))
     out, _ = ops.rotate_write_and_attend(
         heads,

@@ -22,7 +22,6 @@ import pytest
 
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
-from jspec.engine.runner import empty_pools
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative import beams
@@ -30,6 +29,7 @@ from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.tree import Level, build_tree
 from tests.speculative.engines import TARGET
 from tests.speculative.every_drafter import KINDS, Kind
+from tests.support.caches import empty_pools
 
 PAGE, PAGES_PER_ROW, NUM_ROWS, CHUNK = 4, 12, 3, 12
 LENGTH = PAGE * PAGES_PER_ROW

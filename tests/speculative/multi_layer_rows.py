@@ -17,7 +17,6 @@ import numpy.typing as npt
 from jspec.config.limits import Algorithm
 from jspec.device.batch import Features, Verified
 from jspec.device.state import empty_sampling
-from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors, value_at
@@ -38,6 +37,7 @@ from tests.speculative.published_layers import (
     published_params,
     published_reference,
 )
+from tests.support.caches import empty_pools
 
 S, PAGE, PAGES_PER_ROW, NUM_ROWS, CHUNK = 3, 4, 10, 3, 12
 SIZE = TARGET.hidden_size

@@ -26,7 +26,8 @@ from jspec.layers.linear import Shard
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
-from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.cache_entry import KV
+from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative import beams
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import Emitted, Needs, StepBatch
@@ -52,7 +53,7 @@ class BlockDrafter:
 
     drafting = BLOCKS
     table = ()
-    cache_groups = (CacheGroup("block", 1, KVEntry(G, D, D)),)
+    cache_groups = (CacheGroup("block", 1, KV(G, D, D)),)
     needs = Needs(aux_layer_ids=AUX)
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> tuple[()]:

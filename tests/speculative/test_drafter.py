@@ -13,13 +13,13 @@ import pytest
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
-from jspec.engine.runner import empty_pools
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
 from jspec.models.heads.mtp import MtpHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.cache_entry import KV
+from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import Eagle1Config, MtpConfig
 from jspec.speculative.drafter import (
     Drafter,
@@ -43,6 +43,7 @@ from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
 from tests.speculative.engines import DRAFT, TARGET, spec_of
 from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
+from tests.support.caches import empty_pools
 
 TABLE = jnp.asarray([[3, 1, 2]], jnp.int32)
 
@@ -225,28 +226,26 @@ def test_a_drafter_whose_writes_are_not_reserved_is_refused() -> None:
 
 def test_pools_follow_the_declared_groups() -> None:
     groups = (
-        CacheGroup("wide", 2, KVEntry(num_heads=4, qk_dim=8, v_dim=8)),
-        CacheGroup("narrow", 1, KVEntry(num_heads=1, qk_dim=16, v_dim=16), window=32),
+        CacheGroup("wide", 2, KV(num_heads=4, qk_dim=8, v_dim=8)),
+        CacheGroup("narrow", 1, KV(num_heads=1, qk_dim=16, v_dim=16), window=32),
     )
     pools = empty_pools(groups, num_pages=5, page_size=3, shards=2, dtype=jnp.bfloat16, ops=Ops())
     # One kv head on two shards is held by both.
     assert [pool.shape for pool in pools] == [(5, 3, 8, 8)] * 2 + [(5, 3, 4, 16)]
     assert {pool.dtype for pool in pools} == {np.dtype(jnp.bfloat16)}
     assert empty_pools((), num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops()) == ()
-    narrow = (CacheGroup("narrow values", 1, KVEntry(1, 24, 16)),)
+    narrow = (CacheGroup("narrow values", 1, KV(1, 24, 16)),)
     (pool,) = empty_pools(narrow, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
     assert pool.shape == (5, 3, 2, 24)
-    unequal = (CacheGroup("wide values", 1, KVEntry(1, 128, 192)),)
-    with pytest.raises(ConfigError, match="wide values has head dims K 128 and V 192; expected"):
-        empty_pools(unequal, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KVEntry(0, 8, 8), "num_heads is 0; expected at least 1"),
-        (lambda: CacheGroup("a", 0, KVEntry(1, 8, 8)), "group a has 0 layers; expected at least 1"),
-        (lambda: CacheGroup("a", 1, KVEntry(1, 8, 8), 0), "group a has a window of 0; expected"),
+        (lambda: KV(0, 8, 8), "num_heads is 0; expected at least 1"),
+        (lambda: KV(1, 128, 192), "head dims are K 128 and V 192; expected V to be no wider"),
+        (lambda: CacheGroup("a", 0, KV(1, 8, 8)), "group a has 0 layers; expected at least 1"),
+        (lambda: CacheGroup("a", 1, KV(1, 8, 8), 0), "group a has a window of 0; expected"),
     ],
 )
 def test_impossible_groups_are_refused(make: Any, message: str) -> None:

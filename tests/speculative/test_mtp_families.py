@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
-from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
@@ -61,6 +60,7 @@ from tests.speculative.mtp_checkpoints import (
     write_checkpoint,
 )
 from tests.speculative.mtp_published import DEEPSEEK, PUBLISHED, QWEN, Published
+from tests.support.caches import empty_pools
 from tests.support.tiny_models import tiny_tokenizer
 
 LLAMA = {

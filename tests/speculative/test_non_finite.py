@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.engine.runner import empty_pools
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder, Params
@@ -32,6 +31,7 @@ from tests.speculative.engines import (
     plain_engine,
     serve,
 )
+from tests.support.caches import empty_pools
 from tests.support.dial_drafter import dial_params
 
 TREE, PAGE = (2, 2, 4), 64

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspec.cli.diagnosis.texts import make_texts
-from jspec.device.state import empty_sampling
-from jspec.engine.runner import empty_pools
+from jspec.device.state import empty_caches, empty_sampling
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.request import Request
 from jspec.serving.engine import Engine
+from jspec.spec.cache_entry import CacheLayout
 from jspec.speculative.drafter import StepBatch
 
 REPEATS, ROUNDS = 3, 10
@@ -42,14 +42,8 @@ def propose_seconds(served: ServedWeights) -> float | None:
         return None
     models = served.models
     dtype = jnp.dtype(models.config.dtype)
-    caches = empty_pools(
-        drafter.cache_groups,
-        num_pages=NUM_PAGES + 1,
-        page_size=PAGE_SIZE,
-        shards=1,
-        dtype=dtype,
-        ops=models.target.ops,
-    )
+    layout = CacheLayout(page_size=PAGE_SIZE, dtype=dtype.name, lanes=models.target.ops.lanes)
+    caches = empty_caches(drafter.cache_groups, layout, num_units=lambda _: NUM_PAGES + 1)
     state = drafter.init_state(1, context_length=NUM_PAGES * PAGE_SIZE, dtype=dtype)
     rows = StepBatch(
         root_ids=jnp.zeros((1,), jnp.int32),

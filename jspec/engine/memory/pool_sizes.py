@@ -7,21 +7,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jspec.config.limits import ServeLimits, WindowSpace
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.engine.memory import device_memory
-from jspec.layers.attention import kv_heads_per_shard
-from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
-from jspec.spec.cache_groups import CacheGroup, page_spaces
+from jspec.spec.cache_entry import KV, CacheLayout, bytes_per_unit, kv_heads_per_shard
+from jspec.spec.cache_groups import CacheGroup, cache_bytes, page_spaces
 from jspec.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -34,17 +30,6 @@ CPU_POOL_BYTES = 1 << 30
 TAILS_PER_SLOT = 4
 MOST_FOR_TAILS = 8
 NO_WEIGHTS: Mapping[str, int] = {}
-
-
-def kv_bytes_per_token(
-    groups: tuple[CacheGroup, ...], *, shards: int, dtype: DTypeLike, ops: Ops
-) -> int:
-    """Return the bytes of one token in all layers of all shards; kv heads repeat if shards > G."""
-    numbers = 0
-    for group in groups:
-        heads = kv_heads_per_shard(group.entry.num_heads, Shard(shards)) * shards
-        numbers += 2 * group.num_layers * heads * ops.pool_width(group.entry.qk_dim)
-    return numbers * jnp.dtype(dtype).itemsize
 
 
 def size_pool(
@@ -82,8 +67,10 @@ def size_pool(
         logprobs=config.logprobs,
         other_shapes=config.other_shapes,
     )
-    dtype = jnp.dtype(config.dtype)
-    of_page = partial(_page_bytes, page_size=page_size, shards=config.tp_size, dtype=dtype, ops=ops)
+    layout = CacheLayout(
+        page_size=page_size, dtype=config.dtype, shards=config.tp_size, lanes=ops.lanes
+    )
+    of_page = partial(cache_bytes, layout=layout)
     return _sized(limits, config, groups, devices=devices, of_page=of_page, weights=weights)
 
 
@@ -164,14 +151,15 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
     full = {layer.attention for layer in target.layers if layer.attention.window is None}
     if is_off or ops.sharing_pays_from is None or not full:
         return None
-    shard, itemsize = Shard(config.tp_size), jnp.dtype(config.dtype).itemsize
+    shards, token = config.tp_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)
     packs, num_bytes = [], []
     for attention in full:
-        heads = kv_heads_per_shard(attention.num_kv_heads, shard)
-        group = attention.num_heads // shard.size // heads
+        heads = kv_heads_per_shard(attention.num_kv_heads, shards)
+        group = attention.num_heads // shards // heads
         nodes = config.speculative.num_draft_tokens
         packs.append(ops.rows_a_pack(queries_per_row=nodes, group=group))
-        num_bytes.append(2 * heads * ops.pool_width(attention.head_dim) * itemsize)
+        entry = KV(heads, attention.head_dim, attention.value_dim)
+        num_bytes.append(bytes_per_unit(entry, token))
     if min(packs) < 2:
         return None
     return SharingLimits(
@@ -179,10 +167,6 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
         pays_from=-(-ops.sharing_pays_from // min(num_bytes)),
         least_rows=ops.sharing_least_rows,
     )
-
-
-def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: Any) -> int:
-    return page_size * kv_bytes_per_token(groups, **settings)
 
 
 def _pages_of_context(config: ResolvedConfig) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.speculation import DEFAULT_STEPS
-from jspec.engine.memory.pool_sizes import kv_bytes_per_token
 from jspec.errors import ConfigError, JspecError
 from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.array_tensors import DTYPES
@@ -20,8 +19,8 @@ from jspec.models.files.checkpoint import check_directory, check_target, load_mo
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
 from jspec.models.registry import architectures, draft_algorithm, family_named, table_of
-from jspec.pallas_kernels.ops import Ops
-from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -277,7 +276,7 @@ def _shapes(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
-    return kv_bytes_per_token(groups, shards=1, dtype=dtype, ops=Ops())
+    return cache_bytes(groups, CacheLayout(page_size=1, dtype=dtype))
 
 
 def _with_memory(

@@ -1,0 +1,115 @@
+"""The cache of a layer as data: the only place that knows the layout of its arrays. No jax.
+
+An entry has the model's part of a layout and `CacheLayout` the engine's. Allocation, sharding and
+the memory report derive from `arrays`. A layer's cache on the device is the entry's one array, or
+a dict of its arrays by name if it has several (`device.state.empty_caches`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from jspec.errors import ConfigError
+from jspec.spec.axes import Axes
+from jspec.spec.weight_format import Shape, itemsize
+
+
+class Unit(enum.Enum):
+    """The unit in which a cache is allocated."""
+
+    PAGE = "a record a token, in pages"
+    SLOT = "a record a row"
+
+
+class CacheArray(NamedTuple):
+    shape: Shape  # of all shards; the first dimension counts units
+    dtype: str
+    axes: Axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """The engine's part of a cache's layout.
+
+    dtype: of entries that do not decide it themselves
+    shards: of the mesh axis of kv heads
+    lanes: the kernels read records in multiples of this width (`Ops.lanes`)
+    """
+
+    page_size: int
+    dtype: str
+    shards: int = 1
+    lanes: int = 1
+
+    def width(self, size: int) -> int:
+        """Round the width of a record up to whole lanes."""
+        return -(-size // self.lanes) * self.lanes
+
+
+class CacheEntry(Protocol):
+    """The cache of one layer; frozen and hashable: compiled programs are keyed by entries."""
+
+    @property
+    def unit(self) -> Unit: ...
+
+    def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
+        """Return the arrays for `num_units` pages or slots, the dummy included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """K and V of one token: num_heads kv heads (G), of dimensions qk_dim and v_dim.
+
+    Both are in one pool [num_pages, page_size, 2G, D] (kv_write/reference.py), as wide as K; a
+    narrower V is padded.
+    """
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        check_sizes(num_heads=self.num_heads, qk_dim=self.qk_dim, v_dim=self.v_dim)
+        if self.qk_dim < self.v_dim:
+            raise ConfigError(
+                f"a cache entry's head dims are K {self.qk_dim} and V {self.v_dim}; expected V to "
+                "be no wider"
+            )
+
+    @property
+    def unit(self) -> Unit:
+        return Unit.PAGE
+
+    def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
+        heads = kv_heads_per_shard(self.num_heads, layout.shards) * layout.shards
+        shape = (num_units, layout.page_size, 2 * heads, layout.width(self.qk_dim))
+        return {"kv": CacheArray(shape, layout.dtype, (None, None, "kv_heads", None))}
+
+
+def kv_heads_per_shard(num_kv_heads: int, shards: int) -> int:
+    """Return G of one shard; heads are replicated if there are more shards than heads."""
+    return max(num_kv_heads // shards, 1)
+
+
+def axes_of(entry: CacheEntry) -> Mapping[str, Axes]:
+    """Return the logical axes of each array, which are the same in every layout."""
+    arrays = entry.arrays(1, CacheLayout(page_size=1, dtype="float32"))
+    return {name: array.axes for name, array in arrays.items()}
+
+
+def bytes_per_unit(entry: CacheEntry, layout: CacheLayout) -> int:
+    """Return the bytes of a page or a slot in one layer, over all shards."""
+    arrays = entry.arrays(1, layout).values()
+    return sum(math.prod(x.shape) * itemsize(x.dtype) for x in arrays)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ConfigError for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"a cache entry's {name} is {value}; expected at least 1")
