@@ -91,8 +91,8 @@ class EngineState:
 
 def empty_caches(
     groups: tuple[CacheGroup, ...],
-    layout: CacheLayout,
     *,
+    layout: CacheLayout,
     num_units: Callable[[CacheGroup], int],
 ) -> Caches:
     """Return zeroed caches, one a layer. num_units: pages or slots of a group, dummies included."""

@@ -27,7 +27,7 @@ from jspec.models import placement
 from jspec.models.decoder import Decoder
 from jspec.sampling.margin import margin
 from jspec.spec import indexing
-from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
 
 CHUNK = 64
@@ -177,7 +177,10 @@ class Rescorer:
             lanes=self._target.ops.lanes,
         )
         groups = self._target.cache_groups
-        caches = empty_caches(groups, layout, num_units=lambda _: self._num_pages + 1)
+        units = {Unit.PAGE: self._num_pages + 1, Unit.SLOT: 2}
+        caches = empty_caches(
+            groups, layout=layout, num_units=lambda group: units[group.entry.unit]
+        )
         return jax.device_put(caches, shardings(self._mesh, cache_specs(groups)))
 
     def _program(self) -> Any:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspec.config.limits import ServeLimits
 from jspec.device.parallel import Parallel, shardings
-from jspec.device.state import Caches, EngineState, empty_caches, empty_rows, state_specs
+from jspec.device.state import EngineState, empty_caches, empty_rows, state_specs
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
 from jspec.engine.programs.entries import BY_RANK
@@ -33,7 +34,7 @@ from jspec.engine.transfer import layout_of
 from jspec.errors import EngineClosedError
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN, SAMPLING
-from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.drafters.pending import empty_pending
 from jspec.speculative.step import StepProgram
@@ -303,11 +304,14 @@ def init_state(
         dtype=jnp.dtype(kv_dtype).name,
         shards=shards,
         lanes=program.ops.lanes,
+        num_nodes=limits.spec.num_draft_tokens,
+        num_path=limits.spec.max_emitted,
     )
 
-    def caches(groups: tuple[CacheGroup, ...]) -> Caches:
-        return empty_caches(groups, layout, num_units=lambda g: limits.pages_of(g.window) + 1)
+    def num_units(group: CacheGroup) -> int:
+        return num_slots if group.entry.unit is Unit.SLOT else limits.pages_of(group.window) + 1
 
+    caches = partial(empty_caches, layout=layout, num_units=num_units)
     return EngineState(
         kv=caches(target.cache_groups),
         draft_kv=caches(drafter.cache_groups),

@@ -7,7 +7,7 @@ KV pools, one inner jit per layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.layers.attention import Attend, attention, take_kept
+from jspec.layers.attention import attention, take_kept
+from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
+from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.moe import moe, moe_of_sum
@@ -27,12 +29,29 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups
+from jspec.spec.cache_entry import Unit
+from jspec.spec.cache_groups import CacheGroup, groups_of_layers
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mixer,
+    ModelSpec,
+    MoESpec,
+    cache_groups,
+)
 from jspec.spec.weight_format import Formats
 
 Params = dict[str, Any]
-KVPool = tuple[jax.Array, ...]
+KVPool = tuple[Any, ...]  # the layers' caches (device.state.Caches)
+
+
+MIXERS: Mapping[type[Mixer], Callable[..., jax.Array]] = {
+    AttentionSpec: attention,
+    LatentAttentionSpec: latent_attention,
+    DeltaNetSpec: delta_net,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +67,7 @@ def run_layer(
     params: Params,
     stream: Residual,
     positions: Int[Array, "*b"],
-    attend: Attend,
+    attend: Callable[..., jax.Array],
     *,
     spec: LayerSpec,
     settings: LayerSettings,
@@ -56,11 +75,12 @@ def run_layer(
 ) -> Residual:
     """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
+    attend: of the layer's kind of attention.
     kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
     """
     ops, shard = settings.ops, settings.shard
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
-    mixed = attention(
+    mixed = MIXERS[type(spec.attention)](
         params["attention"],
         normed,
         positions,
@@ -104,7 +124,7 @@ def feed_forward(
 
 
 class PagedAttend:
-    """An `attend` for one layer; after its single call (while tracing), `pages` is the new pool."""
+    """An `attend` for one layer; after its single call (while tracing), `cache` is the new one."""
 
     def __init__(
         self,
@@ -113,7 +133,7 @@ class PagedAttend:
         spec: AttentionSpec,
         settings: LayerSettings,
     ) -> None:
-        self.pages = pages
+        self.cache = pages
         self._rows = rows
         self._ops = settings.ops
         self._call = AttentionCall(
@@ -121,36 +141,96 @@ class PagedAttend:
         )
 
     def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
-        out, self.pages = self._ops.rotate_write_and_attend(
-            heads, rotation, self.pages, self._rows, self._call, sinks
+        out, self.cache = self._ops.rotate_write_and_attend(
+            heads, rotation, self.cache, self._rows, self._call, sinks
         )
         return out
+
+
+class LatentAttend:
+    """An `attend` like PagedAttend, for a layer with latent attention."""
+
+    def __init__(
+        self,
+        pages: jax.Array,
+        rows: AttentionMetadata,
+        spec: LatentAttentionSpec,
+        settings: LayerSettings,
+    ) -> None:
+        self.cache = pages
+        self._rows = rows
+        self._ops = settings.ops
+        self._call = AttentionCall(
+            queries_per_row=settings.queries_per_row, scale=spec.softmax_scale
+        )
+
+    def __call__(self, queries: jax.Array, records: jax.Array) -> jax.Array:
+        out, self.cache = self._ops.attend_latent(
+            queries, records, self.cache, self._rows, self._call
+        )
+        return out
+
+
+class DeltaAttend:
+    """An `attend` like PagedAttend, for a gated delta net."""
+
+    def __init__(
+        self, cache: dict[str, jax.Array], rows: AttentionMetadata, settings: LayerSettings
+    ) -> None:
+        self.cache = cache
+        self._rows = rows
+        self._settings = settings
+
+    def __call__(
+        self, inputs: jax.Array, decay: jax.Array, beta: jax.Array, conv: jax.Array
+    ) -> jax.Array:
+        out, self.cache = self._settings.ops.delta_rule(
+            inputs,
+            decay,
+            beta,
+            conv,
+            self.cache,
+            self._rows,
+            queries_per_row=self._settings.queries_per_row,
+        )
+        return out
+
+
+def attend_of(
+    cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
+) -> PagedAttend | LatentAttend | DeltaAttend:
+    """Return an `attend` for a layer's kind of attention."""
+    if isinstance(spec, DeltaNetSpec):
+        return DeltaAttend(cache, rows, settings)
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttend(cache, rows, spec, settings)
+    return PagedAttend(cache, rows, spec, settings)
 
 
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
 def paged_layer(
     params: Params,
     stream: Residual,
-    pages: jax.Array,
+    cache: Any,
     rows: AttentionMetadata,
     kept: jax.Array | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
-) -> tuple[Residual, jax.Array]:
-    """Run a layer over its KV pool: (stream, updated pool). Identical layers share one trace."""
-    attend = PagedAttend(pages, rows, spec.attention, settings)
+) -> tuple[Residual, Any]:
+    """Run a layer over its cache: (stream, updated cache). Identical layers share one trace."""
+    attend = attend_of(cache, rows, spec.attention, settings)
     stream = run_layer(
         params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
     )
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
-    return stream, attend.pages
+    return stream, attend.cache
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target over its pools, one a layer. aux_layer_ids: what a draft model will be fed.
+    """A target over its caches, one a layer. aux_layer_ids: what a draft model will be fed.
 
     formats: of products whose weights are not dense.
     """
@@ -192,19 +272,24 @@ class Decoder:
         kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
         computes only K and V for the others, unless its output is captured.
         """
-        pages = list(kv)
+        caches = list(kv)
         last = self.spec.num_layers - 1
         ends_early = kept is not None and last + 1 not in self.aux_layer_ids
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
-        windows = {layer.attention.window for layer in self.spec.layers}
-        by_window = {window: rows.of_window(window) for window in windows}
+        by_group = {
+            group: rows.of_slots()
+            if group.entry.unit is Unit.SLOT
+            else rows.of_window(group.window)
+            for group in self.cache_groups
+        }
+        of_layer = [by_group[group] for group in groups_of_layers(self.cache_groups)]
 
         def layer(i: int, stream: Residual) -> Residual:
-            stream, pages[i] = paged_layer(
+            stream, caches[i] = paged_layer(
                 params["layers"][i],
                 stream,
-                pages[i],
-                by_window[self.spec.layers[i].attention.window],
+                caches[i],
+                of_layer[i],
                 kept if ends_early and i == last else None,
                 spec=self.spec.layers[i],
                 settings=settings,
@@ -217,7 +302,7 @@ class Decoder:
         eps = self.spec.rms_norm_eps
         _, hidden = norm_of_sum(params["norm"], stream, eps=eps, ops=self.ops)
         hidden = hidden if ends_early else take_kept(hidden, kept)
-        return hidden, aux, tuple(pages)
+        return hidden, aux, tuple(caches)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
         """Return f32 logits over this device's vocabulary shard."""

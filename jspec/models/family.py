@@ -8,8 +8,8 @@ from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import Fields, shown
+from jspec.models.decoder_params import decoder_params
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.models.layer_params import decoder_params
 from jspec.models.params import ParamTable
 from jspec.spec.model_spec import (
     AttentionSpec,
@@ -211,7 +211,7 @@ def bos_id(fields: Fields) -> int | None:
 def decoder_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
     """Return config.json in transformers 4's keys, which version 5 reads too."""
     layer = spec.layers[0]
-    attention = layer.attention
+    attention = layer.softmax_attention
     eos = list(spec.eos_token_ids)
     dense = {"intermediate_size": layer.ffn.inner} if isinstance(layer.ffn, DenseSpec) else {}
     return {

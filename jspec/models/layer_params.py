@@ -1,8 +1,8 @@
-"""Parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the lm_head."""
+"""Parameter tables of a layer's parts: norms, products, attention, feed-forwards, the lm_head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from jspec.models.params import (
@@ -21,7 +21,6 @@ from jspec.spec.model_spec import (
     DenseSpec,
     FeedForward,
     HeadGate,
-    ModelSpec,
     MoESpec,
 )
 from jspec.spec.weight_format import Op
@@ -258,31 +257,6 @@ def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
     if isinstance(spec, DenseSpec):
         return dense_params(spec, size=size)
     return expert_params(spec, size=size)
-
-
-def decoder_params(
-    spec: ModelSpec,
-    *,
-    ffn: Callable[..., ParamTable] = ffn_params,
-    sinks: tuple[str, ...] = ("sinks",),
-) -> ParamTable:
-    """Declare a decoder under transformers' Llama names. ffn: (spec, size=E) -> its table."""
-    V, E = spec.vocab_size, spec.hidden_size
-    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
-    table: list[ParamSpec] = [
-        ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
-    ]
-    for i, layer in enumerate(spec.layers):
-        own = (
-            norm("input_norm", "input_layernorm", E),
-            *attention_params(layer.attention, in_size=E, out_size=E, sinks=sinks),
-            norm("post_norm", "post_attention_layernorm", E),
-            *ffn(layer.ffn, size=E),
-        )
-        table += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
-    table.append(norm("norm", "model.norm", E))
-    table.append(lm_head(E, V, tied=spec.tie_word_embeddings))
-    return tuple(table)
 
 
 def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:

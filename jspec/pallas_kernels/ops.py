@@ -20,11 +20,13 @@ from jspec.pallas_kernels.attention import reference, xla
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
+from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.sample import reference as sample
 from jspec.spec.model_spec import Gate, MoESpec
 
@@ -77,11 +79,54 @@ class Ops:
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
         """Write k_new and v_new, then attend, as attention/api.py specifies."""
         check_call(q, kv_pages, rows, call)
-        kv_pages = _written(k_new, v_new, kv_pages, rows, call)
-        out = xla.attend(
-            q, kv_pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
+        if k_new is not None and v_new is not None:
+            kv_pages = reference.write_new(
+                k_new, v_new, kv_pages, rows, queries_per_row=call.queries_per_row
+            )
+        return self.attend_written(q, kv_pages, rows, call, sinks), kv_pages
+
+    def attend_written(
+        self,
+        q: Float[Array, "T H Dq"],
+        pages: Float[Array, "NP S *G2 D"],
+        rows: AttentionMetadata,
+        call: AttentionCall,
+        sinks: Float[Array, "H"] | None = None,
+    ) -> Float[Array, "T H D"]:
+        """Attend to a KV or a latent pool that has this call's tokens."""
+        return xla.attend(
+            q, pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
         )
-        return out, kv_pages
+
+    def attend_latent(
+        self,
+        q: Float[Array, "T H Dq"],
+        records: Float[Array, "T Dq"],
+        pages: Float[Array, "NP S D"],
+        rows: AttentionMetadata,
+        call: AttentionCall,
+    ) -> tuple[Float[Array, "T H Dq"], Float[Array, "NP S D"]]:
+        """Write the records, then attend, as latent_attention/reference.py specifies."""
+        check_call(q, pages, rows, call)
+        pages = latent_attention.write_new(records, pages, rows, call)
+        return self.attend_written(q, pages, rows, call)[..., : q.shape[-1]], pages
+
+    def delta_rule(
+        self,
+        inputs: Float[Array, "T C"],
+        decay: Float[Array, "T Hv"],
+        beta: Float[Array, "T Hv"],
+        conv: Float[Array, "W C"],
+        cache: dict[str, jax.Array],
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+    ) -> tuple[Float[Array, "T Hv Dv"], dict[str, jax.Array]]:
+        """Fold what the last step accepted, then run the tokens (delta_rule/reference.py)."""
+        given = (inputs, decay, beta, conv, cache, rows)
+        if queries_per_row is None:
+            return delta_rule.run_chunks(*given)
+        return delta_rule.run_rows(*given, nodes=queries_per_row)
 
     def rotate_write_and_attend(
         self,
@@ -165,6 +210,27 @@ class Ops:
             for pages in kv
         )
 
+    def commit_latent(
+        self,
+        pools: tuple[jax.Array, ...],
+        page_table: Int[Array, "B P"],
+        seq_lens: Int[Array, "B"],
+        node_path: Int[Array, "B M"],
+        num_accepted: Int[Array, "B"],
+    ) -> tuple[jax.Array, ...]:
+        """Apply `commit` to latent pools."""
+        return Ops.commit(self, pools, page_table, seq_lens, node_path, num_accepted)
+
+    def commit_state(
+        self,
+        cache: dict[str, jax.Array],
+        slots: Int[Array, "B"] | None,
+        node_path: Int[Array, "B M"],
+        num_accepted: Int[Array, "B"],
+    ) -> dict[str, jax.Array]:
+        """Record the path in the cache of a recurrent layer; the next step folds it."""
+        return delta_rule.record_path(cache, slots, node_path, num_accepted)
+
     def gather_emitted(
         self,
         target_ids: Int[Array, "B N"],
@@ -229,36 +295,19 @@ class ReferenceOps(Ops):
 
     name: ClassVar[str] = "reference"
 
-    def attend(
+    def attend_written(
         self,
         q: jax.Array,
-        k_new: jax.Array | None,
-        v_new: jax.Array | None,
-        kv_pages: jax.Array,
+        pages: jax.Array,
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        check_call(q, kv_pages, rows, call)
-        kv_pages = _written(k_new, v_new, kv_pages, rows, call)
-        out = reference.attend(
-            q, kv_pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
+    ) -> jax.Array:
+        return reference.attend(
+            q, pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
         )
-        return out, kv_pages
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
     """Replace NaN by -inf, so that it is chosen only if every logit is NaN or -inf."""
     return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-
-
-def _written(
-    k_new: jax.Array | None,
-    v_new: jax.Array | None,
-    kv_pages: jax.Array,
-    rows: AttentionMetadata,
-    call: AttentionCall,
-) -> jax.Array:
-    if k_new is None or v_new is None:
-        return kv_pages
-    return reference.write_new(k_new, v_new, kv_pages, rows, queries_per_row=call.queries_per_row)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jspec.errors import ConfigError
-from jspec.spec.axes import Axes
+from jspec.spec.axes import TENSOR, Axes, mesh_axis
 from jspec.spec.weight_format import Shape, itemsize
 
 
@@ -38,12 +38,15 @@ class CacheLayout:
     dtype: of entries that do not decide it themselves
     shards: of the mesh axis of kv heads
     lanes: the kernels read records in multiples of this width (`Ops.lanes`)
+    num_nodes, num_path: most tokens of one step (N) and of an accepted path (M), for states
     """
 
     page_size: int
     dtype: str
     shards: int = 1
     lanes: int = 1
+    num_nodes: int = 1
+    num_path: int = 1
 
     def width(self, size: int) -> int:
         """Round the width of a record up to whole lanes."""
@@ -91,6 +94,66 @@ class KV:
         return {"kv": CacheArray(shape, layout.dtype, (None, None, "kv_heads", None))}
 
 
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """The latent vector of one token, from which all heads' K and V follow (MLA, DeepSeek-V2).
+
+    A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of K
+    that all heads share. Every shard has all of it.
+    """
+
+    rank: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        check_sizes(rank=self.rank, rope_dim=self.rope_dim)
+
+    @property
+    def unit(self) -> Unit:
+        return Unit.PAGE
+
+    def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
+        shape = (num_units, layout.page_size, layout.width(self.rank + self.rope_dim))
+        return {"latent": CacheArray(shape, layout.dtype, (None, None, "latent"))}
+
+
+class Record(NamedTuple):
+    """An array of a state, without its leading dimensions. dtype: None for the engine's."""
+
+    name: str
+    shape: Shape
+    axes: Axes
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A recurrent state of one row, and what the last step of the row leaves to fold into it.
+
+    Verification changes no state: `carried` is as of the tokens folded so far, `pending` has a
+    record for each of the N nodes of the last step, and "path" i32[slots, M] the accepted ones,
+    then -1. The next step of the row folds these (delta_rule/reference.py).
+    """
+
+    carried: tuple[Record, ...]
+    pending: tuple[Record, ...]
+
+    @property
+    def unit(self) -> Unit:
+        return Unit.SLOT
+
+    def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
+        def array(record: Record, *before: int) -> CacheArray:
+            axes = (*(None,) * len(before), *record.axes)
+            return CacheArray((*before, *record.shape), record.dtype or layout.dtype, axes)
+
+        found = {record.name: array(record, num_units) for record in self.carried}
+        for record in self.pending:
+            found[record.name] = array(record, num_units, layout.num_nodes)
+        found["path"] = CacheArray((num_units, layout.num_path), "int32", (None, None))
+        return found
+
+
 def kv_heads_per_shard(num_kv_heads: int, shards: int) -> int:
     """Return G of one shard; heads are replicated if there are more shards than heads."""
     return max(num_kv_heads // shards, 1)
@@ -103,9 +166,15 @@ def axes_of(entry: CacheEntry) -> Mapping[str, Axes]:
 
 
 def bytes_per_unit(entry: CacheEntry, layout: CacheLayout) -> int:
-    """Return the bytes of a page or a slot in one layer, over all shards."""
-    arrays = entry.arrays(1, layout).values()
-    return sum(math.prod(x.shape) * itemsize(x.dtype) for x in arrays)
+    """Return the bytes of a page or a slot in one layer, over all shards; some hold it whole."""
+    return sum(
+        math.prod(x.shape) * itemsize(x.dtype) * (1 if _is_sharded(x.axes) else layout.shards)
+        for x in entry.arrays(1, layout).values()
+    )
+
+
+def _is_sharded(axes: Axes) -> bool:
+    return TENSOR in map(mesh_axis, axes)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import CacheEntry, CacheLayout, bytes_per_unit
+from jspec.spec.cache_entry import CacheEntry, CacheLayout, Unit, bytes_per_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ def page_spaces(
     apart = {g.window for g in groups if g.window is not None}
     if windows is not None:
         apart &= set(windows)
+    groups = tuple(g for g in groups if g.entry.unit is Unit.PAGE)
     full = PageSpace(None, tuple(g for g in groups if g.window not in apart))
     return full, *(PageSpace(w, tuple(g for g in groups if g.window == w)) for w in sorted(apart))
 
@@ -72,6 +73,11 @@ def cache_bytes(groups: tuple[CacheGroup, ...], layout: CacheLayout) -> int:
     return sum(g.num_layers * bytes_per_unit(g.entry, layout) for g in groups)
 
 
-def windows_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[int | None, ...]:
-    """Return the window of each array of the groups' pools, in order."""
-    return tuple(group.window for group in groups for _ in range(group.num_layers))
+def slot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """Return the groups that cache a record a row, which no page space has."""
+    return tuple(g for g in groups if g.entry.unit is Unit.SLOT)
+
+
+def groups_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """Return the group of each layer, in order."""
+    return tuple(group for group in groups for _ in range(group.num_layers))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import KV
+from jspec.spec.cache_entry import KV, CacheEntry, Latent, Record, State, Unit
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.rope import RopeConfig
 
@@ -83,6 +84,104 @@ class AttentionSpec:
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def cache_entry(self) -> CacheEntry:
+        return KV(self.num_kv_heads, self.head_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec(AttentionSpec):
+    """Multi-head latent attention (MLA) of one layer: heads whose K and V follow from a latent.
+
+    Sizes are those of the heads: num_kv_heads is num_heads, head_dim has the numbers without RoPE,
+    then the rotary_dim numbers that RoPE turns. Only the latent is cached.
+
+    kv_rank: of the latent. q_rank: of the queries' low-rank projection; None: a full one.
+    """
+
+    kv_rank: int
+    q_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        if self.num_kv_heads != self.num_heads:
+            raise ConfigError(
+                f"num_key_value_heads is {self.num_kv_heads}; expected {self.num_heads}, the "
+                "number of heads: each has its own part of the latent"
+            )
+        if self.rotary_dim is None or self.rotary_dim == self.head_dim:
+            raise ConfigError(
+                f"RoPE turns {self.rotary_dim or self.head_dim} numbers of a head; expected fewer "
+                f"than {self.head_dim}"
+            )
+        others = (self.window, self.gate, self.sinks, self.qk_norm, self.qkv_bias, self.out_bias)
+        if any(others) or self.value_scale != 1.0:
+            raise ConfigError(
+                "latent attention has a window, gate, sinks, norms of heads, a bias or a value "
+                "scale; expected none of these"
+            )
+
+    @property
+    def nope_dim(self) -> int:
+        """Numbers of a query or key head that RoPE leaves."""
+        return self.head_dim - self.rope_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rotary_dim or 0
+
+    @property
+    def cache_entry(self) -> CacheEntry:
+        return Latent(self.kv_rank, self.rope_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec:
+    """A gated delta net (Gated DeltaNet, arXiv:2412.06464, as in Qwen3-Next): a recurrent layer.
+
+    Queries, keys and values come from one projection, a causal convolution of conv_size tokens and
+    SiLU. Each value head has a state [key_dim, value_dim], a decay and a step size; several share a
+    key head. Outputs are normed head by head, then gated.
+    """
+
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int = 4
+    window: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads is {self.num_heads}; expected a multiple of "
+                f"linear_num_key_heads {self.num_key_heads}"
+            )
+        if self.conv_size < 2:
+            raise ConfigError(f"linear_conv_kernel_dim is {self.conv_size}; expected at least 2")
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: all queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def cache_entry(self) -> CacheEntry:
+        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
+        state = (self.num_heads, self.key_dim, self.value_dim)
+        return State(
+            carried=(
+                Record("state", state, ("heads", None, None), "float32"),
+                Record("conv", (self.conv_size - 1, self.conv_dim), (None, "heads")),
+            ),
+            pending=(
+                Record("keys", keys, ("heads", None), "float32"),
+                Record("updates", values, ("heads", None), "float32"),
+                Record("decays", (self.num_heads,), ("heads",), "float32"),
+                Record("inputs", (self.conv_dim,), ("heads",)),
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
@@ -144,15 +243,25 @@ class MoESpec:
 
 
 FeedForward = DenseSpec | MoESpec
+Mixer = AttentionSpec | DeltaNetSpec  # the part of a layer that reads other tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """x + attention(norm(x)), then x + ffn(norm(x)); both norms are RMSNorms with `eps`."""
 
-    attention: AttentionSpec
+    attention: Mixer
     ffn: FeedForward
     eps: float = 1e-5
+
+    @property
+    def softmax_attention(self) -> AttentionSpec:
+        """The layer's attention. Raises ConfigError for a recurrent layer."""
+        if not isinstance(self.attention, AttentionSpec):
+            raise ConfigError(
+                f"the layer is a {type(self.attention).__name__}; expected one with attention"
+            )
+        return self.attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +284,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if a layer has a state for each row, instead of records of its tokens."""
+        return any(layer.attention.cache_entry.unit is Unit.SLOT for layer in self.layers)
 
     @property
     def one_layer(self) -> LayerSpec:
@@ -335,13 +449,7 @@ def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
 
     Two layers with a window between full ones give `name` 0, `name` 1, `name` 2.
     """
-    kinds = [
-        (
-            KV(a.num_kv_heads, a.head_dim, a.value_dim),
-            a.window,
-        )
-        for a in (layer.attention for layer in spec.layers)
-    ]
+    kinds = [(layer.attention.cache_entry, layer.attention.window) for layer in spec.layers]
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
     return tuple(
         CacheGroup(name if len(runs) == 1 else f"{name} {i}", count, entry, window)

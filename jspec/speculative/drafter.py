@@ -43,6 +43,7 @@ class StepBatch:
     sampling: SamplingBatch
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # i32[B, P] each
     shared: SharedPrefixes | None = None  # prefixes that several rows share
+    slots: jax.Array | None = None  # i32[B], of caches by slot
 
 
 @pytree

@@ -57,12 +57,14 @@ def rescore_chunk(
 ) -> tuple[KVPool, Float[Array, "T V"], ChunkScores]:
     """Return (pools with the chunk's KV, penalized f32 logits, scores).
 
-    seen: of one row, before the chunk, with all prompt marks. The row owns pages 1 to num_pages.
+    seen: of one row, before the chunk, with all prompt marks. The row owns pages 1 to num_pages
+    and slot 1.
     """
     size = chunk.token_ids.shape[0]
     positions = chunk.start + jnp.arange(size, dtype=jnp.int32)
     rows = AttentionMetadata(
         page_table=1 + jnp.arange(num_pages, dtype=jnp.int32)[None],
+        slots=jnp.ones((1,), jnp.int32),
         prefix_lens=chunk.start,
         cu_q_lens=jnp.concatenate((jnp.zeros((1,), jnp.int32), chunk.num_tokens)),
         q_positions=positions,

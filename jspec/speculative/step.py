@@ -208,6 +208,7 @@ def _rows_in_step(
 ) -> StepBatch:
     return StepBatch(
         shared=shared,
+        slots=slots,
         root_ids=take_rows(state.rows.root_ids, slots),
         seq_lens=take_rows(state.rows.seq_lens, slots),
         page_table=take_rows(state.rows.page_table, slots),
@@ -270,7 +271,7 @@ def prefill_step(
         token_ids=batch.token_ids,
         features=features_of(hidden, aux, needs=program.drafter.needs),
         next_ids=jnp.where(is_final, roots, batch.next_ids),
-        rows=rows,
+        rows=dataclasses.replace(rows, slots=None),  # no drafter caches a record a row
         last=last,
         is_first=_is_first(program.drafter, batch),
         sampling=sampling,
@@ -324,6 +325,7 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
     return ends, AttentionMetadata(
         page_table=take_rows(state.rows.page_table, batch.slots),
         window_tables=take_rows(state.rows.window_tables, batch.slots),
+        slots=batch.slots,
         prefix_lens=batch.starts,
         cu_q_lens=batch.cu_q_lens,
         q_positions=jnp.take(batch.starts, index.row_idx, mode="clip") + index.within,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard
@@ -14,7 +13,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 
 Params = dict[str, Any]  # one model's arrays by name
-KVPool = tuple[jax.Array, ...]  # one array per layer
+KVPool = tuple[Any, ...]  # the layers' caches (device.state.Caches)
 
 
 class Target(Protocol):

@@ -27,10 +27,13 @@ from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
 from jspec.spec import indexing
-from jspec.spec.cache_groups import CacheGroup, windows_of_layers
+from jspec.spec.cache_entry import KV, CacheEntry, Latent, Unit
+from jspec.spec.cache_groups import CacheGroup, groups_of_layers
 from jspec.speculative.drafter import Needs, StepBatch
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.tree import ancestors, pack_bits
+
+ANY_KV = KV(num_heads=1, qk_dim=1, v_dim=1)
 
 
 def score(
@@ -57,6 +60,7 @@ def score(
         tail_mask=None if mask is None else mask.reshape(batch * nodes, -1),
         tail_positions=None if is_chain else positions,
         shared=rows.shared,
+        slots=rows.slots,
     )
     hidden, aux, kv = target.forward(
         params,
@@ -132,10 +136,9 @@ def settle(
     ops: Ops,
     groups: tuple[CacheGroup, ...] = (),
 ) -> tuple[KVPool, Verified]:
-    """Walk the tree and move the KV of the accepted path to the slots after L.
+    """Walk the tree and commit the accepted path.
 
-    A chain's KV is there already. features: [B, N, .], by node. groups: of `kv`; if empty, all of
-    it is in the full page space.
+    features: [B, N, .], by node. groups: of `kv`; if empty, all of it is KV in the full page space.
     """
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
@@ -146,8 +149,10 @@ def settle(
         forced = jnp.where(drafts, forced, 0)
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
-    if spec.topk > 1:
-        kv = _commit(kv, rows, node_path, num_accepted, ops=ops, groups=groups)
+    groups = groups or (CacheGroup("all", len(kv), ANY_KV),)
+    kv = commit_path(
+        kv, rows, node_path, num_accepted, ops=ops, groups=groups, is_chain=spec.topk == 1
+    )
     gather = partial(ops.gather_emitted, target_ids, node_path=node_path, num_accepted=num_accepted)
     emitted_ids, bonus_ids, aux_hidden = gather(hidden=features.aux_hidden)
     hidden = jnp.zeros((*node_path.shape, 0), features.hidden.dtype)
@@ -162,7 +167,7 @@ def settle(
     )
 
 
-def _commit(
+def commit_path(
     kv: KVPool,
     rows: StepBatch,
     node_path: Int[Array, "B M"],
@@ -170,19 +175,29 @@ def _commit(
     *,
     ops: Ops,
     groups: tuple[CacheGroup, ...],
+    is_chain: bool,
 ) -> KVPool:
-    """Run `ops.commit` on the pools of each page space, with that space's page table."""
-    windows = windows_of_layers(groups) or (None,) * len(kv)
-    spaces = [window if window in rows.window_tables else None for window in windows]
-    pools = list(kv)
-    for space in dict.fromkeys(spaces):
+    """Commit the accepted path in every layer's cache.
+
+    Records in pages move to the slots after L, space by space with its page table; those of a chain
+    are there already. Recurrent layers note the path.
+    """
+    caches = list(kv)
+    kinds: dict[tuple[int | None, type[CacheEntry]], list[int]] = {}
+    for i, group in enumerate(groups_of_layers(groups)):
+        if group.entry.unit is Unit.SLOT:
+            caches[i] = ops.commit_state(kv[i], rows.slots, node_path, num_accepted)
+        elif not is_chain:
+            space = group.window if group.window in rows.window_tables else None
+            kinds.setdefault((space, type(group.entry)), []).append(i)
+    for (space, entry), own in kinds.items():
         table = rows.page_table if space is None else rows.window_tables[space]
-        own = [i for i, other in enumerate(spaces) if other == space]
-        of_space = tuple(pools[i] for i in own)
-        moved = ops.commit(of_space, table, rows.seq_lens, node_path, num_accepted)
+        commit = ops.commit_latent if entry is Latent else ops.commit
+        of_kind = tuple(kv[i] for i in own)
+        moved = commit(of_kind, table, rows.seq_lens, node_path, num_accepted)
         for i, pages in zip(own, moved, strict=True):
-            pools[i] = pages
-    return tuple(pools)
+            caches[i] = pages
+    return tuple(caches)
 
 
 def simulated_drafts(rows: StepBatch, *, mean_emitted: float) -> Int[Array, "B"]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec.errors import ConfigError
 from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
@@ -25,7 +26,13 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+)
 
 Backend = Literal["cudnn", "xla"]
 AttendOf = Callable[[AttentionSpec], Attend]  # for a layer
@@ -137,8 +144,8 @@ def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
     """Return 'cudnn' if it compiles and runs here for these shapes and gradients, else 'xla'."""
     if jax.default_backend() != "gpu" or dtype != jnp.bfloat16:
         return "xla"
-    heads = config.layers[0].attention
-    if any(layer.attention.sinks for layer in config.layers):
+    heads = config.layers[0].softmax_attention
+    if any(layer.softmax_attention.sinks for layer in config.layers):
         return "xla"
     q = jnp.zeros((2, length, heads.num_heads, heads.head_dim), dtype)
     k = jnp.zeros((2, length, heads.num_kv_heads, heads.head_dim), dtype)
@@ -174,7 +181,7 @@ def _run_layer(
         normed,
         positions,
         attend,
-        spec=spec.attention,
+        spec=spec.softmax_attention,
         eps=spec.eps,
         shard=settings.shard,
     )
@@ -199,6 +206,8 @@ def forward(
 
     aux_layer_ids: layers at whose input the residual stream is captured (models.decoder.trunk).
     """
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError("the model has latent attention; expected one with K and V of its heads")
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:
@@ -209,7 +218,7 @@ def forward(
         x, positions = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
 
     def attend_in(layer: LayerSpec) -> Attend:
-        own = attend(layer.attention)
+        own = attend(layer.softmax_attention)
         return _folded(own, token_ids.shape) if is_flat else own
 
     layers = [

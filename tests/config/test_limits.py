@@ -13,7 +13,7 @@ from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, Windo
 from jspec.errors import ConfigError
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV
-from jspec.spec.cache_groups import CacheGroup, page_spaces, windows_of_layers
+from jspec.spec.cache_groups import CacheGroup, groups_of_layers, page_spaces
 from jspec.spec.model_spec import Eagle3Config, ModelSpec, MoESpec, cache_groups, uniform_decoder
 
 
@@ -182,7 +182,7 @@ def test_groups_of_one_window_are_one_page_space() -> None:
     assert spaces() == [(None, (b,)), (4, (d,)), (8, (a, c))]
     assert spaces(8, 99) == [(None, (b, d)), (8, (a, c))]
     assert page_spaces((a,))[0].groups == ()  # the full space is there all the same
-    assert windows_of_layers((a, b, d)) == (8, 8, None, None, 4, 4)
+    assert groups_of_layers((a, b, d)) == (a, a, b, b, d, d)
 
 
 @given(

@@ -15,7 +15,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import KV, CacheLayout
+from jspec.spec.cache_entry import KV, CacheLayout, Record, State
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import cache_groups
 from tests.support.limits import limits_for
@@ -220,6 +220,17 @@ def test_windows_of_all_slots_fit_and_the_rest_is_for_what_keeps_everything() ->
 def test_no_window_gets_more_than_it_had_in_one_space() -> None:
     assert spaces_of(FULL, APART, room=75) == (25, [(8, 25)])
     assert spaces_of(FULL, APART, room=60) == (20, [])  # not even one row's window fits
+
+
+def test_states_of_all_slots_come_before_pages() -> None:
+    """Five slots, the dummy's included, of two layers, each as large as ten pages of a layer."""
+    state = State((Record("state", (10 * LAYER_BYTES // 4 - 1,), (None,), "float32"),), ())
+    states = CacheGroup("states", 2, state)
+    assert spaces_of(FULL, states, room=150) == (150 - 5 * 2 * 10, [])
+    assert spaces_of(states, room=150) == (80, [])
+    for groups in ((FULL, states), (states,)):
+        with pytest.raises(ConfigError, match="leaves no memory for the KV pool"):
+            spaces_of(*groups, room=99)
 
 
 def test_a_model_of_windows_alone_takes_memory_for_windows_alone() -> None:

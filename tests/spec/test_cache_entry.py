@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from jspec.errors import ConfigError
 from jspec.spec.cache_entry import (
     KV,
     CacheLayout,
+    Latent,
+    Record,
+    State,
     Unit,
     axes_of,
     bytes_per_unit,
@@ -27,3 +33,35 @@ def test_k_and_v_share_a_pool_of_whole_lanes() -> None:
     assert axes_of(entry) == {"kv": (None, None, "kv_heads", None)}
     assert entry.unit is Unit.PAGE
     assert bytes_per_unit(entry, layout) == 16 * 8 * 128 * 2
+
+
+def test_a_latent_is_one_record_that_every_shard_holds() -> None:
+    layout = CacheLayout(page_size=16, dtype="bfloat16", shards=4, lanes=128)
+    entry = Latent(rank=512, rope_dim=64)
+    (pool,) = entry.arrays(5, layout).values()
+    assert pool.shape == (5, 16, 640)
+    assert axes_of(entry) == {"latent": (None, None, "latent")}
+    assert bytes_per_unit(entry, layout) == 4 * 16 * 640 * 2
+
+
+def test_a_state_has_a_record_a_row_and_one_for_each_node() -> None:
+    entry = State(
+        carried=(Record("state", (4, 2), ("heads", None), "float32"),),
+        pending=(Record("inputs", (6,), ("heads",)),),
+    )
+    layout = CacheLayout(page_size=16, dtype="bfloat16", shards=2, num_nodes=7, num_path=3)
+    shapes = {name: (x.shape, x.dtype) for name, x in entry.arrays(9, layout).items()}
+    assert shapes == {
+        "state": ((9, 4, 2), "float32"),
+        "inputs": ((9, 7, 6), "bfloat16"),
+        "path": ((9, 3), "int32"),
+    }
+    assert axes_of(entry)["inputs"] == (None, None, "heads")
+    assert entry.unit is Unit.SLOT
+    assert bytes_per_unit(entry, layout) == 8 * 4 + 7 * 6 * 2 + 2 * 3 * 4
+
+
+@pytest.mark.parametrize("make", [lambda: KV(0, 1, 1), lambda: Latent(0, 1), lambda: Latent(1, 0)])
+def test_impossible_sizes_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"a cache entry.s \w+ is 0; expected at least 1"):
+        make()

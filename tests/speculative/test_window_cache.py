@@ -18,7 +18,6 @@ from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
 from jspec.messages.request import StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder
-from jspec.spec.cache_groups import windows_of_layers
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.standalone import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params

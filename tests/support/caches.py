@@ -25,4 +25,4 @@ def empty_pools(
     layout = CacheLayout(
         page_size=page_size, dtype=jnp.dtype(dtype).name, shards=shards, lanes=ops.lanes
     )
-    return empty_caches(groups, layout, num_units=lambda _: num_pages)
+    return empty_caches(groups, layout=layout, num_units=lambda _: num_pages)

@@ -43,7 +43,7 @@ def propose_seconds(served: ServedWeights) -> float | None:
     models = served.models
     dtype = jnp.dtype(models.config.dtype)
     layout = CacheLayout(page_size=PAGE_SIZE, dtype=dtype.name, lanes=models.target.ops.lanes)
-    caches = empty_caches(drafter.cache_groups, layout, num_units=lambda _: NUM_PAGES + 1)
+    caches = empty_caches(drafter.cache_groups, layout=layout, num_units=lambda _: NUM_PAGES + 1)
     state = drafter.init_state(1, context_length=NUM_PAGES * PAGE_SIZE, dtype=dtype)
     rows = StepBatch(
         root_ids=jnp.zeros((1,), jnp.int32),

@@ -194,7 +194,9 @@ class Examination:
         if not windows or min(windows) >= self._most or self._head is None:
             return None
         layers = tuple(
-            dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=None))
+            dataclasses.replace(
+                layer, attention=dataclasses.replace(layer.softmax_attention, window=None)
+            )
             for layer in spec.layers
         )
         target = dataclasses.replace(self._target, spec=dataclasses.replace(spec, layers=layers))
@@ -276,8 +278,8 @@ class Examination:
             dtype=self._dtype,
             head=str(self._engine.config.speculative_draft_model_path or "none"),
             aux_layer_ids=self._layer_ids,
-            rope_theta=None if draft is None else draft.layers[0].attention.rope.theta,
-            target_rope_theta=self._target.spec.layers[-1].attention.rope.theta,
+            rope_theta=None if draft is None else draft.layers[0].softmax_attention.rope.theta,
+            target_rope_theta=self._target.spec.layers[-1].softmax_attention.rope.theta,
             windows=self._windows,
             draft_vocab_size=getattr(sizes, "draft_vocab_size", None),
         )

@@ -125,13 +125,13 @@ def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]
 
 
 def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
-    own = config.layer.one_layer.attention.rope
-    theirs = target.layers[-1].attention.rope
+    own = config.layer.one_layer.softmax_attention.rope
+    theirs = target.layers[-1].softmax_attention.rope
     bases = dict.fromkeys((*THETAS, theirs.theta))
     for rope in (*(replace(own, theta=theta) for theta in bases), theirs):
         if rope == own:
             continue
-        attention = replace(config.layer.one_layer.attention, rope=rope)
+        attention = replace(config.layer.one_layer.softmax_attention, rope=rope)
         layers = tuple(replace(layer, attention=attention) for layer in config.layer.layers)
         changed = replace(config, layer=replace(config.layer, layers=layers))
         yield Reading(

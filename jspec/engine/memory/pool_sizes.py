@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +17,8 @@ from jspec.engine.memory import device_memory
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV, CacheLayout, bytes_per_unit, kv_heads_per_shard
-from jspec.spec.cache_groups import CacheGroup, cache_bytes, page_spaces
-from jspec.spec.model_spec import ModelSpec
+from jspec.spec.cache_groups import CacheGroup, cache_bytes, page_spaces, slot_groups
+from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +68,14 @@ def size_pool(
         other_shapes=config.other_shapes,
     )
     layout = CacheLayout(
-        page_size=page_size, dtype=config.dtype, shards=config.tp_size, lanes=ops.lanes
+        page_size=page_size,
+        dtype=config.dtype,
+        shards=config.tp_size,
+        lanes=ops.lanes,
+        num_nodes=limits.spec.num_draft_tokens,
+        num_path=limits.spec.max_emitted,
     )
-    of_page = partial(cache_bytes, layout=layout)
-    return _sized(limits, config, groups, devices=devices, of_page=of_page, weights=weights)
+    return _sized(limits, config, groups, devices=devices, layout=layout, weights=weights)
 
 
 def _sized(
@@ -80,35 +84,40 @@ def _sized(
     groups: tuple[CacheGroup, ...],
     *,
     devices: list[jax.Device],
-    of_page: Callable[[tuple[CacheGroup, ...]], int],
+    layout: CacheLayout,
     weights: Mapping[str, int],
 ) -> ServeLimits:
     """Return `limits`, which has the most useful page count, with the pages that fit.
 
-    max_total_tokens are usable tokens of the full space. The scratch for one row, the last one that
-    runs when pages are short, is extra. of_page: bytes of a page in all layers of some groups.
+    max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
+    row: the last one that runs when pages are short. Caches by slot are allocated whole.
     """
-    page_size = limits.page_size
+    page_size, of_page = limits.page_size, partial(cache_bytes, layout=layout)
+    states = slot_groups(groups)
+    groups = tuple(group for group in groups if group not in states)
     scratch = config.speculative.num_scratch_pages(page_size)
-    pool_bytes, most = _pool_bytes(devices, config.mem_fraction_static), limits.num_pages
+    of_states = (limits.num_slots + 1) * cache_bytes(states, layout)
+    pool_bytes = _pool_bytes(devices, config.mem_fraction_static) - of_states
+    most = limits.num_pages
     tokens = config.max_total_tokens
     asked = None if tokens is None else indexing.num_pages(tokens, page_size) + scratch
-    as_one = min(pool_bytes // of_page(groups), most if asked is None else asked)
+    wanted = most if asked is None else asked
+    as_one = min(pool_bytes // of_page(groups), wanted) if groups else wanted
     windows = _window_spaces(limits, groups, as_one=as_one)
     full, *apart = page_spaces(groups, windows=[space.window for space in windows])
     taken = sum(w.num_pages * of_page(s.groups) for w, s in zip(windows, apart, strict=True))
     of_full = of_page(full.groups)
-    room = (pool_bytes - taken) // of_full if of_full else asked or most
+    room = (pool_bytes - taken) // of_full if of_full else wanted * (pool_bytes >= 0)
     if asked is not None and tokens is not None:
         device_memory.check_pool_fits(
             devices,
             tokens=tokens,
-            num_bytes=asked * of_full + taken,
+            num_bytes=asked * of_full + taken + of_states,
             fitting=max(0, room - scratch) * page_size,
         )
         return replace(limits, num_pages=asked, windows=windows)
     if room < scratch + 1:
-        least = (scratch + 1) * of_full + taken
+        least = (scratch + 1) * of_full + taken + of_states
         raise device_memory.no_pool_error(
             devices, config.mem_fraction_static, num_bytes=least, **weights
         )
@@ -148,7 +157,8 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
     They need a prefix cache, and a kernel in `ops` that reads a prefix for two rows at once.
     """
     is_off = config.disable_radix_cache or config.disable_cascade_attn
-    full = {layer.attention for layer in target.layers if layer.attention.window is None}
+    mixers = (layer.attention for layer in target.layers)
+    full = {own for own in mixers if type(own) is AttentionSpec and own.window is None}
     if is_off or ops.sharing_pays_from is None or not full:
         return None
     shards, token = config.tp_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)

@@ -19,9 +19,9 @@ from jspec.models.files.checkpoint import check_directory, check_target, load_mo
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
 from jspec.models.registry import architectures, draft_algorithm, family_named, table_of
-from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
+from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 
@@ -256,7 +256,8 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
 
 
 def _shapes(spec: ModelSpec) -> dict[str, Any]:
-    heads = [layer.attention for layer in spec.layers]
+    mixers = [layer.attention for layer in spec.layers]
+    heads = [own for own in mixers if isinstance(own, AttentionSpec)]
     experts = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
     found: dict[str, Any] = {
         "family": spec.family,
@@ -276,7 +277,8 @@ def _shapes(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
-    return cache_bytes(groups, CacheLayout(page_size=1, dtype=dtype))
+    of_tokens = tuple(g for g in groups if g.entry.unit is Unit.PAGE)
+    return cache_bytes(of_tokens, CacheLayout(page_size=1, dtype=dtype))
 
 
 def _with_memory(

@@ -126,7 +126,7 @@ def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> MtpConfig
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    attention = spec.layers[0].attention
+    attention = spec.layers[0].softmax_attention
     moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     written = decoder_json(spec, architecture="Glm4MoeForCausalLM", model_type="glm4_moe") | {

@@ -12,6 +12,7 @@ from typing import Any
 
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields, shown
+from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     FULL,
     SLIDING,
@@ -21,7 +22,7 @@ from jspec.models.family import (
     read_decoder,
     read_windows,
 )
-from jspec.models.layer_params import decoder_params, product
+from jspec.models.layer_params import product
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
@@ -174,7 +175,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     assert isinstance(layer.ffn, MoESpec)
     windows = [layer.attention.window for layer in spec.layers]
     return decoder_json(spec, architecture="GptOssForCausalLM", model_type="gpt_oss") | {
-        "attention_bias": layer.attention.qkv_bias,
+        "attention_bias": layer.softmax_attention.qkv_bias,
         "intermediate_size": layer.ffn.inner,
         "num_local_experts": layer.ffn.num_experts,
         "num_experts_per_tok": layer.ffn.top_k,

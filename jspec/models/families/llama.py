@@ -34,7 +34,7 @@ def read(fields: Fields) -> ModelSpec:
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     layer = spec.one_layer
     return decoder_json(spec, architecture="LlamaForCausalLM", model_type="llama") | {
-        "attention_bias": layer.attention.qkv_bias,
+        "attention_bias": layer.softmax_attention.qkv_bias,
         "mlp_bias": isinstance(layer.ffn, DenseSpec) and layer.ffn.bias,
     }
 

@@ -68,7 +68,7 @@ def mtp_layer(fields: Fields) -> ModelSpec:
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     written = qwen_json(spec, architecture="MiMoForCausalLM", model_type="mimo")
-    return written | {"attention_bias": spec.layers[0].attention.qkv_bias}
+    return written | {"attention_bias": spec.layers[0].softmax_attention.qkv_bias}
 
 
 FAMILY = Family(

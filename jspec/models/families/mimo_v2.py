@@ -15,6 +15,7 @@ from typing import Any
 
 from jspec.errors import CheckpointError
 from jspec.files.json_files import Fields, shown
+from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     CHAINS_NORMED,
     FULL,
@@ -30,7 +31,6 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.models.layer_params import decoder_params
 from jspec.models.params import ParamTable
 from jspec.spec.model_spec import (
     AttentionSpec,
@@ -207,8 +207,10 @@ def table(spec: ModelSpec) -> ParamTable:
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     """Return config.json in the published keys."""
     kinds = [FULL if layer.attention.window is None else SLIDING for layer in spec.layers]
-    of_kind = {kind: spec.layers[i].attention for i, kind in reversed(list(enumerate(kinds)))}
-    full = of_kind.get(FULL, spec.layers[0].attention)
+    of_kind = {
+        kind: spec.layers[i].softmax_attention for i, kind in reversed(list(enumerate(kinds)))
+    }
+    full = of_kind.get(FULL, spec.layers[0].softmax_attention)
     sliding = of_kind.get(SLIDING, full)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)

@@ -34,7 +34,7 @@ def read(fields: Fields) -> ModelSpec:
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     return qwen_json(spec, architecture="Qwen3ForCausalLM", model_type="qwen3") | {
-        "attention_bias": spec.layers[0].attention.qkv_bias
+        "attention_bias": spec.layers[0].softmax_attention.qkv_bias
     }
 
 

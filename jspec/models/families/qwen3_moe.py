@@ -75,7 +75,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         qwen_json(spec, architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe")
         | widths
         | {
-            "attention_bias": spec.layers[0].attention.qkv_bias,
+            "attention_bias": spec.layers[0].softmax_attention.qkv_bias,
             "num_experts": ffn.num_experts,
             "num_experts_per_tok": ffn.top_k,
             "moe_intermediate_size": ffn.inner,

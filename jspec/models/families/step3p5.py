@@ -19,6 +19,7 @@ from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import Fields, shown
+from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     FULL,
     OF_MTP_LAYERS,
@@ -31,7 +32,7 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
+from jspec.models.layer_params import dense_params, product, zero_centred
 from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import (
     AttentionSpec,
@@ -253,7 +254,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = [layer.softmax_attention for layer in spec.layers]
     full = next((a for a in attentions if a.window is None), attentions[0])
     sliding = next((a for a in attentions if a.window is not None), full)
     scaled = [a for a in attentions if rope_json(a.rope)["rope_scaling"] is not None]

@@ -109,8 +109,8 @@ def load_eagle1_config(
         layer = _read_layers(fields, names, target)
     if draft_rope_theta is not None:
         spec = layer.one_layer
-        rope = replace(spec.attention.rope, theta=draft_rope_theta)
-        spec = replace(spec, attention=replace(spec.attention, rope=rope))
+        rope = replace(spec.softmax_attention.rope, theta=draft_rope_theta)
+        spec = replace(spec, attention=replace(spec.softmax_attention, rope=rope))
         layer = replace(layer, layers=(spec,) * layer.num_layers)
     check_target(fields, layer, target, hidden_size=layer.hidden_size)
     return Eagle1Config(
@@ -188,7 +188,7 @@ def run_first_layer(
         x,
         positions,
         attend,
-        spec=spec.attention,
+        spec=spec.softmax_attention,
         eps=spec.eps,
         shard=settings.shard,
         kept=kept,
@@ -209,11 +209,11 @@ def _paged_first_layer(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, spec.attention, settings)
+    attend = PagedAttend(pages, rows, spec.softmax_attention, settings)
     out = run_first_layer(
         params, x, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
     )
-    return out, attend.pages
+    return out, attend.cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.
 
 def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
     """Return config.json as a LlamaForCausalLMEagle; raise ConfigError if q and k are normed."""
-    attention = config.layer.one_layer.attention
+    attention = config.layer.one_layer.softmax_attention
     if attention.qk_norm:
         raise ConfigError(
             "the head norms q and k; expected it not to: the layout has no key for it"

@@ -53,7 +53,7 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
     first = (
         norm_param("input_norm", "input_layernorm", E),
         norm_param("hidden_norm", "hidden_norm", E),
-        *attention_params(layer.attention, in_size=2 * E, out_size=E),
+        *attention_params(layer.softmax_attention, in_size=2 * E, out_size=E),
         norm_param("post_norm", "post_attention_layernorm", E),
         *ffn_params(layer.ffn, size=E),
     )
@@ -114,7 +114,7 @@ def run_head_layer(
         wide,
         positions,
         attend,
-        spec=spec.attention,
+        spec=spec.softmax_attention,
         eps=spec.eps,
         shard=settings.shard,
         kept=kept,
@@ -137,7 +137,7 @@ def _paged_head_layer(
     config: Eagle3Config,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, config.layer.one_layer.attention, settings)
+    attend = PagedAttend(pages, rows, config.layer.one_layer.softmax_attention, settings)
     out = run_head_layer(
         params,
         embedded,
@@ -148,7 +148,7 @@ def _paged_head_layer(
         settings=settings,
         kept=kept,
     )
-    return out, attend.pages
+    return out, attend.cache
 
 
 @dataclass(frozen=True, slots=True)

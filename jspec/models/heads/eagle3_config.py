@@ -138,7 +138,7 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
     outputs of layers (SGLang), which are one less: -1 is the embeddings.
     """
     layer = replace(config.layer, tie_word_embeddings=False)
-    attention = layer.one_layer.attention
+    attention = layer.one_layer.softmax_attention
     written = family_named("llama").to_json(layer) | {
         "torch_dtype": dtype,
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -106,7 +106,7 @@ def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> Para
     before = (norm("input_norm", "input_layernorm", size),) if input_norm else ()
     return (
         *before,
-        *attention_params(layer.attention, in_size=size, out_size=size),
+        *attention_params(layer.softmax_attention, in_size=size, out_size=size),
         norm("post_norm", "post_attention_layernorm", size),
         *ffn_params(layer.ffn, size=size),
     )

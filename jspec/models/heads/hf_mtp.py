@@ -152,7 +152,7 @@ def written_config(
     window becomes the whole context, because other engines give such layers pools with a window. A
     chain's layout has norms of q and k and gated heads.
     """
-    own, window = layer.attention, target.max_position
+    own, window = layer.softmax_attention, target.max_position
     if chained:
         attention = replace(own, window=window, qk_norm=True, gate=HeadGate.OF_HEADS)
         target = replace(target, tie_word_embeddings=False, family=WRITTEN_CHAIN)

@@ -76,7 +76,7 @@ def _paged_mtp_layer(
     hidden_first: bool,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, spec.attention, settings)
+    attend = PagedAttend(pages, rows, spec.softmax_attention, settings)
     out = run_mtp_layer(
         params,
         embedded,
@@ -88,7 +88,7 @@ def _paged_mtp_layer(
         settings=settings,
         kept=kept,
     )
-    return out, attend.pages
+    return out, attend.cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
             around.append(_either(lm_head(E, V, tied=False, name=name) for name in heads))
         own = [
             norm("input_norm", names.input_norm, E),
-            *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
+            *attention_params(layer.softmax_attention, in_size=E, out_size=E, sinks=names.sinks),
             norm("post_norm", names.post_norm, E),
             *ffn_params(layer.ffn, size=E),
         ]

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 
 from jspec.device.batch import SharedPrefixes
 from jspec.device.pytree import pytree
+from jspec.pallas_kernels.kv_write.reference import records_of
 
 
 @pytree
@@ -50,16 +51,22 @@ class AttentionMetadata:
     # Tables of the other spaces by window, i32[B, P] each.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     shared: SharedPrefixes | None = None  # in the full space; a kernel may read them once
+    slots: jax.Array | None = None  # i32[B], of caches by slot
 
     def of_window(self, window: int | None) -> AttentionMetadata:
         """Return the metadata for layers with this window, with their space's page table.
 
         A window without its own space uses the full one.
         """
+        of_pages = dataclasses.replace(self, window_tables={}, slots=None)
         if window is None:
-            return dataclasses.replace(self, window_tables={})
+            return of_pages
         table = self.window_tables.get(window, self.page_table)
-        return dataclasses.replace(self, page_table=table, window_tables={}, shared=None)
+        return dataclasses.replace(of_pages, page_table=table, shared=None)
+
+    def of_slots(self) -> AttentionMetadata:
+        """Return the metadata for layers that cache a record a row."""
+        return dataclasses.replace(self, window_tables={}, shared=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +88,11 @@ def check_call(
 ) -> None:
     """Raise ValueError at trace time for shapes that contradict each other."""
     batch = rows.page_table.shape[0]
-    if q.shape[1] % (kv_pages.shape[2] // 2):
-        raise ValueError(
-            f"{q.shape[1]} query heads over {kv_pages.shape[2] // 2} kv heads; expected a multiple"
-        )
-    if q.shape[2] > kv_pages.shape[3]:
-        raise ValueError(f"q is {q.shape[2]} wide, the pool {kv_pages.shape[3]}; expected at most")
+    num_kv, _ = records_of(kv_pages)
+    if q.shape[1] % num_kv:
+        raise ValueError(f"{q.shape[1]} query heads over {num_kv} kv heads; expected a multiple")
+    if q.shape[2] > kv_pages.shape[-1]:
+        raise ValueError(f"q is {q.shape[2]} wide, the pool {kv_pages.shape[-1]}; expected at most")
     if call.queries_per_row is not None and q.shape[0] != batch * call.queries_per_row:
         raise ValueError(f"{q.shape[0]} queries; expected {batch} rows of {call.queries_per_row}")
     if (rows.tail_mask is None) != (rows.tail_positions is None):

@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, visible_keys
-from jspec.pallas_kernels.kv_write.reference import page_slots, pool_rows, write_rows
+from jspec.pallas_kernels.kv_write.reference import (
+    page_slots,
+    pool_rows,
+    records_of,
+    write_rows,
+)
 
 
 def new_slots(
@@ -46,13 +51,13 @@ def attend(
     soft_cap: float | None,
 ) -> jax.Array:
     """Return out[T, H, D] by definition; padding queries return zeros."""
-    two_g, width = kv_pages.shape[2:]
+    width, (num_kv, num_records) = kv_pages.shape[-1], records_of(kv_pages)
     index = index_queries(rows.cu_q_lens, q.shape[0], queries_per_row=queries_per_row)
     lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
     if queries_per_row is not None:
         lens = jnp.full_like(lens, queries_per_row)
     table = jnp.take(rows.page_table, index.row_idx, axis=0, mode="clip")  # [T, P]
-    kv = kv_pages[table].reshape(q.shape[0], -1, two_g // 2, 2, width)  # [T, C, G, 2, D]
+    kv = kv_pages[table].reshape(q.shape[0], -1, num_kv, num_records, width)
     slot = jnp.broadcast_to(jnp.arange(kv.shape[1], dtype=jnp.int32), kv.shape[:2])
     tail_positions = rows.tail_positions
     seen = visible_keys(
@@ -71,7 +76,7 @@ def attend(
     )[:, 0]  # [T, C]
     seen = seen & index.valid[:, None]
     clean = jnp.where(seen[:, :, None, None, None], kv.astype(jnp.float32), 0.0)
-    group = q.shape[1] // (two_g // 2)
+    group = q.shape[1] // num_kv
     queries = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, width - q.shape[2])))
     queries = queries.reshape(q.shape[0], -1, group, width)
     scores = jnp.einsum("tghd,tcgd->tghc", queries, clean[:, :, :, 0]) * scale
@@ -83,6 +88,6 @@ def attend(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks.reshape(-1, group)[None, :, :, None] - top)
-    mixed = jnp.einsum("tghc,tcgd->tghd", weights, clean[:, :, :, 1]) / jnp.maximum(total, 1e-30)
+    mixed = jnp.einsum("tghc,tcgd->tghd", weights, clean[:, :, :, -1]) / jnp.maximum(total, 1e-30)
     mixed = jnp.where(index.valid[:, None, None, None], mixed, 0.0)
     return mixed.reshape(q.shape[0], q.shape[1], width).astype(q.dtype)

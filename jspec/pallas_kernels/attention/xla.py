@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, visible_keys
+from jspec.pallas_kernels.kv_write.reference import records_of
 
 BLOCK_TOKENS = 128
 
@@ -37,9 +38,9 @@ def attend(
     soft_cap: float | None,
 ) -> jax.Array:
     """Return out[T, H, D]; padding queries return unspecified finite values."""
-    _, page_size, two_g, width = kv_pages.shape
+    page_size, width = kv_pages.shape[1], kv_pages.shape[-1]
     batch, pages_per_row = rows.page_table.shape
-    num_heads, num_kv = q.shape[1], two_g // 2
+    num_heads, (num_kv, num_records) = q.shape[1], records_of(kv_pages)
     block_pages = min(max(BLOCK_TOKENS // page_size, 1), pages_per_row)
     num_blocks = -(-pages_per_row // block_pages)
     table = jnp.pad(rows.page_table, ((0, 0), (0, num_blocks * block_pages - pages_per_row)))
@@ -68,12 +69,12 @@ def attend(
         # tiling, and this loop would copy the pool in every iteration.
         flat = kv_pages.reshape(kv_pages.shape[0], -1, width)
         kv = flat.at[ids].get(mode="promise_in_bounds")
-        kv = kv.reshape(ids.shape[0], -1, num_kv, 2, width).astype(jnp.float32)
+        kv = kv.reshape(ids.shape[0], -1, num_kv, num_records, width).astype(jnp.float32)
         # 0 times NaN is NaN, so zero the unwritten slots before any product. Written slots are
         # finite (kv_write).
         is_written = (slot < limit[:, None])[:, :, None, None, None]
         kv = jnp.where(is_written, kv, 0.0)
-        kv = kv.reshape(groups, -1, num_kv, 2, width)
+        kv = kv.reshape(groups, -1, num_kv, num_records, width)
         seen = _visible(slot, rows, q.shape[0], queries_per_row, window, row)
         return step + 1, _absorb(partial, queries, kv, seen, soft_cap=soft_cap)
 
@@ -143,7 +144,7 @@ def _absorb(
     *,
     soft_cap: float | None,
 ) -> _Partial:
-    """Add one block to the online softmax: kv [A, C, G, 2, D], seen [A, Q, C]."""
+    """Add one block to the online softmax: kv [A, C, G, 2 (K, V) or 1, D], seen [A, Q, C]."""
     group = queries.shape[2] // seen.shape[1]
     scores = jnp.einsum("agqd,acgd->agqc", queries, kv[:, :, :, 0])
     if soft_cap is not None:
@@ -152,7 +153,7 @@ def _absorb(
     top = jnp.maximum(partial.top, jnp.max(jnp.where(seen, scores, -1e30), axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     fade = jnp.exp(partial.top - top)
-    mixed = jnp.einsum("agqc,acgd->agqd", weights, kv[:, :, :, 1])
+    mixed = jnp.einsum("agqc,acgd->agqd", weights, kv[:, :, :, -1])
     return _Partial(
         top=top,
         total=partial.total * fade + jnp.sum(weights, axis=-1),

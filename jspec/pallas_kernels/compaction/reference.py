@@ -76,12 +76,12 @@ def by_shape(
 
 
 def compact_path(
-    pages: Float[Array, "NP S G2 D"],
+    pages: Float[Array, "NP S *G2 D"],
     page_table: Int[Array, "B P"],
     seq_lens: Int[Array, "B"],
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
-) -> Float[Array, "NP S G2 D"]:
+) -> Float[Array, "NP S *G2 D"]:
     """Move the KV of the accepted nodes to the slots right after the root.
 
     Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All slots are read before any is

@@ -2,8 +2,9 @@
 
 RoPE (Su et al., 2021) is half-split, as in Llama; some families norm q and k before it (Qwen3).
 
-A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the dummy,
-which takes all writes that must go nowhere else. Indices are never negative.
+A KV pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. A latent pool
+[num_pages, page_size, D] has one record for each token, which is both K and V of one head. Page 0
+is the dummy, which takes all writes that must go nowhere else. Indices are never negative.
 
 Written values are finite: 0 times NaN is NaN, so one row's overflow would reach every query whose
 product includes that slot, visible or not.
@@ -29,6 +30,11 @@ def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     wide = x.astype(jnp.float32)
     stand_in = jnp.where(wide > 0, LARGE, jnp.where(wide < 0, -LARGE, 0.0))
     return jnp.where(jnp.abs(wide) < jnp.inf, x, stand_in.astype(x.dtype))
+
+
+def records_of(pages: Float[Array, "NP S *G2 D"]) -> tuple[int, int]:
+    """Return (kv heads, records of each): G and 2 of a KV pool, 1 and 1 of a latent pool."""
+    return (1, 1) if pages.ndim == 3 else (pages.shape[2] // 2, 2)
 
 
 def interleave_kv(
@@ -67,11 +73,11 @@ def page_slots(
 
 
 def write_rows(
-    pages: Float[Array, "NP S G2 D"],
+    pages: Float[Array, "NP S *G2 D"],
     page: Int[Array, "*n"],
     offset: Int[Array, "*n"],
-    values: Float[Array, "*n G2 D"],
-) -> Float[Array, "NP S G2 D"]:
+    values: Float[Array, "*n *G2 D"],
+) -> Float[Array, "NP S *G2 D"]:
     """Set pages[page, offset] = values, in place if the pool is donated."""
     return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")
 

@@ -42,7 +42,6 @@ from jspec.errors import ConfigError
 from jspec.models.heads.mtp import MtpHead
 from jspec.models.params import ParamTable
 from jspec.spec import indexing
-from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
 from jspec.speculative.candidates import Ranking, rank_candidates
@@ -98,7 +97,7 @@ class MultiLayerDrafter:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         layers = self.head.config.model.layers[: self.spec.num_steps]
         return tuple(
-            CacheGroup(f"draft {s}", 1, KV(a.num_kv_heads, a.head_dim, a.value_dim), a.window)
+            CacheGroup(f"draft {s}", 1, a.cache_entry, a.window)
             for s, a in enumerate(layer.attention for layer in layers)
         )
 

@@ -68,7 +68,7 @@ class DraftHead(Protocol):
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
     """Return a layer with its target's attention heads and RoPE theta 10000, as published."""
-    given = target.layers[-1].attention
+    given = target.layers[-1].softmax_attention
     attention = AttentionSpec(
         num_heads=given.num_heads,
         num_kv_heads=given.num_kv_heads,

@@ -80,7 +80,7 @@ class TrainedMtp:
                 embed(params["embed"], ids).astype(dtype),
                 hidden,
                 positions,
-                attend_of(spec.attention),
+                attend_of(spec.softmax_attention),
                 spec=spec,
                 hidden_first=self.config.hidden_first,
                 settings=LayerSettings(Ops()),

@@ -1,0 +1,60 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2) around a pluggable `attend`, in absorbed form.
+
+No head's K and V are ever made: queries go to the latent's space before `attend`, outputs leave it
+after (latent_attention/reference.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.layers.attention import take_kept
+from jspec.layers.linear import Shard, linear
+from jspec.layers.norm import norm
+from jspec.layers.rope import angles_of
+from jspec.pallas_kernels.kv_write.rotation import rotate
+from jspec.spec.model_spec import LatentAttentionSpec
+
+# (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank + rope]
+AttendLatent = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def latent_attention(
+    params: dict[str, Any],
+    x: Float[Array, "T I"],
+    positions: Int[Array, "T"],
+    attend: AttendLatent,
+    *,
+    spec: LatentAttentionSpec,
+    eps: float,
+    shard: Shard,
+    kept: Int[Array, "R"] | None = None,
+) -> Float[Array, "_ E"]:
+    """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
+
+    params: kv_a gives the latent and the shared part of K, k_up and v_up have the columns of each
+    head, q those of the queries; with q_a and its norm, q reads these instead of x.
+    """
+    num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
+    given = x
+    if "q_a" in params:
+        given = norm(params["q_a_norm"], linear(params["q_a"], x), eps=eps)
+    queries = linear(params["q"], given).reshape(-1, num_heads, spec.head_dim)
+    latent, shared = jnp.split(linear(params["kv_a"], x), (rank,), axis=-1)
+    latent = norm(params["kv_a_norm"], latent, eps=eps)
+    cos, sin = angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
+    plain, turned = jnp.split(queries, (spec.nope_dim,), axis=-1)
+    k_up = params["k_up"]["kernel"].reshape(rank, num_heads, spec.nope_dim)
+    absorbed = jnp.einsum("thd,rhd->thr", plain, k_up)
+    mixed = attend(
+        jnp.concatenate((absorbed, rotate(turned, cos, sin)), axis=-1),
+        jnp.concatenate((latent, rotate(shared[:, None], cos, sin)[:, 0]), axis=-1),
+    )
+    v_up = params["v_up"]["kernel"].reshape(rank, num_heads, spec.value_dim)
+    heads = jnp.einsum("thr,rhv->thv", take_kept(mixed, kept)[..., :rank], v_up)
+    return linear(params["out"], heads.reshape(heads.shape[0], -1), reduce=shard)

@@ -1,0 +1,148 @@
+"""Parameter tables of whole decoders, and of the kinds of attention that only targets have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
+
+
+def decoder_params(
+    spec: ModelSpec,
+    *,
+    ffn: Callable[..., ParamTable] = ffn_params,
+    sinks: tuple[str, ...] = ("sinks",),
+) -> ParamTable:
+    """Declare a decoder under transformers' Llama names. ffn: (spec, size=E) -> its table."""
+    V, E = spec.vocab_size, spec.hidden_size
+    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
+    table: list[ParamSpec] = [
+        ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
+    ]
+    for i, layer in enumerate(spec.layers):
+        own = (
+            norm("input_norm", "input_layernorm", E),
+            *mixer_params(layer.attention, size=E, sinks=sinks),
+            norm("post_norm", "post_attention_layernorm", E),
+            *ffn(layer.ffn, size=E),
+        )
+        table += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
+    table.append(norm("norm", "model.norm", E))
+    table.append(lm_head(E, V, tied=spec.tie_word_embeddings))
+    return tuple(table)
+
+
+def mixer_params(spec: Mixer, *, size: int, sinks: tuple[str, ...]) -> ParamTable:
+    """Declare a layer's `attention`, of any kind."""
+    if isinstance(spec, DeltaNetSpec):
+        return delta_params(spec, size=size)
+    if isinstance(spec, LatentAttentionSpec):
+        return latent_params(spec, size=size)
+    return attention_params(spec, in_size=size, out_size=size, sinks=sinks)
+
+
+def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
+    """Declare latent attention under DeepSeek-V2's names; kv_b_proj has, head by head, K then V."""
+    H, D, rank = spec.num_heads, spec.head_dim, spec.kv_rank
+    of_head = spec.nope_dim + spec.value_dim
+    queries: ParamTable
+    if spec.q_rank is None:
+        queries = product(("q",), size, (("q_proj", H * D, H),), axes=("embed", "heads"))
+    else:
+        queries = (
+            *product(("q_a",), size, (("q_a_proj", spec.q_rank, 1),), axes=("embed", "latent")),
+            norm("q_a_norm", "q_a_layernorm", spec.q_rank),
+            *product(("q",), spec.q_rank, (("q_b_proj", H * D, H),), axes=("latent", "heads")),
+        )
+    ups = tuple(
+        ParamSpec(
+            path=(path, "kernel"),
+            shape=(rank, H * width),
+            layouts=(
+                (
+                    Part(
+                        name="kv_b_proj.weight",
+                        shape=(H * of_head, rank),
+                        size=H * width,
+                        num_blocks=H,
+                        first=first,
+                        stride=of_head,
+                    ),
+                ),
+            ),
+            axes=("latent", "heads"),
+        )
+        for path, first, width in (
+            ("k_up", 0, spec.nope_dim),
+            ("v_up", spec.nope_dim, spec.value_dim),
+        )
+    )
+    table = (
+        *queries,
+        *product(
+            ("kv_a",),
+            size,
+            (("kv_a_proj_with_mqa", rank + spec.rope_dim, 1),),
+            axes=("embed", "latent"),
+        ),
+        norm("kv_a_norm", "kv_a_layernorm", rank),
+        *ups,
+        *product(("out",), H * spec.value_dim, (("o_proj", size, 1),), axes=("heads", "embed")),
+    )
+    return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
+    """Declare a gated delta net under Qwen3.5's names."""
+    H = spec.num_heads
+    keys, values = spec.num_key_heads * spec.key_dim, H * spec.value_dim
+    blocks = ((keys, spec.num_key_heads), (keys, spec.num_key_heads), (values, H))
+
+    def channels(name: str, width: int) -> tuple[Part, ...]:
+        """Queries, keys and values of one tensor [C, width]."""
+        firsts = (0, keys, 2 * keys)
+        return tuple(
+            Part(
+                name=name,
+                shape=(spec.conv_dim, width),
+                size=count,
+                num_blocks=num_blocks,
+                first=first,
+            )
+            for first, (count, num_blocks) in zip(firsts, blocks, strict=True)
+        )
+
+    def of_heads(path: str, name: str) -> ParamSpec:
+        part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD)
+        return ParamSpec(
+            path=("decay", path), shape=(H,), layouts=((part,),), axes=("heads",), init=Init.ZEROS
+        )
+
+    table = (
+        ParamSpec(
+            path=("qkv", "kernel"),
+            shape=(size, spec.conv_dim),
+            layouts=(channels("in_proj_qkv.weight", size),),
+            axes=("embed", "heads"),
+        ),
+        *product(("gate",), size, (("in_proj_z", values, H),), axes=("embed", "heads")),
+        *product(
+            ("steps",),
+            size,
+            (("in_proj_b", H, H), ("in_proj_a", H, H)),
+            axes=("embed", "heads"),
+        ),
+        ParamSpec(
+            path=("conv", "kernel"),
+            shape=(spec.conv_size, spec.conv_dim),
+            layouts=(channels("conv1d.weight", spec.conv_size),),
+            axes=(None, "heads"),
+        ),
+        of_heads("log", "A_log"),
+        of_heads("bias", "dt_bias"),
+        norm("norm", "norm", spec.value_dim),
+        *product(("out",), values, (("out_proj", size, 1),), axes=("heads", "embed")),
+    )
+    return prefixed(table, path=("attention",), stored="linear_attn.")

@@ -1,0 +1,327 @@
+"""The gated delta rule (Gated DeltaNet, arXiv:2412.06464) over chunks of prompts and over trees.
+
+A head has a state S [Dk, Dv]. A token with key k, value v, log decay g and step size b gives
+
+    S' = e^g S + k u^T,  u = b (v - e^g S^T k),  output S'^T q
+
+so the outputs of all tokens of a tree follow from the state before it and their ancestors' inputs.
+With G_n the sum of g along the path to node n, and D_nj = e^(G_n - G_j) for j an ancestor of n or n
+itself (else 0), the rows of U solve a unit lower triangular system, parents coming first:
+
+    (I + b * (D - I) * K K^T) U = b * (V - e^G * K S),  outputs e^G * Q S + (D * Q K^T) U
+
+A chain is such a tree, and so is a block of a prompt. Nothing is written twice: a step keeps k, u
+and G of its tokens, and the state after the tokens that were accepted is
+
+    e^(G_last) S + sum over the path of e^(G_last - G_j) k_j u_j^T
+
+which the next step of the row computes (`folded`) in the pass that reads the state. Keys, queries
+and values come from a causal convolution over the path; its inputs are kept and folded likewise.
+
+A cache has, by slot: state f32[Hv, Dk, Dv] and conv [W - 1, C] after the folded tokens; of the last
+step's tokens keys f32[N, Hk, Dk], updates f32[N, Hv, Dv] (u), decays f32[N, Hv] (G) and inputs
+[N, C]; and path i32[M], the accepted ones of these, then -1. Heads h * Hv / Hk .. of the values
+share key head h.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.device.pytree import pytree
+from jspec.device.state import put_rows, take_rows
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, mask_bits
+
+BLOCK_TOKENS = 64  # of a prompt, solved at once
+NORM_EPS = 1e-6  # of the l2 norm of queries and keys
+
+Cache = dict[str, jax.Array]
+
+
+@pytree
+class Tokens:
+    """Inputs of the rule, in float32: [*b, Hk, Dk] and [*b, Hv(, Dv)]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array  # g, at most 0
+    beta: jax.Array  # b
+
+
+def run_rows(
+    inputs: Float[Array, "T C"],
+    decay: Float[Array, "T Hv"],
+    beta: Float[Array, "T Hv"],
+    conv: Float[Array, "W C"],
+    cache: Cache,
+    rows: AttentionMetadata,
+    *,
+    nodes: int,
+) -> tuple[Float[Array, "T Hv Dv"], Cache]:
+    """Run `nodes` tokens of every row, a chain or the tree of rows.tail_mask; accept none yet.
+
+    inputs: of the convolution, the channels of all queries, keys, then values. rows: with slots.
+    """
+    slots, batch = _given(rows.slots), rows.prefix_lens.shape[0]
+    own = _own_rows(cache, slots)
+    state, tail = folded(own, is_fresh=rows.prefix_lens == 0)
+    sees = _ancestors(rows, batch, nodes)
+    new = inputs.reshape(batch, nodes, -1)
+    depth = rows.q_positions.reshape(batch, nodes) - rows.prefix_lens[:, None]
+    window = _tree_window(tail, new, sees, depth)
+    tokens = _tokens(
+        _convolved(window, conv),
+        decay.reshape(batch, nodes, -1),
+        beta.reshape(batch, nodes, -1),
+        like=state,
+    )
+    out, updates, total = _solve(state, tokens, sees)
+    kept = {"keys": tokens.k, "updates": updates, "decays": total, "inputs": new}
+    after = {
+        "state": state,
+        "conv": tail,
+        "path": jnp.full_like(own["path"], -1),
+        **{name: _first_nodes(own[name], value) for name, value in kept.items()},
+    }
+    return out.reshape(batch * nodes, *out.shape[2:]), _stored(cache, slots, after)
+
+
+def run_chunks(
+    inputs: Float[Array, "T C"],
+    decay: Float[Array, "T Hv"],
+    beta: Float[Array, "T Hv"],
+    conv: Float[Array, "W C"],
+    cache: Cache,
+    rows: AttentionMetadata,
+) -> tuple[Float[Array, "T Hv Dv"], Cache]:
+    """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros."""
+    slots, size = _given(rows.slots), inputs.shape[0]
+    own = _own_rows(cache, slots)
+    states, tail = folded(own, is_fresh=rows.prefix_lens == 0)
+    index = index_queries(rows.cu_q_lens, size, queries_per_row=None)
+    inputs = jnp.where(index.valid[:, None], inputs, 0)
+    window = _chunk_window(tail, inputs, index.row_idx, index.within)
+    tokens = _tokens(_convolved(window, conv), decay, beta, like=states)
+    starts, ends = rows.cu_q_lens[:-1], rows.cu_q_lens[1:]
+    block = min(BLOCK_TOKENS, size)
+    blocks = -(-(ends - starts) // block)
+    last = jnp.cumsum(blocks)
+    sees = jnp.tril(jnp.ones((block, block), bool))
+
+    def body(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        step, states, out = carry
+        row = jnp.sum(step >= last, dtype=jnp.int32)
+        first = starts[row] + (step - last[row] + blocks[row]) * block
+        at = first + jnp.arange(block, dtype=jnp.int32)
+        valid = at < ends[row]
+        of_block = jax.tree.map(lambda x: _masked(x, at, valid), tokens)
+        state = jax.lax.dynamic_index_in_dim(states, row, keepdims=False)
+        found, updates, total = _solve(state, of_block, sees)
+        state = _after(state, of_block.k, updates, total, total[-1])
+        states = jax.lax.dynamic_update_index_in_dim(states, state, row, 0)
+        return step + 1, states, out.at[jnp.where(valid, at, size)].set(found, mode="drop")
+
+    out = jnp.zeros((size, *tokens.v.shape[1:]), jnp.float32)
+    first_step = jnp.zeros((), last.dtype)
+    _, states, out = jax.lax.while_loop(
+        lambda carry: carry[0] < last[-1], body, (first_step, states, out)
+    )
+    count = jnp.minimum(ends - starts, tail.shape[1])
+    at = jnp.arange(tail.shape[1]) - tail.shape[1] + (ends - starts)[:, None]
+    of_chunk = inputs.at[jnp.maximum(starts[:, None] + at, 0)].get(mode="clip")
+    after = {
+        "state": states,
+        "conv": jnp.where((at >= 0)[:, :, None], of_chunk, _shifted(tail, count)),
+        "path": jnp.full_like(own["path"], -1),
+    }
+    return out, _stored(cache, slots, after)
+
+
+def record_path(
+    cache: Cache,
+    slots: Int[Array, "B"] | None,
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+) -> Cache:
+    """Store which of the last step's tokens were accepted, the root included; nothing moves."""
+    step = jnp.arange(node_path.shape[1], dtype=jnp.int32)
+    path = jnp.where(step <= num_accepted[:, None], node_path, -1)
+    most = cache["path"].shape[1]
+    path = jnp.pad(path, ((0, 0), (0, most - path.shape[1])), constant_values=-1)
+    stored = cache["path"].at[_given(slots)].set(path, mode="promise_in_bounds")
+    return {**cache, "path": stored}
+
+
+def folded(
+    own: Cache, *, is_fresh: Bool[Array, "B"]
+) -> tuple[Float[Array, "B Hv Dk Dv"], Float[Array, "B W1 C"]]:
+    """Return state and conv of gathered rows after their accepted tokens; zeros for fresh rows."""
+    path, fresh = own["path"], is_fresh[:, None, None]
+    valid = path >= 0
+    count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+
+    def on_path(name: str) -> jax.Array:
+        given = own[name]
+        at = jnp.maximum(path, 0).reshape(*path.shape, *[1] * (given.ndim - 2))
+        found = jnp.take_along_axis(given, at, axis=1, mode="clip")
+        return jnp.where(valid.reshape(*path.shape, *[1] * (given.ndim - 2)), found, 0)
+
+    keys, updates, decays = on_path("keys"), on_path("updates"), on_path("decays")
+    at_last = jnp.maximum(count - 1, 0)[:, None, None]
+    total = jnp.take_along_axis(decays, at_last, axis=1, mode="clip")[:, 0]
+    carried = jnp.where(fresh[..., None], 0, own["state"])
+    updates = jnp.where(fresh[..., None], 0, updates)
+    state = jax.vmap(_after)(carried, keys, updates, decays, total)
+    tail = jnp.concatenate((own["conv"], on_path("inputs")), axis=1)
+    at = count[:, None, None] + jnp.arange(own["conv"].shape[1])[:, None]
+    tail = jnp.take_along_axis(tail, at, axis=1, mode="clip")
+    return jnp.where(fresh[..., None], 0, state), jnp.where(fresh, 0, tail)
+
+
+def _given(slots: jax.Array | None) -> jax.Array:
+    if slots is None:
+        raise ValueError("slots is None; expected the slot of each row, for a recurrent layer")
+    return slots
+
+
+def _own_rows(cache: Cache, slots: jax.Array) -> Cache:
+    # The barrier orders reads before the writes, so XLA keeps no copy of a pool.
+    own: Cache = jax.lax.optimization_barrier(take_rows(cache, slots))
+    return own
+
+
+def _stored(cache: Cache, slots: jax.Array, after: Cache) -> Cache:
+    return {**cache, **put_rows({name: cache[name] for name in after}, slots, after)}
+
+
+def _first_nodes(kept: jax.Array, new: jax.Array) -> jax.Array:
+    return kept.at[:, : new.shape[1]].set(new.astype(kept.dtype), mode="promise_in_bounds")
+
+
+def _masked(x: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
+    found = x.at[at].get(mode="clip")
+    return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), found, 0)
+
+
+def _shifted(tail: jax.Array, count: jax.Array) -> jax.Array:
+    """Return each row's tail without its first `count` entries, in front."""
+    at = count[:, None, None] + jnp.arange(tail.shape[1])[:, None]
+    return jnp.take_along_axis(tail, at, axis=1, mode="clip")
+
+
+def _ancestors(rows: AttentionMetadata, batch: int, nodes: int) -> Bool[Array, "B N N"]:
+    """Return a mask: [b, i, j] is True if node j is node i or one of its ancestors."""
+    if rows.tail_mask is None:
+        return jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
+    words = rows.tail_mask.reshape(batch, nodes, -1)
+    every = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (batch, nodes, nodes))
+    return mask_bits(words, every)
+
+
+def _tree_window(
+    tail: Float[Array, "B W1 C"],
+    new: Float[Array, "B N C"],
+    sees: Bool[Array, "B N N"],
+    depth: Int[Array, "B N"],
+) -> Float[Array, "B N W C"]:
+    """Return the last W inputs of each node's path, its own last."""
+    size, nodes = tail.shape[1] + 1, new.shape[1]
+    back = jnp.arange(size - 1, -1, -1, dtype=jnp.int32)
+    wanted = depth[:, :, None] - back  # depth of each input; negative ones are before the tree
+    is_at = sees[:, :, None, :] & (depth[:, None, None, :] == wanted[..., None])
+    node = jnp.argmax(is_at, axis=-1).astype(jnp.int32)
+    at = size - 1 + jnp.where(wanted >= 0, node, wanted)
+    both = jnp.concatenate((tail, new.astype(tail.dtype)), axis=1)
+    flat = at.reshape(at.shape[0], nodes * size, 1)
+    found = jnp.take_along_axis(both, flat, axis=1, mode="clip")
+    return found.reshape(*at.shape, both.shape[-1])
+
+
+def _chunk_window(
+    tail: Float[Array, "R W1 C"],
+    inputs: Float[Array, "T C"],
+    row_idx: Int[Array, "T"],
+    within: Int[Array, "T"],
+) -> Float[Array, "T W C"]:
+    """Return the last W inputs of each packed token's row, its own last."""
+    size, num_tokens = tail.shape[1] + 1, inputs.shape[0]
+    back = jnp.arange(size - 1, -1, -1, dtype=jnp.int32)
+    wanted = within[:, None] - back
+    at = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] - back
+    of_chunk = inputs.astype(tail.dtype).at[jnp.maximum(at, 0)].get(mode="clip")
+    before = jnp.maximum(size - 1 + jnp.minimum(wanted, -1), 0)
+    of_tail = tail.at[row_idx[:, None], before].get(mode="clip")
+    return jnp.where((wanted >= 0)[..., None], of_chunk, of_tail)
+
+
+def _convolved(window: Float[Array, "*b W C"], conv: Float[Array, "W C"]) -> Float[Array, "*b C"]:
+    wide = window.astype(jnp.float32) * conv.astype(jnp.float32)
+    return jax.nn.silu(jnp.sum(wide, axis=-2))
+
+
+def _tokens(
+    mixed: Float[Array, "*b C"],
+    decay: Float[Array, "*b Hv"],
+    beta: Float[Array, "*b Hv"],
+    *,
+    like: Float[Array, "B Hv Dk Dv"],
+) -> Tokens:
+    """Split the convolution's output; queries and keys are l2-normed, queries scaled."""
+    _, num_values, key_dim, value_dim = like.shape
+    in_values = num_values * value_dim
+    in_keys = (mixed.shape[-1] - in_values) // 2
+    q, k, v = jnp.split(mixed, (in_keys, 2 * in_keys), axis=-1)
+    q, k = (x.reshape(*x.shape[:-1], -1, key_dim) for x in (q, k))
+    q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS) for x in (q, k))
+    return Tokens(
+        q=q * key_dim**-0.5,
+        k=k,
+        v=v.reshape(*v.shape[:-1], num_values, value_dim),
+        decay=decay.astype(jnp.float32),
+        beta=beta.astype(jnp.float32),
+    )
+
+
+def _solve(
+    state: Float[Array, "*b Hv Dk Dv"], tokens: Tokens, sees: Bool[Array, "*b N N"]
+) -> tuple[Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv"]]:
+    """Return (outputs, U, G) of the module's docstring."""
+    repeats = tokens.v.shape[-2] // tokens.k.shape[-2]
+    q, k = (jnp.repeat(x, repeats, axis=-2) for x in (tokens.q, tokens.k))
+    total = jnp.einsum("...ij,...jh->...ih", sees.astype(jnp.float32), tokens.decay)
+    gap = total[..., :, None, :] - total[..., None, :, :]
+    fade = jnp.exp(jnp.where(sees[..., None], gap, -jnp.inf))  # D: [*b, N, N, Hv]
+    fade = jnp.moveaxis(fade, -1, -3)
+    grown = jnp.exp(total)[..., None]
+    beta = tokens.beta[..., None]
+    given = beta * (tokens.v - grown * jnp.einsum("...nhk,...hkv->...nhv", k, state))
+    alike = jnp.einsum("...ihk,...jhk->...hij", k, k)
+    size = sees.shape[-1]
+    system = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * alike
+    system = jnp.where(jnp.eye(size, dtype=bool), 1.0, system)
+    updates = jax.scipy.linalg.solve_triangular(
+        system, jnp.moveaxis(given, -2, -3), lower=True, unit_diagonal=True
+    )
+    near = fade * jnp.einsum("...ihk,...jhk->...hij", q, k)
+    out = grown * jnp.einsum("...nhk,...hkv->...nhv", q, state) + jnp.moveaxis(
+        jnp.einsum("...hij,...hjv->...hiv", near, updates), -3, -2
+    )
+    return out, jnp.moveaxis(updates, -3, -2), total
+
+
+def _after(
+    state: Float[Array, "Hv Dk Dv"],
+    keys: Float[Array, "M Hk Dk"],
+    updates: Float[Array, "M Hv Dv"],
+    decays: Float[Array, "M Hv"],
+    total: Float[Array, "Hv"],
+) -> Float[Array, "Hv Dk Dv"]:
+    """Return the state after a path, of which `total` is the last G."""
+    k = jnp.repeat(keys, updates.shape[1] // keys.shape[1], axis=1)
+    faded = updates * jnp.exp(total - decays)[..., None]
+    return jnp.exp(total)[:, None, None] * state + jnp.einsum("mhk,mhv->hkv", k, faded)

@@ -1,0 +1,101 @@
+"""Laws of layers with a cache of their own kind, against the definition in float64.
+
+chunks       a prompt in any chunks gives what it gives whole
+commit       after a chain or a tree, and any accepted path, the next step reads that path alone
+tenants      a slot's or a page's next row reads nothing of the last one
+padding      NaN in padding, in rows without a request and in what no row wrote changes nothing
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.models.decoder_params import mixer_params
+from jspec.models.files.stored import value_at
+from jspec.models.params import Init
+from jspec.models.placement import init_params, nested
+from jspec.pallas_kernels.ops import ReferenceOps
+from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
+from tests.layers.mixer_reference import delta_reference, latent_reference
+from tests.layers.mixer_rows import CHUNK, LENGTH, NUM_PATH, NUM_ROWS, SIZE, Mixed, Reference, Rows
+
+SPECS: dict[str, tuple[Mixer, Reference]] = {
+    "latent": (
+        LatentAttentionSpec(
+            num_heads=3, num_kv_heads=3, head_dim=10, v_dim=6, rotary_dim=4, kv_rank=8, q_rank=7
+        ),
+        latent_reference,
+    ),
+    "latent_full_queries": (
+        LatentAttentionSpec(
+            num_heads=2, num_kv_heads=2, head_dim=6, v_dim=6, rotary_dim=2, kv_rank=5, scale=0.3
+        ),
+        latent_reference,
+    ),
+    "delta_net": (
+        DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=6, value_dim=5),
+        delta_reference,
+    ),
+    "delta_net_short": (
+        DeltaNetSpec(num_heads=2, num_key_heads=2, key_dim=4, value_dim=4, conv_size=2),
+        delta_reference,
+    ),
+}
+
+
+@functools.cache
+def mixed_of(name: str) -> Mixed:
+    """Random weights; norms, decays and their bias away from what they start with."""
+    spec, reference = SPECS[name]
+    table = mixer_params(spec, size=SIZE, sinks=())
+    params = init_params(table, seed=5)
+    values = {own.path: value_at(params, own.path) for own in table}
+    for i, own in enumerate(table):
+        if own.init in (Init.ZEROS, Init.ONES):
+            noise = jax.random.normal(jax.random.key(i), own.shape, jnp.float32) / 2
+            values[own.path] = values[own.path] + noise
+    return Mixed(spec, nested(values.items())["attention"], reference)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("chunk"), st.lists(st.integers(0, 5), min_size=3, max_size=3)),
+        st.tuples(st.just("chain"), st.sampled_from((1, 3))),
+        st.tuples(st.just("tree"), st.just(7)),
+        st.tuples(st.just("restart"), st.integers(0, NUM_ROWS - 1)),
+    ),
+    min_size=3,
+    max_size=7,
+)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(steps=steps, seed=st.integers(0, 99))
+def test_any_history_gives_the_definition(
+    name: str, steps: list[tuple[str, object]], seed: int
+) -> None:
+    rows = Rows(mixed_of(name), seed=seed, page_size=1 if name == "latent" else 4)
+    rows.chunk((CHUNK - 10, 1, 9))
+    for kind, what in steps:
+        dead = [row for row in range(NUM_ROWS) if not 0 < rows.told[row] < LENGTH - NUM_PATH]
+        if kind == "restart" and isinstance(what, int):
+            rows.restart(what)
+        elif kind == "chunk" and isinstance(what, list):
+            rows.chunk([min(n, LENGTH - told) for n, told in zip(what, rows.told, strict=True)])
+        elif isinstance(what, int):
+            rows.verify(what, topk=1 if kind == "chain" else 2, dead=dead)
+
+
+@pytest.mark.parametrize("name", ["latent"])
+def test_the_plain_definition_of_attention_serves_latents(name: str) -> None:
+    rows = Rows(mixed_of(name), seed=1, page_size=4, ops=ReferenceOps())
+    rows.chunk((5, 2, 9))
+    rows.verify(7, topk=2)
+    rows.verify(3, topk=1)
