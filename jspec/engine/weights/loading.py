@@ -41,7 +41,7 @@ from jspec.models.placement import Tables, abstract_params, param_places
 from jspec.pallas_kernels.formats import resident_format
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import TENSOR, Axis
-from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec
 from jspec.spec.weight_format import Formats, Op, WeightFormat
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS
@@ -132,6 +132,7 @@ def load_models(
         max_position=spec.max_position,
         head_dims=head_dims_of((spec, *source.specs)),
         algorithm=source.algorithm,
+        is_recurrent=spec.is_recurrent,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
     return _place_models(config, source, request, drafters[args.algorithm], mesh=mesh)
@@ -256,10 +257,13 @@ def place(
 def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
     """Raise ConfigError naming the first size that the shards of its axis do not divide."""
     for layer in dict.fromkeys(spec.layers):
-        sizes: list[tuple[Axis, str, int]] = [
-            ("heads", "num_attention_heads", layer.attention.num_heads),
-            ("vocab", "vocab_size", spec.vocab_size),
-        ]
+        mixer = layer.attention
+        sizes: list[tuple[Axis, str, int]] = [("vocab", "vocab_size", spec.vocab_size)]
+        if isinstance(mixer, DeltaNetSpec):
+            sizes.append(("heads", "linear_num_value_heads", mixer.num_heads))
+            sizes.append(("heads", "linear_num_key_heads", mixer.num_key_heads))
+        else:
+            sizes.append(("heads", "num_attention_heads", mixer.num_heads))
         if isinstance(layer.ffn, DenseSpec):
             sizes.append(("mlp", "intermediate_size", layer.ffn.inner))
         if isinstance(layer.ffn, MoESpec):
@@ -270,7 +274,9 @@ def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
             shards = parallel.shards(axis)
             if size % shards:
                 raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {size}")
-        groups, shards = layer.attention.num_kv_heads, parallel.shards("kv_heads")
+        if isinstance(mixer, DeltaNetSpec):
+            continue
+        groups, shards = mixer.num_kv_heads, parallel.shards("kv_heads")
         if groups % shards and shards % groups:
             raise ConfigError(
                 f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads "

@@ -191,6 +191,11 @@ def standalone_source(request: DraftRequest) -> DraftSource:
             f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "
             f"{request.target.vocab_size}, the target's"
         )
+    if spec.is_recurrent:
+        raise ConfigError(
+            f"{path}: the draft has recurrent layers; expected one whose layers cache their tokens,"
+            " since each level of a draft must be taken back"
+        )
     check_same_vocabulary(request.tokenizer, path)
     if args.speculative.topk > spec.vocab_size:
         raise ConfigError(

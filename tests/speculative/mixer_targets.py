@@ -1,0 +1,46 @@
+"""Tiny targets whose layers cache something else than K and V: latents, and recurrent states."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mixer,
+    ModelSpec,
+)
+from jspec.spec.rope import RopeConfig, YarnConfig
+from tests.speculative.engines import TARGET
+from tests.speculative.family_targets import ATTENTION, DENSE, MIXTURE, WINDOW, attention
+
+LATENT = LatentAttentionSpec(
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=12,
+    v_dim=6,
+    rotary_dim=4,
+    kv_rank=10,
+    q_rank=14,
+    rope=RopeConfig(
+        theta=1000.0, factor=4.0, original_max_position=64, yarn=YarnConfig(attention_factor=1.1)
+    ),
+)
+DELTA_NET = DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=8, value_dim=6)
+GATED: AttentionSpec = dataclasses.replace(ATTENTION, qk_norm=True, rotary_dim=4)
+
+
+def target_with(*mixers: Mixer) -> ModelSpec:
+    layers = tuple(
+        LayerSpec(attention=own, ffn=MIXTURE if i == 1 else DENSE) for i, own in enumerate(mixers)
+    )
+    return dataclasses.replace(TARGET, layers=layers)
+
+
+MIXER_TARGETS: dict[str, ModelSpec] = {
+    "latent": target_with(LATENT, dataclasses.replace(LATENT, q_rank=None)),
+    "hybrid": target_with(DELTA_NET, GATED),
+    "all_kinds": target_with(LATENT, DELTA_NET, attention(WINDOW), DELTA_NET),
+}

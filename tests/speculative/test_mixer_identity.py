@@ -1,0 +1,179 @@
+"""Speculative decoding equals plain decoding for layers with latent attention and delta nets.
+
+Through scheduler, loop and the real runner, in float32: chains, trees and a lookup's trees, pages
+and chunks of several sizes, rounds, shards, plain steps of an engine that drafts, and retraction.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from jspec.config.limits import Algorithm
+from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
+from jspec.models.decoder import Decoder, Params
+from jspec.models.registry import table_of
+from jspec.speculative.drafters.standalone import StandaloneDrafter
+from tests.speculative.engines import (
+    PLAIN,
+    Compiled,
+    build,
+    corpus_params,
+    dial_for,
+    make_request,
+    serve,
+    spec_of,
+    tiny_params,
+)
+from tests.speculative.every_drafter import sharded
+from tests.speculative.family_targets import drawn
+from tests.speculative.law_engines import requests_of as many_requests
+from tests.speculative.mixer_targets import MIXER_TARGETS
+
+NEW_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    target: str
+    shape: tuple[int, int, int]
+    algorithm: Algorithm
+    page_size: int
+    chunk: int
+    rounds: int = 1
+    shards: int = 1
+
+    def __str__(self) -> str:
+        shape = "-".join(map(str, self.shape))
+        return f"{self.target}_{self.algorithm.value}_{shape}_p{self.page_size}_c{self.chunk}"
+
+
+CHAIN = Case("hybrid", (3, 1, 4), Algorithm.EAGLE3, page_size=16, chunk=8, rounds=2)
+FAST = (
+    Case("latent", (3, 3, 10), Algorithm.EAGLE3, page_size=4, chunk=8),
+    CHAIN,
+    Case("hybrid", (3, 3, 8), Algorithm.NGRAM, page_size=1, chunk=32, shards=2),
+)
+REST = (
+    Case("latent", (3, 1, 4), Algorithm.EAGLE3, page_size=1, chunk=32, rounds=2),
+    Case("latent", (3, 3, 8), Algorithm.NGRAM, page_size=16, chunk=5, shards=2),
+    Case("hybrid", (3, 3, 10), Algorithm.EAGLE3, page_size=4, chunk=5),
+    Case("all_kinds", (2, 2, 7), Algorithm.EAGLE3, page_size=4, chunk=7),
+)
+
+
+@functools.cache
+def params_of(target: str) -> Params:
+    return drawn(MIXER_TARGETS[target])
+
+
+@functools.cache
+def plain_engine(target: str) -> Compiled:
+    return build(
+        PLAIN,
+        page_size=16,
+        variants=(StepOptions(),),
+        params=(params_of(target), {}),
+        target_spec=MIXER_TARGETS[target],
+    )
+
+
+def requests_of(temperature: float) -> list[Request]:
+    return [
+        make_request(
+            i,
+            prompt_len=length,
+            seed=i + 70,
+            temperature=temperature,
+            max_new_tokens=NEW_TOKENS,
+            ignore_eos=True,
+        )
+        for i, length in enumerate((29, 2, 18))
+    ]
+
+
+@functools.cache
+def plain_texts(target: str, temperature: float) -> list[tuple[int, ...]]:
+    texts = [
+        serve(plain_engine(target), [request], overlap_depth=0).ids[0]
+        for request in requests_of(temperature)
+    ]
+    assert len(set(texts)) == 3
+    return texts
+
+
+@functools.cache
+def engine(case: Case) -> Compiled:
+    target = MIXER_TARGETS[case.target]
+    return build(
+        spec_of(*case.shape, case.algorithm),
+        page_size=case.page_size,
+        num_rounds=case.rounds,
+        shards=case.shards,
+        variants=(StepOptions(),),
+        params=(
+            sharded(table_of(target), params_of(case.target), case.shards),
+            tiny_params()[1],
+        ),
+        target_spec=target,
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=str(case)) for case in FAST),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in REST),
+    ],
+)
+def test_speculative_equals_plain(case: Case) -> None:
+    compiled = engine(case)
+    histogram = np.zeros(case.shape[0] + 1, int)
+    for temperature in (0.0, 1.0):
+        requests, expected = requests_of(temperature), plain_texts(case.target, temperature)
+        is_lookup = case.algorithm is Algorithm.NGRAM
+        said = [r.prompt_ids + ids for r, ids in zip(requests, expected, strict=True)]
+        served = serve(
+            compiled,
+            requests,
+            chunk_size=case.chunk,
+            dial=None if is_lookup else dial_for(requests, expected),
+            draft=corpus_params(said) if is_lookup else None,
+        )
+        assert list(served.ids) == expected
+        assert served.num_leaked_pages == 0
+        histogram += np.asarray(served.counters.accept_histogram)
+    assert histogram[-1] if case.algorithm is Algorithm.NGRAM else histogram.all(), histogram
+
+
+def test_retracted_rows_start_again() -> None:
+    """Their states are made again from nothing, in slots that other rows had."""
+    requests = many_requests(8, num_tokens=90, seed=300, temperature=1.0)
+    expected = serve(plain_engine("hybrid"), requests, overlap_depth=0).ids
+    served = serve(engine(CHAIN), requests, num_pages=20, dial=dial_for(requests, list(expected)))
+    assert served.num_retractions > 0
+    assert served.ids == expected
+
+
+@pytest.mark.slow_cases("shape0")
+@pytest.mark.parametrize("shape", [(3, 1, 4), (2, 2, 7)])
+def test_a_draft_with_latent_attention(shape: tuple[int, int, int]) -> None:
+    """The target drafts for itself, so that every path is accepted whole."""
+    target, spec = MIXER_TARGETS["latent"], spec_of(*shape, Algorithm.STANDALONE)
+    params = params_of("latent")
+    compiled = build(
+        spec,
+        page_size=4,
+        variants=(StepOptions(),),
+        params=(params, params),
+        target_spec=target,
+        make=lambda ops, shard: StandaloneDrafter(Decoder(target, ops, shard), spec),
+    )
+    served = serve(compiled, requests_of(1.0), chunk_size=8)
+    assert list(served.ids) == plain_texts("latent", 1.0)
+    counts = served.counters.accept_histogram
+    assert counts[-1] == sum(counts)
