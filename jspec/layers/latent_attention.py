@@ -17,7 +17,7 @@ from jspec.layers.attention import take_kept
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of
-from jspec.pallas_kernels.kv_write.rotation import rotate
+from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.spec.model_spec import LatentAttentionSpec
 
 # (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank + rope]

@@ -5,7 +5,7 @@ share; the pool is [num_pages, page_size, D] (kv_write/reference.py). With the u
 absorbed, a head's query is (W_uk q_nope, q_rope), its scores are the products with the records, and
 its output is the weighted sum of latents, to which the layer applies W_uv: attention of one kv head
 whose V is the first part of K. Queries, page tables and masks are those of
-attention/contract.py.
+attention/api.py.
 """
 
 from __future__ import annotations
