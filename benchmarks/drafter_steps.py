@@ -6,7 +6,7 @@
 Random weights at Llama-3.1-8B's shapes, a simulated acceptance of 3.0, chains 3/1/4: an EAGLE-1
 head, three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that
 drafts, and lookup. `device_ms` is the step's own program dispatched back to back, `engine_ms` the
-time between two results through scheduler and loop. The floor (benchmarks.drafter_floor) is what
+time between two results through scheduler and loop. The floor (benchmarks.floors) is what
 target and drafter read, or multiply where that takes longer. --parts also times the drafter's two
 halves alone. A drafter has one process' time of starting for all of its batches.
 """
@@ -29,8 +29,8 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 
 import jax
 
-from benchmarks.drafter_floor import Rows, draft_floor, target_floor
 from benchmarks.environment import write_result
+from benchmarks.floors import Rows, draft_floor, target_floor
 from benchmarks.h200_table import describe_error, engine_arguments
 from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, step_of, whole_step

@@ -32,8 +32,8 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 import numpy as np
 
 from benchmarks import peers
-from benchmarks.decode_floor import floor_ms
 from benchmarks.environment import describe, without_paths
+from benchmarks.floors import floor_ms
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.timing import COPY_BYTES_PER_SECOND, FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import EngineState, take_rows
 from jspec.layers.embedding import embed
@@ -33,11 +34,6 @@ from jspec.speculative.drafter import StepBatch, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits
 from jspec.speculative.verify import choose_at_nodes, settle
-
-# One H200, measured; source: performance.md of the design notes.
-READ_BYTES_PER_SECOND = 4.49e12
-COPY_BYTES_PER_SECOND = 4.3e12  # read plus written
-FLOPS_PER_SECOND = 790e12  # bfloat16 matrix products
 
 PRODUCTS, ATTENTION, KV_WRITES = "target products", "target attention", "KV writes"
 PROPOSE, ADVANCE = "draft propose", "draft extend"  # the names that recorded tables have

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import peers
-from benchmarks.decode_floor import experts_touched, read_bytes
 from benchmarks.environment import without_paths
+from benchmarks.floors import experts_touched, read_bytes
 from benchmarks.h200_table import (
     Options,
     Record,

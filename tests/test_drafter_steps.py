@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.drafter_floor import Floor, Rows, draft_floor, target_floor
 from benchmarks.drafter_steps import batches_of, floor_of, main, table
+from benchmarks.floors import Floor, Rows, draft_floor, target_floor
 from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import prepare, step_of
 from benchmarks.step_timing import on_mesh

@@ -1,7 +1,10 @@
-"""What a chain's step with any drafter makes one H200 move and multiply, forward by forward.
+"""What a decode step makes one H200 move and multiply at least.
 
-A forward's weights are read once, or multiplied by its tokens, whichever takes longer, matrix by
-matrix; KV is read once a forward. Tables are looked up, not read. The rates are step_parts'.
+`floor_ms` counts the bytes of a target's forward: weights once, experts that are touched, and KV.
+Of an MoE evenly drawn tokens touch X * (1 - (1 - k / X) ** tokens) of X experts. `target_floor` and
+`draft_floor` take a chain's step with any drafter forward by forward: a forward's weights are read
+once, or multiplied by its tokens, whichever takes longer, matrix by matrix; KV is read once a
+forward. Tables are looked up, not read.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.step_parts import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
+from benchmarks.timing import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
 from jspec.config.limits import SpeculativeConfig
 from jspec.models.decoder import Decoder
 from jspec.models.heads.eagle3 import Eagle3Head
-from jspec.models.params import Init, ParamSpec, ParamTable
+from jspec.models.params import Init, ParamSpec, ParamTable, with_formats
+from jspec.models.registry import table_of
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.weight_format import Formats, itemsize, num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
@@ -24,6 +30,47 @@ from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.standalone import StandaloneDrafter
 
 ID_BYTES = 4  # of a token in a lookup's history
+
+
+def experts_touched(moe: MoESpec, *, tokens: int) -> float:
+    """How many experts of one layer `tokens` tokens reach, on average."""
+    share = moe.top_k / moe.num_experts
+    return float(moe.num_experts * (1 - (1 - share) ** tokens))
+
+
+def read_bytes(
+    spec: ModelSpec,
+    *,
+    batch: int,
+    nodes: int,
+    context: int,
+    dtype: str,
+    formats: Formats = (),
+) -> float:
+    """Of the target's forward for `batch` rows of `nodes` tokens after `context` others.
+
+    Tables are looked up, not read; a layer with a window reads no more than that.
+    """
+    total = 0.0
+    for weight in with_formats(table_of(spec), formats):
+        if weight.init in (Init.TABLE, Init.IDS):
+            continue
+        size = float(num_bytes(weight.format_in(dtype), weight.shape))
+        if "experts" in weight.path:
+            moe = spec.layers[int(weight.path[1])].ffn
+            assert isinstance(moe, MoESpec)
+            size *= experts_touched(moe, tokens=batch * nodes) / moe.num_experts
+        total += size
+    for layer in spec.layers:
+        heads = layer.attention
+        seen = context if heads.window is None else min(context, heads.window)
+        total += batch * seen * 2 * heads.num_kv_heads * heads.head_dim * itemsize(dtype)
+    return total
+
+
+def floor_ms(spec: ModelSpec, **step: Any) -> float:
+    """Milliseconds of `read_bytes` at the rate that one H200 was seen to read."""
+    return 1e3 * read_bytes(spec, **step) / READ_BYTES_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +139,7 @@ def kv_read(rows: Rows, groups: Iterable[CacheGroup]) -> Floor:
 
 
 def target_floor(target: Decoder, rows: Rows, *, nodes: int) -> Floor:
-    """Return the floor of verifying N nodes a row. Raises ValueError for an MoE (decode_floor)."""
+    """Return the floor of verifying N nodes a row. Raises ValueError for an MoE (read_bytes)."""
     if any(isinstance(layer.ffn, MoESpec) for layer in target.spec.layers):
         raise ValueError("the target is a mixture of experts; expected a dense one")
     weights = matrices(target.table)
