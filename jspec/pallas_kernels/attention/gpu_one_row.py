@@ -32,7 +32,7 @@ MOST_SHARES = 32  # heights per lane of the merge
 LEAST_GROUP = 16  # M of the smallest tensor core tile
 MOST_GROUP = 16  # heads of a kv head
 # (H, G, D) for which a step of one row was faster with this kernel on an H200
-# (benchmarks/results/step_trace.json), and the longest row of that engine.
+# (benchmarks/results/step_trace_one_row_h200.json), and the longest row of that engine.
 TIMED = {QWEN3_30B_A3B.heads, GPT_OSS_20B.heads}
 MOST_KEYS = 8448
 

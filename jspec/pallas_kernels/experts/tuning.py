@@ -129,7 +129,7 @@ def choose_experts(
 
 # Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
 # are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
-# fastest measured on an H200 at gpt-oss-20b's sizes (packed_experts_gpu.json). For more tokens,
+# fastest measured on an H200 at gpt-oss-20b's sizes (experts_mxfp4_h200.json). For more tokens,
 # blocks of 32 are the longest whose sums stay in registers: at 256 tokens they take 547 us, blocks
 # of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and unpacking
 # 1,577.
@@ -139,14 +139,14 @@ FEW_PACKED_COLUMNS = 32
 PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
 
 # Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64. Of the tiles measured on an
-# H200 (few_tiles_gpu.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns of gate
-# and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
+# H200 (experts_few_tiles_h200.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns
+# of gate and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
 FEW = {
     QWEN3_30B_A3B.widths: ExpertsTuning(),  # 96 programs of 64 KiB, then 256 of 32
     GPT_OSS_20B.widths: ExpertsTuning(),  # 180 and 180
 }
-# Tiles for one token, where deeper rings are 5% faster (few_tiles_gpu.json, one run on an H200); at
-# 4 to 16 tokens they are slower.
+# Tiles for one token, where deeper rings are 5% faster (experts_few_tiles_h200.json, one run on an
+# H200); at 4 to 16 tokens they are slower.
 FEW_ONE_TOKEN = {QWEN3_30B_A3B.widths: ExpertsTuning(num_stages=6, down_stages=8)}
 
 

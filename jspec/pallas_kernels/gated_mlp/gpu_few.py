@@ -25,7 +25,7 @@ from jspec.pallas_kernels.gated_mlp.tuning import FewTuning
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 
 # On an H100, 4,096 -> 14,336: 80.4 us for one token, 82.3 for 2 to 8; XLA takes 84.3 and 83.4 to
-# 85.0, and row-major 78.9 and 80.2 to 81.5 (benchmarks/results/gated_few_gpu.json).
+# 85.0, and row-major 78.9 and 80.2 to 81.5 (benchmarks/results/gated_mlp_few_h100.json).
 ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
 SEVERAL = FewTuning(tile_n=64, tile_k=128, num_warps=4, num_stages=4)
 MORE = replace(SEVERAL, num_lanes=32)

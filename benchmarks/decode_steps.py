@@ -1,14 +1,17 @@
-"""Step times of every drafter beside EAGLE-3, each beside its floor.
+"""Decode steps of a model, each with its floor: plain, chain, tree, and every other drafter.
 
-    python -m benchmarks.drafter_steps [--cells 'mtp/*' ngram/1] [--parts 'ngram/*']
-    python -m benchmarks.drafter_steps --model tiny        (a smoke test on a CPU)
+    python -m benchmarks.decode_steps [--cells 'mtp/*' ngram/1] [--parts 'ngram/*']
+    python -m benchmarks.decode_steps --model gpt-oss-20b --cells plain/1 chain/64
+    python -m benchmarks.decode_steps --model tiny        (a smoke test on a CPU)
 
-Random weights at Llama-3.1-8B's shapes, a simulated acceptance of 3.0, chains 3/1/4: an EAGLE-1
-head, three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that
-drafts, and lookup. `device_ms` is the step's own program dispatched back to back, `engine_ms` the
-time between two results through scheduler and loop. The floor (benchmarks.floors) is what
-target and drafter read, or multiply where that takes longer. --parts also times the drafter's two
-halves alone. A drafter has one process' time of starting for all of its batches.
+Weights, shapes, context and the simulated acceptance of 3.0 are those of benchmarks.h200_table,
+which starts an engine with all of its programs; here one decode program a batch is compiled, and
+one for prompts. `device_ms` is that program dispatched back to back, `engine_ms` the time between
+two results through scheduler and loop. Drafters but EAGLE-3 are chains 3/1/4: an EAGLE-1 head,
+three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that drafts, and
+lookup. The floor (benchmarks.floors) is what target and drafter read, or multiply where that takes
+longer; with plain, chain and tree, which also serve MoEs, it is the bytes of the target alone.
+--parts also times the drafter's two halves alone. A mode has one start for all of its batches.
 """
 
 from __future__ import annotations
@@ -31,26 +34,19 @@ import jax
 
 from benchmarks.environment import write_result
 from benchmarks.floors import Rows, draft_floor, target_floor
-from benchmarks.h200_table import describe_error, engine_arguments
+from benchmarks.h200_table import describe_error, engine_arguments, target_floor_ms
 from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, step_of, whole_step
 from benchmarks.step_timing import part_ms
-from benchmarks.workloads import DRAFTERS, WORKLOADS, Workload
+from benchmarks.workloads import DRAFTERS, MODES, WORKLOADS, Workload
 from jspec.engine.programs.compilation import compiler_options
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALLER = (1, 8)  # of the batches, beside the largest of the workload
-GOAL = 0.75  # of the floor
 
 Cell = dict[str, Any]
-
-
-def batches_of(workload: Workload) -> tuple[int, ...]:
-    """1, 8 and the largest, as far as the workload has them."""
-    return (*(b for b in SMALLER if b < max(workload.batches)), max(workload.batches))
 
 
 def floor_of(bench: Bench, batch: int) -> Cell:
@@ -64,11 +60,14 @@ def floor_of(bench: Bench, batch: int) -> Cell:
     return {name: round(ms, 4) for name, ms in named.items()}
 
 
-def measure(bench: Bench, batch: int) -> Cell:
+def measure(bench: Bench, mode: str, batch: int) -> Cell:
     """One cell without its parts."""
     device, _ = whole_step(bench, batch)
     through = engine_step_ms(bench, batch)
-    floor = floor_of(bench, batch)
+    if mode in DRAFTERS:
+        floor = floor_of(bench, batch)
+    else:
+        floor = {"ms": round(target_floor_ms(bench.workload, mode, batch), 4)}
     accepted = bench.program.spec.simulate_acceptance or 1.0
     return {
         "device_ms": round(device, 4),
@@ -107,8 +106,8 @@ def run_mode(
     options: argparse.Namespace,
     put: Callable[[str, Cell], None],
 ) -> None:
-    """All cells of one drafter that are asked for."""
-    wanted = {f"{mode}/{b}": b for b in batches_of(workload) if is_wanted(options.cells, mode, b)}
+    """All cells of one mode that are asked for."""
+    wanted = {f"{mode}/{b}": b for b in workload.batches if is_wanted(options.cells, mode, b)}
     if not wanted:
         return
     batches = tuple(wanted.values())
@@ -125,13 +124,13 @@ def run_mode(
                 put(name, {"error": "out of time"})
                 continue
             try:
-                cell = measure(bench, batch)
+                cell = measure(bench, mode, batch)
                 put(name, cell)
                 if is_wanted(options.parts, mode, batch):
                     put(name, {**cell, "parts": draft_parts(bench, batch)})
             except Exception as error:  # the other cells are still wanted
                 put(name, {"error": describe_error(error)})
-    gc.collect()  # weights and pools, before the next drafter's are made
+    gc.collect()  # weights and pools, before the next mode's are made
 
 
 def is_wanted(patterns: list[str], mode: str, batch: int) -> bool:
@@ -140,30 +139,26 @@ def is_wanted(patterns: list[str], mode: str, batch: int) -> bool:
 
 def table(cells: Mapping[str, Cell]) -> str:
     """Markdown: engine and device milliseconds, the floor, and the share of it."""
-    lines = ["| cell | engine | device | floor (target + draft) | share |", "|---|---|---|---|---|"]
+    lines = ["| cell | engine | device | floor | share |", "|---|---|---|---|---|"]
     for name, cell in cells.items():
         if "error" in cell:
             lines.append(f"| {name} | {cell['error'][:60]} | | | |")
             continue
-        floor = cell["floor"]
         lines.append(
-            f"| {name} | {cell['engine_ms']:.2f} | {cell['device_ms']:.2f} | {floor['ms']:.2f} "
-            f"({floor['target']:.2f} + {floor['draft']:.2f}) | {100 * cell['share']:.0f}% |"
+            f"| {name} | {cell['engine_ms']:.2f} | {cell['device_ms']:.2f} | "
+            f"{cell['floor']['ms']:.2f} | {100 * cell['share']:.0f}% |"
         )
     return "\n".join(lines)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    known = sorted(name for name, workload in WORKLOADS.items() if workload.small is not None)
-    parser.add_argument("--model", choices=known, default="llama-3.1-8b")
-    parser.add_argument("--cells", nargs="+", default=["*"], metavar="DRAFTER/B")
+    parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
+    parser.add_argument("--cells", nargs="+", default=["*"], metavar="MODE/B")
     parser.add_argument("--parts", nargs="+", default=[], metavar="DRAFTER/B")
     parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts after this")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "drafter_steps.json"
-    )
+    parser.add_argument("--output", type=Path)
     return parser.parse_args(argv)
 
 
@@ -172,17 +167,19 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     options.deadline = time.monotonic() + options.seconds
     workload = WORKLOADS[options.model]
+    name = options.model.replace("-", "_").replace(".", "_")
+    output = options.output or ROOT / "benchmarks" / "results" / f"decode_steps_{name}.json"
     cells: dict[str, Cell] = {}
 
     def put(name: str, cell: Cell) -> None:
         cells[name] = cell
         print(f"{name:16} {cell}", flush=True)
-        write_result(options.output, {"cells": cells})
+        write_result(output, {"model": options.model, "cells": cells})
 
-    for mode in DRAFTERS:
+    for mode in (*MODES, *(DRAFTERS if workload.small is not None else ())):
         try:
             run_mode(workload, mode, options, put)
-        except Exception as error:  # the other drafters are still wanted
+        except Exception as error:  # the other modes are still wanted
             put(mode, {"error": describe_error(error)})
     if not cells:
         print(f"no cell matches {options.cells}, as in 'mtp/8'", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Step times of every drafter, on a CPU at tiny shapes: it runs, and the floors are known."""
+"""Step times of modes and drafters on a CPU at tiny shapes: they run, and the floors are known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.drafter_steps import batches_of, floor_of, main, table
+from benchmarks.decode_steps import floor_of, main, table
 from benchmarks.floors import Floor, Rows, draft_floor, target_floor
 from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import prepare, step_of
@@ -99,7 +99,6 @@ def test_a_drafters_halves_go_round_in_a_loop(mode: str, tmp_path: Path) -> None
     workload = WORKLOADS["tiny"]
     bench = prepare(workload, mode, 2, tmp_path, {"compilation_cache_dir": ""}, smaller=(1,))
     assert bench.limits.decode_buckets == (1, 2)
-    assert batches_of(workload) == (1, 2)
 
     def trace_both(state: Any, params: Any) -> None:
         models = replace(bench.models, params=params)
@@ -126,3 +125,17 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert cells["ngram/2"]["engine_ms"] > 0
     assert "| ngram/2 |" in table(cells)
     assert main(["--model", "tiny", "--cells", "none/1", "--output", str(tmp_path / "x")]) == 2
+
+
+@pytest.mark.slow
+def test_an_moe_has_cells_and_a_floor(tmp_path: Path) -> None:
+    """Nothing is claimed about the times of a CPU."""
+    output = tmp_path / "steps.json"
+    words = ["--model", "tiny-moe", "--cells", "chain/*", "--output", str(output)]
+    assert main([*words, f"--engine=compilation_cache_dir={tmp_path / 'programs'}"]) == 0
+    cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert set(cells) == {"chain/1", "chain/2"}
+    for cell in cells.values():
+        assert cell["device_ms"] > 0
+        assert cell["engine_ms"] > 0
+        assert 0 < cell["floor"]["ms"] < cell["engine_ms"]
