@@ -25,7 +25,6 @@ from tests.pallas_kernels.path_cases import (
     check_equals_the_reference,
     check_layers_may_differ_in_their_kv_heads,
     check_sources_are_read_before_targets_are_written,
-    check_what_leaves_the_table_is_dropped,
     random_case,
 )
 
@@ -80,18 +79,8 @@ def test_many_layers_take_several_launches_of_about_as_many(
     check_equals_the_reference(jax.jit(run), kv, rows)
 
 
-@pytest.mark.parametrize("path", [[0, 2, 3, 4], [0, 3, 1, 2]], ids=str)
-def test_all_sources_are_read_before_any_is_written(path: list[int]) -> None:
-    """Also for a path that no tree has, where no order of single moves would do."""
-    check_sources_are_read_before_targets_are_written(compact, path)
-
-
 def test_layers_may_differ_in_their_kv_heads() -> None:
     check_layers_may_differ_in_their_kv_heads(compact)
-
-
-def test_what_leaves_the_table_is_dropped() -> None:
-    check_what_leaves_the_table_is_dropped(compact)
 
 
 def test_a_path_of_the_root_alone_launches_nothing() -> None:

@@ -155,11 +155,6 @@ def test_the_bundle_takes_the_kernels_where_they_serve(
     assert ("ragged_dot" in text) != ("experts_gate_up" in text)
 
 
-def test_the_interpreted_bundle_equals_xla() -> None:
-    drawn = draw(MANY, seed=2, skew=0.5)
-    check_against_xla(jax.jit(OPS["gpu_interpret"].experts, static_argnames="gate"), MANY, drawn)
-
-
 @needs_cuda_compiler
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h200() -> None:

@@ -292,15 +292,6 @@ def test_no_other_bundle_uses_the_kernel() -> None:
         assert "rotate_and_write" not in str(jax.make_jaxpr(attend)(*args))
 
 
-def test_heads_split_into_q_k_and_v() -> None:
-    heads, positions, _ = draw(6, 2, 64, tokens=3, page_size=1, dtype=jnp.float32)
-    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
-    q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=6))
-    np.testing.assert_array_equal(v, heads[:, 8:])
-    np.testing.assert_allclose(q, turned(heads[:, :6], positions), atol=1e-6)
-    np.testing.assert_allclose(k, turned(heads[:, 6:8], positions), atol=1e-6)
-
-
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 @pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 8, 128), (3, 1, 64)])

@@ -29,10 +29,8 @@ from tests.pallas_kernels.chips import (
     in_turns,
     needs_hopper,
     needs_mosaic_gpu,
-    needs_older_jax,
 )
 from tests.pallas_kernels.packed_rows import row_lengths
-from tests.pallas_kernels.test_prefill_gpu_plan import rows_of
 from tests.pallas_kernels.test_prefill_tpu import Case, draw
 
 SMALL = Tuning(block_tokens=64, stages=2, programs=3)
@@ -285,10 +283,3 @@ def test_what_the_kernel_does_not_serve_is_refused(changes: dict[str, Any], mess
 def test_tunings_without_a_meaning_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tuning(**changes)
-
-
-@needs_older_jax
-def test_an_older_jax_is_told_so() -> None:
-    q, pool = jnp.zeros((1, 4, 64)), jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"needs jax 0\.11 or later"):
-        attend_packed(q, pool, rows_of([1], [0], queries=1), scale=1.0)
