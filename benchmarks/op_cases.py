@@ -248,13 +248,13 @@ def moe_weights(shape: ModelShape, seed: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def moe_floor(shape: ModelShape, spec: MoESpec, tokens: int) -> dict[str, float]:
-    """Bytes of the experts that evenly drawn tokens touch, and their products."""
+def moe_floor(shape: ModelShape, spec: MoESpec, tokens: int) -> tuple[float, float]:
+    """(bytes of the experts that evenly drawn tokens touch, operations of their products)."""
     format = dict(shape.formats).get(Product.EXPERTS, Dense("bfloat16"))
     sizes = [shape.moe_params["experts"][name] for name in ("gate_up", "down")]
     share = experts_touched(spec, tokens=tokens) / spec.num_experts
     flops = sum(2 * tokens * spec.top_k * math.prod(size[1:]) for size in sizes)
-    return {"num_bytes": share * sum(num_bytes(format, size) for size in sizes), "flops": flops}
+    return share * sum(num_bytes(format, size) for size in sizes), flops
 
 
 def moe_spec(shape: ModelShape) -> MoESpec:
@@ -266,6 +266,7 @@ def moe_spec(shape: ModelShape) -> MoESpec:
 def experts(shape: ModelShape, *, tokens: int) -> Case:
     """The products of each token's experts and their weighted sum."""
     spec = moe_spec(shape)
+    read, flops = moe_floor(shape, spec, tokens)
 
     def make(seed: int) -> tuple[Arrays, Arrays]:
         keys = jax.random.split(jax.random.key(seed))
@@ -279,8 +280,9 @@ def experts(shape: ModelShape, *, tokens: int) -> Case:
     return Case(
         make=make,
         run=pure(lambda ops, arguments: ops.experts(*arguments, gate=spec.gate)),
+        num_bytes=read,
+        flops=flops,
         decode_tokens=tokens,
-        **moe_floor(shape, spec, tokens),
     )
 
 
@@ -298,9 +300,16 @@ def moe(shape: ModelShape, *, tokens: int) -> Case:
         out = moe_of_sum(params, norm, stream, spec=spec, eps=EPS, shard=Shard(), ops=ops)
         return norm_of_sum(norm, out, eps=EPS, ops=ops)
 
-    # A near tie of two experts is decided by a rounding, and changes a token's whole output.
-    floor = moe_floor(shape, spec, tokens)
-    return Case(make=make, run=pure(run), decode_tokens=tokens, worst=math.inf, **floor)
+    read, flops = moe_floor(shape, spec, tokens)
+    return Case(
+        make=make,
+        run=pure(run),
+        num_bytes=read,
+        flops=flops,
+        decode_tokens=tokens,
+        # A near tie of two experts is decided by a rounding, and changes a token's whole output.
+        worst=math.inf,
+    )
 
 
 # Choice of tokens.

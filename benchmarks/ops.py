@@ -135,7 +135,7 @@ def compiled(case: Case, ops: Ops, arguments: Arguments) -> Any:
         done = [case.run(ops, *each) for each in zip(sets, updated, strict=True)]
         return [state for _, state in done], [result for result, _ in done]
 
-    def abstract(x: jax.Array) -> Any:
+    def abstract(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format)
 
     read = jax.tree.map(abstract, arguments.read) if case.column_major else arguments.read

@@ -28,20 +28,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.first_token import summarise
 from benchmarks.h200_table import engine_arguments
 from benchmarks.workloads import WORKLOADS, Workload
 from jspec.cli.measurement.client import run_point
-from jspec.cli.measurement.figures import summary
+from jspec.cli.measurement.figures import Seen, percentile, summary
 from jspec.cli.measurement.load import WORDS, Pattern, Point
 
 ROOT = Path(__file__).resolve().parent.parent
+# What lies between two borders of jspec.serving.request_trace, in order; client to client.
+PARTS = (
+    *("to_server", "http_parse", "tokenize", "submit", "queue", "plan", "dispatch", "device_read"),
+    *("commit", "to_reader_and_text", "stream", "to_client"),
+)
 START_SECONDS = 400.0
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.1
@@ -313,6 +318,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--output", type=Path, default=ROOT / "benchmarks" / "results" / "serve_load.json"
     )
     return parser.parse_args(argv)
+
+
+def summarise(trace: Path, seen: Seen) -> dict[str, Any]:
+    """Where first tokens spend their time: p50 and p99 of each part and of the whole, milliseconds,
+    over the requests of `seen`. Client and server run on one machine, so their clocks are one.
+    """
+    spans: dict[str, list[float]] = {part: [] for part in (*PARTS, "whole")}
+    for line in trace.read_text(encoding="utf-8").splitlines():
+        marks = json.loads(line)
+        name = marks.pop("request_id")
+        if name not in seen.sent or name not in seen.first:
+            continue
+        times = [seen.sent[name], *marks.values(), seen.first[name]]
+        for part, (begin, end) in zip(PARTS, pairwise(times), strict=True):
+            spans[part].append(end - begin)
+        spans["whole"].append(times[-1] - times[0])
+    figures: dict[str, Any] = {
+        part: [round(1e3 * percentile(values, percent), 3) for percent in (50, 99)]
+        for part, values in spans.items()
+        if values
+    }
+    return {"num_requests": len(spans["whole"]), **figures}
 
 
 def main(argv: list[str] | None = None) -> int:

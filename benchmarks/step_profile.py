@@ -39,7 +39,6 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from benchmarks.h200_table import describe_error, engine_arguments
-from benchmarks.random_pools import randomized
 from benchmarks.step_parts import (
     ATTENTION,
     ATTENTION_AND_WRITES,
@@ -49,7 +48,7 @@ from benchmarks.step_parts import (
     parts,
     rows_of,
 )
-from benchmarks.step_timing import largest_operations, on_mesh, part_ms
+from benchmarks.step_timing import largest_operations, on_mesh, part_ms, randomized
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.step_parts import Part, Step
+from jspec.engine.weights.dummy_weights import hashed_normal
 
 REPEATS = 5
 GOAL_MS = 40.0
@@ -82,3 +84,16 @@ def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25
     return [
         [round(ns / 5e6, 4), name, origins.get(name, "")] for name, ns in sums.most_common(count)
     ]
+
+
+def randomized(pages: jax.Array, seed: int) -> jax.Array:
+    """A pool of small random numbers in the place of `pages`: zeros would be read faster."""
+    shape, dtype = pages.shape, pages.dtype
+    pages.delete()  # all pools together fill the memory
+    return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _random_pool(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    flat = (shape[0] * shape[1], shape[2] * shape[3])
+    return hashed_normal(seed, shape=flat, dtype=dtype).reshape(shape)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import alternating_shapes
 from benchmarks.adaptive_card import (
     CountingEngine,
     expected_length,
@@ -25,7 +22,6 @@ from benchmarks.adaptive_card import (
 )
 from benchmarks.workloads import WORKLOADS
 from jspec.config.limits import Algorithm, SpeculativeConfig
-from jspec.messages.step_options import PLAIN
 from tests.support.counting_dial import dialled, seed_of, true_tokens
 
 TINY = WORKLOADS["tiny"]
@@ -151,20 +147,3 @@ def test_each_mode_has_a_result_of_its_own() -> None:
     assert (chain.out.name, chain.shapes) == ("adaptive_card.json", None)
     assert (tree.out.name, tree.acceptances) == ("adaptive_card_tree.json", [0.5])
     assert tree.shapes == ("0/1/1", "3/1/4")
-
-
-def test_shapes_in_turns_are_held_against_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SpeculativeConfig.plain()
-    chooser = alternating_shapes.InTurns((plain, TREE), every=2)
-    chosen = [chooser.choose(num_rows=1, features=PLAIN) for _ in range(6)]
-    assert chosen == [plain, plain, TREE, TREE, plain, plain]
-
-    def ms_a_step(*args: Any, every: int = 1) -> float:
-        shapes = args[3]
-        return 5.0 if shapes == (plain,) else 9.0 if len(shapes) == 1 else 7.0 + 2.0 / every
-
-    monkeypatch.setattr(alternating_shapes, "ms_a_step", ms_a_step)
-    engine: Any = SimpleNamespace(limits=SimpleNamespace(spec=TREE, shapes=(plain, TREE)))
-    cell = alternating_shapes.measured(engine, WORKLOADS["tiny"], 4, [8, 2], repeats=1)
-    assert cell["ms_a_step"] == {"0/1/1": 5.0, "3/4/16": 9.0, "every 8": 7.25, "every 2": 8.0}
-    assert cell["over_mean"] == {8: 2.0, 2: 2.0}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve_load
-from benchmarks.first_token import PARTS, summarise
+from benchmarks.serve_load import PARTS, summarise
 from jspec.cli.measurement.client import run_point
 from jspec.cli.measurement.figures import Seen, percentile, summary
 from jspec.cli.measurement.load import Pattern, Point
