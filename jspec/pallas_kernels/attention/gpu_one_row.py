@@ -161,11 +161,12 @@ def _attend(
         ]
         first, second = (x.astype(jnp.float32) for x in halves)
         if norm_ref is not None:
-            low, high = (
-                plt.load(norm_ref.at[lane + start]).astype(jnp.float32)[None] for start in (0, half)
-            )
             how: Any = {"width": width, "eps": static.eps, "dtype": heads_ref.dtype}
-            first, second = norm_halves((first, second), (low, high), **how)
+            first, second = norm_halves(
+                (first, second),
+                lambda i: plt.load(norm_ref.at[lane + i * half]).astype(jnp.float32)[None],
+                **how,
+            )
         return [x.astype(heads_ref.dtype) for x in turn(first, second, *angles)]
 
     row = jnp.arange(LEAST_GROUP, dtype=jnp.int32)

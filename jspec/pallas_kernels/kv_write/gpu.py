@@ -139,9 +139,12 @@ def _rotate_and_write(
     ]
     first, second = (x.astype(jnp.float32) for x in loaded)
     if eps is not None:
-        scales = _scales(scale_refs, lane, is_query=is_query)
         how: Any = {"width": width, "eps": eps, "dtype": heads_ref.dtype}
-        first, second = norm_halves((first, second), scales, **how)
+        first, second = norm_halves(
+            (first, second),
+            lambda i: _scale(scale_refs, i * (width // 2), lane, is_query=is_query),
+            **how,
+        )
     turned = turn(first, second, cos, sin)
     for plain, rotated, start in zip(loaded, turned, (0, width // 2), strict=True):
         value = jnp.where(is_key, rotated.astype(plain.dtype), plain)
@@ -153,18 +156,11 @@ def _rotate_and_write(
         )
 
 
-def _scales(
-    refs: list[Any], lane: jax.Array, *, is_query: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Load q's or k's scale for both halves of each head; that of v is unused."""
-    half = refs[0].shape[0] // 2
-    inside = lane < half
-
-    def scale(start: int) -> jax.Array:
-        q, k = (
-            plt.load(ref.at[start + lane], mask=inside, other=0.0).astype(jnp.float32)[None]
-            for ref in refs
-        )
-        return jnp.where(is_query, q, k)
-
-    return scale(0), scale(half)
+def _scale(refs: list[Any], start: int, lane: jax.Array, *, is_query: jax.Array) -> jax.Array:
+    """Load q's or k's scale for a half of each head; that of v is unused."""
+    inside = lane < refs[0].shape[0] // 2
+    q, k = (
+        plt.load(ref.at[start + lane], mask=inside, other=0.0).astype(jnp.float32)[None]
+        for ref in refs
+    )
+    return jnp.where(is_query, q, k)

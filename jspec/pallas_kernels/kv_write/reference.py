@@ -12,6 +12,8 @@ product includes that slot, visible or not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -90,19 +92,21 @@ def turn(
 
 def norm_halves(
     halves: tuple[jax.Array, jax.Array],
-    scales: tuple[jax.Array, jax.Array],
+    scale: Callable[[int], jax.Array],
     *,
     width: int,
     eps: float,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm heads of `width`, given as f32 halves [heads, half], and round them to dtype."""
+    """Norm heads of `width`, given as f32 halves [heads, half], and round them to dtype.
+
+    scale: of each half, by its index; kernels load it here.
+    """
     first, second = halves
     mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width
     factor = jax.lax.rsqrt(mean_square + eps)
     first, second = (
-        (x * factor * scale).astype(dtype).astype(jnp.float32)
-        for x, scale in zip(halves, scales, strict=True)
+        (x * factor * scale(i)).astype(dtype).astype(jnp.float32) for i, x in enumerate(halves)
     )
     return first, second
 
