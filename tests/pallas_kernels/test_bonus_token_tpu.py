@@ -79,18 +79,6 @@ def test_paths_that_do_not_ascend_and_rows_of_any_sign() -> None:
     assert_equal((ids, hidden, path, jnp.asarray([4, 3], jnp.int32)))
 
 
-def test_the_worked_example() -> None:
-    """target_ids [a1, a2, x, y]: path 0, 1, 3, emitted a1 a2 y, bonus y."""
-    hidden = jnp.arange(4.0)[None, :, None] * jnp.ones((1, 1, 128))
-    path = jnp.asarray([[0, 1, 3]], jnp.int32)
-    with pltpu.force_tpu_interpret_mode():
-        ids = jnp.asarray([[11, 12, 13, 14]], jnp.int32)
-        emitted, bonus, on_path = gather_tpu(ids, hidden, path, jnp.asarray([2], jnp.int32))
-    assert emitted.tolist() == [[11, 12, 14]]
-    assert bonus.tolist() == [14]
-    assert on_path[0, :, 0].tolist() == [0, 1, 3]
-
-
 def test_every_tile_is_fetched_once() -> None:
     path = jnp.asarray([[0, 1, 9, -1], [0, -1, -1, -1]], jnp.int32)
     plan = bonus_token_tpu._plan_rows(path, jnp.asarray([2, 0], jnp.int32), nodes=16)
