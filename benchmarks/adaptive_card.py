@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.step_options import PLAIN, StepOptions
 
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
@@ -145,8 +145,8 @@ class Switched:
         return self._now.choose(num_rows=num_rows, features=features)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.kind is StepKind.DECODE:
-            taken = self._taken.setdefault(str(plan.spec(self._limits)), Taken())
+        if not plan.is_prefill:
+            taken = self._taken.setdefault(str(plan.shape), Taken())
             rounds = len(result.rounds)
             tokens = sum(int(of_round.num_emitted.sum()) for of_round in result.rounds)
             taken.add(Taken(steps=rounds, rows=rounds * len(plan.rows), tokens=tokens))

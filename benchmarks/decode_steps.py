@@ -40,7 +40,7 @@ from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, st
 from benchmarks.step_timing import part_ms
 from benchmarks.workloads import DRAFTERS, MODES, WORKLOADS, Workload
 from jspec.engine.programs.compilation import compiler_options
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN
 

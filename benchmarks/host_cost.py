@@ -48,7 +48,6 @@ from jspec.engine.resolving import CheckpointFacts, DeviceFacts, resolve
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
-from jspec.messages.plan import StepKind
 from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler.scheduler import Scheduler
 from jspec.server.app import create_app
@@ -117,20 +116,19 @@ def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> 
         plan = scheduler.plan()
         marks.append(time.thread_time())
         assert plan is not None
-        in_flight.append(plan)
         before = runner.pack_seconds, runner.unpack_seconds
-        runner.dispatch(plan)
+        in_flight.append(runner.dispatch(plan))
         if len(in_flight) <= limits.overlap_depth:
             continue
-        result = runner.collect()
+        oldest, _ = handle = in_flight.pop(0)
+        result = runner.collect(handle)
         marks.append(time.thread_time())
-        oldest = in_flight.pop(0)
         pieces = scheduler.read(oldest, result)
         marks.append(time.thread_time())
         for piece in pieces:
             piece.chunk()
         marks.append(time.thread_time())
-        if oldest.kind is StepKind.DECODE and len(oldest.rows) == len(plan.rows) == rows:
+        if not oldest.is_prefill and len(oldest.rows) == len(plan.rows) == rows:
             times["plan"].append(marks[1] - marks[0])
             times["pack"].append(runner.pack_seconds - before[0])
             times["unpack"].append(runner.unpack_seconds - before[1])

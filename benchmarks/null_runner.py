@@ -8,18 +8,19 @@ ended, and is ready when it ends. Its idle time is therefore known exactly.
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import numpy as np
 
 from jspec.config.limits import ServeLimits
-from jspec.engine.programs.program_keys import ProgramKey
-from jspec.engine.transfer import pack, unpack_result
+from jspec.engine.steps.step_def import Host, ProgramKey
+from jspec.engine.steps.table import STEPS
+from jspec.engine.transfer import Packer, unpack_result
 from jspec.messages import layout
 from jspec.messages.plan import StepKind, StepPlan, StepResult
 from jspec.messages.step_options import ALL
 from jspec.spec import indexing
 
+Handle = tuple[StepPlan, float]  # and when it ends
 NUM_TABLES = 16  # of random ids, made once
 
 
@@ -44,8 +45,8 @@ class NullRunner:
         self.device_kind = "a clock"
         self.num_programs = self.num_programs_wanted = 0
         self._step_seconds = step_seconds
+        self._packer = Packer(Host(limits, vocab_size))
         self._free_at = 0.0
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self.reset()
         rng = np.random.default_rng(0)
         rows = limits.num_slots * limits.num_rounds
@@ -72,14 +73,14 @@ class NullRunner:
     def limits(self) -> ServeLimits:
         return self._limits
 
-    def dispatch(self, plan: StepPlan) -> None:
+    def dispatch(self, plan: StepPlan) -> Handle:
         """Packs the plan, and starts the step on the clock."""
         began = time.thread_time()
-        is_decode = plan.kind is StepKind.DECODE
+        is_decode = not plan.is_prefill
         buckets = self._limits.decode_buckets if is_decode else self._limits.prefill_buckets
-        size = sum(len(chunk.token_ids) for chunk in plan.chunks) or len(plan.rows)
+        size = STEPS[plan.kind].size(plan, plan.runs[-1])
         key = ProgramKey(plan.kind, indexing.bucket(size, buckets), ALL)
-        pack(plan, key, self._limits, vocab_size=self.vocab_size)
+        self._packer.pack(plan, plan.runs[-1], key)
         self.pack_seconds += time.thread_time() - began
         now = time.monotonic()
         idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
@@ -89,18 +90,18 @@ class NullRunner:
         if is_decode:
             self.decode_idle_seconds += idle
             self.decode_busy_seconds += self._step_seconds
-        self._in_flight.append((plan, self._free_at))
+        return plan, self._free_at
 
-    def collect(self) -> StepResult:
-        """Sleeps until the oldest step has ended."""
-        plan, ready_at = self._in_flight.popleft()
+    def collect(self, dispatched: Handle) -> StepResult:
+        """Sleeps until the step has ended."""
+        plan, ready_at = dispatched
         left = ready_at - time.monotonic()
         if left > 0:
             time.sleep(left)
         began = time.thread_time()
         tables = self._outputs[plan.kind]
         output = tables[plan.step % len(tables)]
-        if plan.kind is StepKind.PREFILL:
+        if plan.is_prefill:
             output = output.copy()
             is_final = [chunk.is_final for chunk in plan.chunks]
             output[: len(is_final), 0] = is_final
@@ -116,10 +117,8 @@ class NullRunner:
         self.pack_seconds = self.unpack_seconds = 0.0
         self.num_steps = 0
 
-    def restart(self) -> None:
-        self._in_flight.clear()
+    def restart(self) -> None: ...
 
     def give_up(self) -> None: ...
 
-    def close(self) -> None:
-        self._in_flight.clear()
+    def close(self) -> None: ...

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult, StepRun
 from jspec.messages.step_options import PLAIN
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser
@@ -207,10 +207,9 @@ class Cell:
             pending = (pending - told + 1) if shape.is_plain else 0
             plan = StepPlan(
                 step=step,
-                kind=StepKind.DECODE,
+                runs=(StepRun(StepKind.DECODE, shape),),
                 features=PLAIN,
                 rows=refs,
-                shape=shape,
                 pending=(told,) * rows if told else (),
             )
             emitted = self.emitted(step, shape, draws)

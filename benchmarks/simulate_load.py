@@ -193,7 +193,7 @@ def report(simulation: Simulation, total: float) -> dict[str, Any]:
         "e2e_ms": both([each.last - each.sent for each in seen]),
         "device_busy": round(runner.busy_ms / total, 3),
         "padding": round(1 - runner.prompt_tokens / runner.padded_tokens, 3),
-        "steps": {kind.value: count for kind, count in runner.num_steps.items()},
+        "steps": {kind.name.lower(): count for kind, count in runner.num_steps.items()},
     }
 
 

@@ -56,8 +56,8 @@ from jspec.device.parallel import Parallel
 from jspec.device.state import EngineState, take_rows
 from jspec.engine.memory.pool_sizes import size_pool
 from jspec.engine.programs.compilation import compile_all, compiler_options, enable_persistent_cache
-from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import DeviceRunner, init_state, place_state
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.engine.transfer import layout_of
 from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.loop import EngineLoop

@@ -43,9 +43,9 @@ class Card:
 
     def step(self, plan: StepPlan, limits: ServeLimits) -> float:
         """Milliseconds of a step on the device, in the nearest of all its programs."""
-        if plan.kind is StepKind.DECODE:
+        if not plan.is_prefill:
             return self.decode_step(indexing.bucket(len(plan.rows), limits.decode_buckets))
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = plan.num_prefill_tokens
         return self.prefill_step(indexing.bucket(num_tokens, limits.prefill_buckets))
 
     def prefill_step(self, padded: int) -> float:
@@ -92,8 +92,8 @@ class VirtualRunner:
         self._free_at = begun + cost
         self.busy_ms += cost
         self.num_steps[plan.kind] += 1
-        if plan.kind is StepKind.PREFILL:
-            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        if plan.is_prefill:
+            num_tokens = plan.num_prefill_tokens
             self.prompt_tokens += num_tokens
             self.padded_tokens += indexing.bucket(num_tokens, self._limits.prefill_buckets)
         self._in_flight.append(_Running(plan, begun, self._free_at))
@@ -102,7 +102,7 @@ class VirtualRunner:
         """Return the oldest step, its result, and its start and end on the device."""
         running = self._in_flight.popleft()
         plan = running.plan
-        if plan.kind is StepKind.DECODE:
+        if not plan.is_prefill:
             ids: tuple[tuple[int, ...], ...] = ((0,) * self._accepted,) * len(plan.rows)
         else:
             ids = tuple((0,) if chunk.is_final else () for chunk in plan.chunks)

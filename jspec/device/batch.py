@@ -33,7 +33,7 @@ class DecodeBatch:
 
 
 def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
-    """Build the batch from the fields of a `decode_layout`."""
+    """Build the batch of a DECODE or PROPOSE from its fields."""
     shared = None
     if "leaders" in fields:
         shared = SharedPrefixes(leaders=fields["leaders"], num_keys=fields["shared_keys"])
@@ -54,7 +54,7 @@ class SettleBatch:
 
 
 def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
-    """Build the batch from the fields of a `settle_layout`."""
+    """Build the batch of a SETTLE from its fields."""
     allowed = jax.lax.bitcast_convert_type(fields["allowed"], jnp.uint32)
     return SettleBatch(slots=fields["slots"], allowed=allowed)
 
@@ -99,7 +99,7 @@ class RecallBatch:
 
 
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
-    """Build the batch from the fields of a `prefill_layout`."""
+    """Build the batch of a PREFILL from its fields."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
     if "allowed" in others:
         others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)

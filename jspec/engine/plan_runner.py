@@ -6,25 +6,57 @@ Both have a leading axis with one entry for each data rank, of which there is on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.engine.programs.program_keys import (
-    ProgramKey,
-    nearest_program,
-    program_for,
-    ready_shapes,
-    recall_programs,
-    scored_for,
-)
-from jspec.engine.transfer import pack, pack_draft_prefill, pack_recalls, unpack_result
+from jspec.engine.programs.program_keys import nearest_program, ready_shapes
+from jspec.engine.steps.decode import with_sharing
+from jspec.engine.steps.step_def import Host, ProgramKey
+from jspec.engine.steps.table import STEPS
+from jspec.engine.transfer import Packer, unpack_result
 from jspec.messages.plan import StepKind, StepPlan, StepResult
-from jspec.messages.step_options import PLAIN, StepOptions
+from jspec.messages.step_options import StepOption, StepOptions
+
+
+class Dispatched(NamedTuple):
+    """A dispatched step: the handle for `PlanRunner.collect`."""
+
+    plan: StepPlan
+    key: ProgramKey
+    output: Any
+
+
+def programs_for(
+    plan: StepPlan,
+    limits: ServeLimits,
+    nearest: Callable[[ProgramKey], ProgramKey],
+    ready: Container[ProgramKey],
+) -> list[ProgramKey]:
+    """Return the ready program of each run of a plan. nearest: `nearest_program` or a cached one.
+
+    The last runs choose first: a program whose output another one takes has the size and the
+    options of that one. If rows share prefixes, prefer the variant that reads them once, if it is
+    ready in that size.
+    """
+    keys: list[ProgramKey] = []
+    takers: dict[StepKind, ProgramKey] = {}
+    for run in reversed(plan.runs):
+        step, taker = STEPS[run.kind], takers.get(run.kind)
+        size = step.size(plan, run) if taker is None else taker.bucket
+        options = (plan.features if taker is None else taker.features).within(step.options)
+        shape = None if run.shape == limits.spec else run.shape
+        key = nearest(ProgramKey(run.kind, size, options, shape))
+        if plan.shared and StepOption.SHARED in step.options:
+            sharing = key._replace(features=with_sharing(key.features))
+            key = sharing if sharing in ready else key
+        takers.update(dict.fromkeys(step.takes, key))
+        keys.append(key)
+    keys.reverse()
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +122,7 @@ class PlanRunner(ABC):
         self._limits = limits
         self._vocab_size = vocab_size
         self._programs = ReadyPrograms(programs)  # never mutated: the caller may share it
-        self._in_flight: deque[tuple[StepPlan, ProgramKey, Any]] = deque()
+        self._packer = Packer(Host(limits, vocab_size))
 
     @property
     def limits(self) -> ServeLimits:
@@ -154,15 +186,16 @@ class PlanRunner(ABC):
         self,
         key: ProgramKey,
         *operands: Any,
-        is_read: bool = True,
-        is_kept: bool = False,
-        drops: tuple[Any, ...] = (),
+        is_read: bool,
+        is_kept: bool,
+        drops: tuple[Any, ...],
     ) -> Any:
         """Start a program without waiting; return a handle of its output.
 
         operands: host arrays, or handles of kept outputs.
         is_read: `_read` will be called for the output.
-        is_kept: the output will be an operand, until a program lists it in `drops`.
+        is_kept: the output will be an operand of later programs, the last of which lists it in
+            `drops`.
         """
 
     @abstractmethod
@@ -173,59 +206,36 @@ class PlanRunner(ABC):
     def _check_open(self) -> None:
         """Raise EngineClosedError after close()."""
 
-    def dispatch(self, plan: StepPlan) -> None:
-        """Enqueue one step. Waits for the device only if a grammar needs the draft tree.
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        """Enqueue one step. Waits for the device only if a program needs an earlier one's output
+        on the host.
 
-        The program may be larger than the plan, or have more features. Raises InvariantError if no
-        ready program fits, EngineClosedError after close().
+        The programs may be larger than the plan, or have more features. Raises InvariantError if
+        no ready program fits, EngineClosedError after close().
         """
         self._check_open()
         programs = self._programs
-        if plan.admissions:
-            self._recall(plan)
-        if plan.pending:
-            self._draft_prefill(plan)
-        if plan.constraints and plan.kind is StepKind.DECODE:
-            key, output = self._run_cut(plan)
-        else:
-            key = program_for(plan, programs.nearest, programs.executables)
-            output = self._enqueue(key, self._packed(plan, key))
-        self._in_flight.append((plan, key, output))
+        outputs: dict[StepKind, Any] = {}
+        keys = programs_for(plan, self._limits, programs.nearest, programs.executables)
+        steps = [STEPS[run.kind] for run in plan.runs]
+        taken = {kind for step in steps for kind in step.takes}
+        read = {plan.kind, *[step.reads for step in steps]}
+        for run, step, key in zip(plan.runs, steps, keys, strict=True):
+            needed = None if step.reads is None else self._read(outputs[step.reads])[0]
+            outputs[run.kind] = self._enqueue(
+                key,
+                self._packer.pack(plan, run, key, needed)[None],
+                *[outputs[kind] for kind in step.takes],
+                is_read=run.kind in read,
+                is_kept=run.kind in taken,
+                drops=tuple([outputs[kind] for kind in taken]) if run is plan.runs[-1] else (),
+            )
+        return Dispatched(plan, keys[-1], outputs[plan.kind])
 
-    def _packed(
-        self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None = None
-    ) -> np.ndarray:
-        return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)[None]
-
-    def _run_cut(self, plan: StepPlan) -> tuple[ProgramKey, Any]:
-        """Run a decode as PROPOSE, SCORE and SETTLE; return the last key and its output.
-
-        The host reads the trees and computes the grammar masks while the device scores them. Rows
-        without a grammar take part.
-        """
-        nearest, size = self._programs.nearest, len(plan.rows)
-        propose = nearest(ProgramKey(StepKind.PROPOSE, size, PLAIN))
-        settle = nearest(ProgramKey(StepKind.SETTLE, propose.bucket, plan.features))
-        score = nearest(scored_for(settle))
-        batch = self._packed(plan, propose)
-        tree = self._enqueue(propose, batch, is_kept=True)
-        scored = self._enqueue(score, batch, tree, is_read=False, is_kept=True)
-        masks = self._packed(plan, settle, self._read(tree)[0])
-        return settle, self._enqueue(settle, masks, tree, scored, drops=(tree, scored))
-
-    def _recall(self, plan: StepPlan) -> None:
-        """Replay the ids of cached prefixes for admitted rows that need them."""
-        for flat in pack_recalls(plan, self._limits):
-            (key,) = recall_programs(self._limits)
-            self._enqueue(key, flat[None], is_read=False)
-
-    def _draft_prefill(self, plan: StepPlan) -> None:
-        """Advance the drafter over tokens that plain steps left pending."""
-        key = self._programs.nearest(ProgramKey(StepKind.DRAFT_PREFILL, len(plan.rows), PLAIN))
-        self._enqueue(key, pack_draft_prefill(plan, key, self._limits)[None], is_read=False)
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest dispatched step. Raises IndexError if none is in flight."""
-        plan, key, output = self._in_flight.popleft()
+    def collect(self, dispatched: Dispatched) -> StepResult:
+        """Wait for a dispatched step and return its result."""
+        plan, key, output = dispatched
         (own,) = self._read(output)
+        if not STEPS[key.kind].emits:
+            return StepResult(step=plan.step, rounds=())
         return unpack_result(plan, own, self._limits, features=key.features)

@@ -18,7 +18,6 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shape_sets import read_candidates, shapes_for
-from jspec.engine.programs.program_keys import FEW_PROGRAMS, step_programs
 from jspec.errors import ConfigError
 from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
@@ -30,6 +29,9 @@ log = logging.getLogger(__name__)
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
 # Clients send a whole benchmark or batch at once. The cost of a waiting request is its ids.
 DEFAULT_QUEUE = 1024
+# An engine with at most this many prefills and decodes compiles all at the start: always on a CPU,
+# where a later compilation would compete with serving for the same cores.
+FEW_PROGRAMS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,8 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     )
     if config.compile_at_start != "auto":
         return config
-    are_few = len(step_programs(config)) <= FEW_PROGRAMS
+    buckets = len(config.prefill_buckets) + 2 * len(config.decode_buckets)
+    are_few = buckets + 2 * config.logprobs <= FEW_PROGRAMS
     return replace(config, compile_at_start="common" if are_few else "first")
 
 

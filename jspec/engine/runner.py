@@ -1,6 +1,6 @@
 """The owner of device state: runs compiled steps of plans and returns results in order.
 
-`dispatch` only enqueues; `collect` waits for the oldest step. The state never leaves: each step
+`dispatch` only enqueues; `collect` waits for a step. The state never leaves: each step
 consumes it (donated) and its output replaces it.
 """
 
@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,13 +25,12 @@ from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import EngineState, empty_caches, empty_rows, state_specs
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
-from jspec.engine.programs.entries import BY_RANK
 from jspec.engine.programs.program_growth import Maker, ProgramGrowth
-from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import ProgramStore
+from jspec.engine.steps.step_def import BY_RANK, ProgramKey
+from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import layout_of
 from jspec.errors import EngineClosedError
-from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup
@@ -156,7 +154,7 @@ class DeviceRunner(PlanRunner):
         belong to no row. None where no chooser asks for it, or the program fails: if the state is
         lost by that, the next step says so.
         """
-        is_chosen = key.kind is StepKind.DECODE and key.features in (PLAIN, SAMPLING)
+        is_chosen = STEPS[key.kind].is_timed and key.features in (PLAIN, SAMPLING)
         if not (is_chosen and self._limits.other_shapes):
             return None
         batch = np.zeros((1, layout_of(key, self._limits).size), np.int32)
@@ -249,9 +247,9 @@ class DeviceRunner(PlanRunner):
         self,
         key: ProgramKey,
         *operands: Any,
-        is_read: bool = True,
-        is_kept: bool = False,
-        drops: tuple[Any, ...] = (),
+        is_read: bool,
+        is_kept: bool,
+        drops: tuple[Any, ...],
     ) -> Any:
         del is_kept, drops  # Python references keep an output alive
         return self.enqueue(key, operands, is_read=is_read)
@@ -266,7 +264,7 @@ class DeviceRunner(PlanRunner):
         _ = self.state
 
     def restart(self) -> None:
-        """Drop steps in flight and zero the state; weights and programs stay.
+        """Zero the state; weights and programs stay. Steps in flight are lost.
 
         Raises device errors; after some of them the devices are unusable in this process. Raises
         EngineClosedError for a runner that was not built by `create`.
@@ -274,7 +272,6 @@ class DeviceRunner(PlanRunner):
         if self._make_state is None:
             raise EngineClosedError("this runner cannot be restarted")
         with self._owning:
-            self._in_flight.clear()
             self._state = None  # free it before the next one is allocated
             self._state = self._make_state()
 
@@ -282,14 +279,14 @@ class DeviceRunner(PlanRunner):
         """Do nothing: a restart takes no longer than zeroing its pools."""
 
     def close(self) -> None:
-        """Release programs, state and params, and drop steps in flight. May be called twice.
+        """Release programs, state and params. May be called twice.
 
         Also ends background builds. A reference to the runner, or an error with it in a traceback,
         then keeps no device memory alive.
         """
         self.stop_growing()
         with self._owning:
-            self._programs, self._in_flight = ReadyPrograms({}), deque()
+            self._programs = ReadyPrograms({})
             self._params = self._state = self._make_state = None
 
 

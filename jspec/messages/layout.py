@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.messages.request import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SAMPLING_FIELDS
-from jspec.messages.sampling_fields import SamplingTable, packed_fields
+from jspec.messages.request import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 
@@ -105,81 +104,3 @@ def output_columns(
             *(hidden if StepOption.HIDDEN in features else ()),
         )
     )
-
-
-def decode_layout(
-    *, batch: int, num_grants: int, num_windows: int = 0, is_sharing: bool = False
-) -> PackedLayout:
-    """Return the layout that `device.batch.decode_batch` unpacks into a DecodeBatch.
-
-    num_grants: page grants of each page space. num_windows: page spaces of windows.
-    is_sharing: rows may share prefixes.
-    """
-    grants = ("grants", (num_grants, 3))
-    shared = (("leaders", (batch,)), ("shared_keys", (batch,))) if is_sharing else ()
-    return PackedLayout(
-        (("slots", (batch,)), grants, *_window_grants(num_windows, num_grants), *shared)
-    )
-
-
-def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
-    """Return the layout that `device.batch.settle_batch` unpacks. words: W of a mask."""
-    return PackedLayout((("slots", (batch,)), ("allowed", (batch, nodes, words))))
-
-
-def draft_prefill_layout(*, batch: int) -> PackedLayout:
-    """Return the layout of a DraftPrefillBatch."""
-    return PackedLayout((("slots", (batch,)), ("counts", (batch,))))
-
-
-def prefill_layout(
-    *,
-    tokens: int,
-    rows: int,
-    pages_per_row: int,
-    num_windows: int = 0,
-    num_grants: int = 0,
-    words: int = 0,
-    table: SamplingTable = SAMPLING_FIELDS,
-) -> PackedLayout:
-    """Return the layout that `device.batch.prefill_batch` unpacks.
-
-    num_windows: page spaces of windows
-    num_grants: page grants of each window space
-    words: W of a mask; 0: no masks
-    """
-    return PackedLayout(
-        (
-            ("slots", (rows,)),
-            ("starts", (rows,)),
-            ("cu_q_lens", (rows + 1,)),
-            ("is_final", (rows,)),
-            ("next_ids", (rows,)),
-            ("token_ids", (tokens,)),
-            ("admitted", (rows,)),
-            ("prompt_lens", (rows,)),
-            ("page_table", (rows, pages_per_row)),
-            *_window_grants(num_windows, num_grants),
-            *((("allowed", (rows, words)),) if words else ()),
-            *packed_fields(table, rows),
-        )
-    )
-
-
-def recall_layout(*, tokens: int, rows: int) -> PackedLayout:
-    """Return the layout of a RecallBatch."""
-    return PackedLayout(
-        (
-            ("slots", (rows,)),
-            ("starts", (rows,)),
-            ("cu_q_lens", (rows + 1,)),
-            ("next_ids", (rows,)),
-            ("is_first", (rows,)),
-            ("prompt_lens", (rows,)),
-            ("token_ids", (tokens,)),
-        )
-    )
-
-
-def _window_grants(num_windows: int, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return (("window_grants", (num_windows, num_grants, 3)),) if num_windows else ()

@@ -79,73 +79,95 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
-    """Kind of a step. Plans are PREFILL or DECODE; the runner inserts the others.
+    """Kind of a step: a row of `engine.steps.table.STEPS`.
 
-    RECALL (draft prefill of cached tokens) runs before a prefill whose rows need it, DRAFT_PREFILL
-    before a decode with pending tokens. PROPOSE, SCORE and SETTLE replace DECODE when a row follows
-    a grammar.
+    The value begins the names of its programs, whose bucket counts rows (B) or tokens (T).
     """
 
     __hash__ = object.__hash__  # fast, as in StepOption
 
-    PREFILL = "prefill"
-    DECODE = "decode"
-    RECALL = "recall"
-    PROPOSE = "propose"
-    SCORE = "score"
-    SETTLE = "settle"
-    DRAFT_PREFILL = "catch up"
+    PREFILL = "prefill T"
+    DECODE = "decode B"
+    RECALL = "recall T"  # draft prefill of cached tokens
+    DRAFT_PREFILL = "draft prefill B"  # of the tokens that plain decodes left pending
+    # A decode in three programs, if a row follows a grammar.
+    PROPOSE = "propose B"
+    SCORE = "score B"
+    SETTLE = "settle B"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """One program of a plan.
+
+    shape: draft shape, one of the engine's
+    chunks: cached tokens of a RECALL, at most one chunk of a row
+    """
+
+    kind: StepKind
+    shape: SpeculativeConfig
+    chunks: tuple[PrefillChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows`.
+    """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
+    runs: all programs in order; the last one's output is the result
     features: union of the features that the rows need
     grants: of all spaces in a decode; of the window spaces in a prefill, whose admissions
         bring the pages of the full space
     constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
         grammar have no unread results.
-    shape: the decode's S/K/N, one of the engine's shapes; None: `ServeLimits.spec`
     pending: pending tokens of each row, given to its drafter right before this decode; empty:
         none are given now
     shared: the shared prefix of each row of a decode; empty: none, or too short to pay
     """
 
     step: int
-    kind: StepKind
+    runs: tuple[StepRun, ...]
     features: StepOptions
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     constraints: tuple[Constraint | None, ...] = ()
-    shape: SpeculativeConfig | None = None
     pending: tuple[int, ...] = ()
     shared: tuple[SharedPrefix, ...] = ()
 
-    def spec(self, limits: ServeLimits) -> SpeculativeConfig:
-        """Return S/K/N of a decode."""
-        return limits.spec if self.shape is None else self.shape
+    @property
+    def kind(self) -> StepKind:
+        """Kind of the last program."""
+        return self.runs[-1].kind
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.runs[-1].kind is StepKind.PREFILL
+
+    @property
+    def shape(self) -> SpeculativeConfig:
+        """S/K/N of a decode."""
+        return self.runs[-1].shape
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     def decode_rounds(self, limits: ServeLimits) -> tuple[int, int]:
         """Return (verifications, most tokens that a row can emit in them); (0, 0) for a prefill."""
-        if self.kind is StepKind.PREFILL:
+        if self.is_prefill:
             return 0, 0
         num_rounds = self.num_rounds(limits)
-        return num_rounds, num_rounds * self.spec(limits).max_emitted
+        return num_rounds, num_rounds * self.shape.max_emitted
 
     def num_rounds(self, limits: ServeLimits) -> int:
         """Verifications of a decode; 1 with a grammar, since the host reads every tree."""
-        is_one = self.kind is StepKind.PREFILL or self.constraints
-        return 1 if is_one else limits.num_rounds
+        return 1 if self.is_prefill or self.constraints else limits.num_rounds
 
     @property
     def row_refs(self) -> tuple[RowRef, ...]:
         """Rows in the order of the result: one per chunk in a prefill, `rows` in a decode."""
-        if self.kind is StepKind.PREFILL:
-            return tuple(chunk.row for chunk in self.chunks)
-        return self.rows
+        return tuple(chunk.row for chunk in self.chunks) if self.is_prefill else self.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

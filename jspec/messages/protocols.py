@@ -13,24 +13,25 @@ from jspec.messages.weight_update import Model, WeightUpdate
 
 @runtime_checkable
 class Runner(Protocol):
-    """Owner of all device state. Called from one thread; results come back in order."""
+    """Owner of all device state. Called from one thread; steps are collected in order."""
 
     @property
     def limits(self) -> ServeLimits:
         """Static sizes that plans must respect."""
         ...
 
-    def dispatch(self, plan: StepPlan) -> None:
-        """Enqueue one step without waiting for the device."""
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Enqueue one step without waiting for the device; return its handle."""
         ...
 
-    def collect(self) -> StepResult:
-        """Wait for the oldest dispatched step and return its result."""
+    def collect(self, dispatched: Any) -> StepResult:
+        """Wait for the step of a handle and return its result."""
         ...
 
     def restart(self) -> None:
         """Restart after a call raised, without rows and pages; weights and programs are kept.
 
+        Handles from before are void.
         Raises the error that prevents it, and may then be retried; EngineClosedError if it never
         can succeed.
         """

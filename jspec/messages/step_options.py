@@ -55,6 +55,10 @@ class StepOptions:
         """Return whether a program with these features can serve a plan that needs `other`."""
         return other.members <= self.members
 
+    def within(self, options: frozenset[StepOption]) -> StepOptions:
+        """Return the part of these in `options`."""
+        return self if self.members <= options else StepOptions(self.members & options)
+
     def union(self, others: Iterable[StepOptions]) -> StepOptions:
         """Return the union with all others. Most add nothing and cost one comparison."""
         members = self.members

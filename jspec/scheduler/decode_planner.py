@@ -11,7 +11,7 @@ from collections.abc import Callable
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.errors import InvariantError
-from jspec.messages.plan import PageGrant, StepKind, StepPlan
+from jspec.messages.plan import PageGrant, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blame
@@ -21,6 +21,9 @@ from jspec.scheduler.row_table import Ints
 from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
+
+# The programs of a decode in which a row follows a grammar (decision 23).
+CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class DecodePlanner:
@@ -80,18 +83,26 @@ class DecodePlanner:
         features, shape = step_rows.features, self._limits.spec
         if not step_rows.constraints:  # programs with grammars exist in one shape only
             shape = self._shapes.choose(num_rows=len(step_rows.rows), features=features)
+        pending = self._pending(step_rows.slots, shape)
         plan = StepPlan(
             step=step,
-            kind=StepKind.DECODE,
+            runs=self._runs(shape, gives=bool(pending), cut=bool(step_rows.constraints)),
             features=features,
             rows=step_rows.rows,
             grants=tuple(grants),
             constraints=step_rows.constraints,
-            shape=None if shape == self._limits.spec else shape,
-            pending=self._pending(step_rows.slots, shape),
+            pending=pending,
             shared=self._shared(step_rows.slots, features, shape),
         )
         return Flight(plan, step_rows)
+
+    def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
+        """Return the programs of a decode. gives: the drafter gets pending tokens. cut: a row
+        follows a grammar."""
+        own = self._limits.spec
+        first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
+        kinds = CUT if cut else (StepKind.DECODE,)
+        return (*first, *[StepRun(kind, shape) for kind in kinds])
 
     def _waits_to_be_read(self, step_rows: StepRows) -> bool:
         steps = self._table.steps

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jspec.config.limits import ServeLimits
-from jspec.messages.plan import Admission, PageGrant, PrefillChunk, StepKind, StepPlan
+from jspec.messages.plan import Admission, PageGrant, PrefillChunk, StepKind, StepPlan, StepRun
+from jspec.messages.step_options import StepOption
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
 from jspec.scheduler.prefilling import Prefilling
@@ -51,7 +54,10 @@ class PrefillPlanner:
         step_rows = StepRows.of(self._seats.tenancies[chunk.row] for chunk in chunks)
         plan = StepPlan(
             step=step,
-            kind=StepKind.PREFILL,
+            runs=(
+                *cached_draft_prefills(self._limits, admissions),
+                StepRun(StepKind.PREFILL, self._limits.spec),
+            ),
             features=step_rows.features,
             admissions=tuple(admissions),
             chunks=tuple(chunks),
@@ -63,3 +69,35 @@ class PrefillPlanner:
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
         return self._seats.windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
+
+
+def cached_draft_prefills(
+    limits: ServeLimits, admissions: Iterable[Admission]
+) -> tuple[StepRun, ...]:
+    """Return the draft prefills of cached tokens that admissions need; mostly none.
+
+    They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
+    Ids that exceed one program are split.
+    """
+    keeps_ids = limits.spec.algorithm.drafting.keeps_ids
+    runs: list[list[PrefillChunk]] = []
+    room = 0
+    for admission in admissions:
+        start, end, ids = 0, admission.cached_len, admission.fill_ids
+        if not keeps_ids and StepOption.PENALTIES not in admission.request.sampling.features:
+            continue
+        while start < end:
+            if not room or len(runs[-1]) == limits.prefill_rows:
+                runs.append([])
+                room = limits.recall_size
+            stop = min(end, start + room)
+            runs[-1].append(
+                PrefillChunk(
+                    row=admission.row,
+                    start=start,
+                    token_ids=ids[start:stop],
+                    next_id=ids[stop],
+                )
+            )
+            start, room = stop, room - (stop - start)
+    return tuple(StepRun(StepKind.RECALL, limits.spec, tuple(chunks)) for chunks in runs)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from jspec.config.limits import ServeLimits
-from jspec.messages.plan import PrefillChunk, StepKind, StepPlan
+from jspec.messages.plan import PrefillChunk, StepPlan
 from jspec.scheduler import policy
 from jspec.scheduler.prefill_pace import PrefillPace
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
@@ -65,17 +65,17 @@ class Prefilling:
 
     def count(self, plan: StepPlan) -> None:
         """Count the prompt tokens of a step that is dispatched now."""
-        if plan.kind is StepKind.DECODE:
+        if not plan.is_prefill:
             self._since_decode = 0
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = plan.num_prefill_tokens
         if num_tokens and self._limits.prefill_seconds is not None:  # padding takes time, too
             num_tokens = indexing.bucket(num_tokens, self._limits.prefill_buckets)
         self._since_decode += num_tokens
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """Record the device time of a prefill step; decodes are ignored."""
-        if plan.kind is StepKind.PREFILL and self._limits.prefill_seconds is not None:
-            self._pace.see(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
+        if plan.is_prefill and self._limits.prefill_seconds is not None:
+            self._pace.see(plan.num_prefill_tokens, seconds)
 
     def _timed_budget(self) -> int | None:
         """Return the tokens that fit the time limit, if any; prefill_budget until measured."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.config.limits import ServeLimits
+from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.errors import ResultError
 from jspec.messages.grammar import Constraint
-from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.messages.plan import RoundResult, RowRef, StepPlan, StepResult
 from jspec.messages.request import Request
 from jspec.messages.step_options import PLAIN, StepOptions
 from jspec.scheduler.outputs.token_history import Origin, Piece, TokenHistory
@@ -39,10 +39,10 @@ def check_result(
             f"plan {plan.step} came with result {result.step}; expected both to be the "
             f"oldest step in flight, {oldest}"
         )
-    if plan.kind is StepKind.DECODE:
-        most, emits = plan.spec(limits).max_emitted, [1] * len(plan.rows)
-    else:
+    if plan.is_prefill:
         most, emits = 1, [int(chunk.is_final) for chunk in plan.chunks]
+    else:
+        most, emits = plan.shape.max_emitted, [1] * len(plan.rows)
     rounds = [of_round.num_emitted.tolist() for of_round in result.rounds]
     if len(rounds) != plan.num_rounds(limits) or not all(
         _are_within(counts, emits, most=most) for counts in rounds
@@ -136,11 +136,20 @@ class Flight:
 
 
 class RoundReader:
-    """Appends the ids of a round to its rows. finish: called with each sequence that ends."""
+    """Appends the ids of a round to its rows.
+
+    own: the engine's own draft shape. finish: called with each sequence that ends.
+    """
 
     def __init__(
-        self, table: RowTable, totals: Totals, *, finish: Callable[[Sequence], None]
+        self,
+        table: RowTable,
+        totals: Totals,
+        *,
+        own: SpeculativeConfig,
+        finish: Callable[[Sequence], None],
     ) -> None:
+        self._own = own
         self._table = table
         self._totals = totals
         self._finish = finish
@@ -159,7 +168,7 @@ class RoundReader:
                 sequence.logprobs.take(flight.plan, i, of_round)
                 sequence.hidden.take(flight.plan, i, of_round)
         is_live &= counts > 0
-        if flight.plan.kind is StepKind.DECODE:
+        if not flight.plan.is_prefill:
             goes_on = is_live & self._table.goes_on(slots, counts, ids)
             self._watch(flight, of_round, goes_on)
             pieces += self._read_whole(flight, of_round, goes_on.nonzero()[0])
@@ -189,7 +198,7 @@ class RoundReader:
         step_rows = flight.step_rows.take(rows)
         self._table.extend(step_rows.slots, counts, ids)
         self._totals.num_emitted += int(counts.sum())
-        num_proposed = _num_proposed(flight.plan)
+        num_proposed = self._num_proposed(flight.plan)
         self._totals.tally.add_whole(np.bincount(counts).tolist(), num_proposed=num_proposed)
         return Piece.of_whole_rows(
             step_rows.histories,
@@ -210,8 +219,8 @@ class RoundReader:
             self._finish(sequence)
             return
         self._totals.num_emitted += len(cut.ids)
-        is_verified = plan.kind is StepKind.DECODE and sequence.request.sampling.speculative
-        num_emitted, num_proposed = len(ids) if is_verified else 0, _num_proposed(plan)
+        is_verified = not plan.is_prefill and sequence.request.sampling.speculative
+        num_emitted, num_proposed = len(ids) if is_verified else 0, self._num_proposed(plan)
         if num_emitted:
             self._totals.tally.add(
                 num_emitted=num_emitted, num_kept=len(cut.ids), num_proposed=num_proposed
@@ -222,10 +231,9 @@ class RoundReader:
             self._totals.num_finished += 1
             self._finish(sequence)
 
-
-def _num_proposed(plan: StepPlan) -> int | None:
-    """Return the drafts that a decode verifies per row; None: those of the engine's own shape."""
-    return None if plan.shape is None else plan.shape.num_draft_tokens - 1
+    def _num_proposed(self, plan: StepPlan) -> int | None:
+        """Return the drafts that a decode verifies per row; None: those of the own shape."""
+        return None if plan.shape == self._own else plan.shape.num_draft_tokens - 1
 
 
 def text_failure(request: Request, error: Exception) -> str:

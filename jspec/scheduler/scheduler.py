@@ -75,7 +75,9 @@ class Scheduler:
         self._pages, self._windows = seats.pages, seats.windows
         self._running, self._tenancies = seats.running, seats.tenancies
         self._prefills = PrefillPlanner(self._limits, self._prefilling, seats, self._waiting)
-        self._reader = RoundReader(seats.table, self._totals, finish=self._finish)
+        self._reader = RoundReader(
+            seats.table, self._totals, own=self._limits.spec, finish=self._finish
+        )
         self._decodes.use(seats)
 
     @property
@@ -260,7 +262,7 @@ class Scheduler:
         table.dispatched(slots, rounds=rounds, tokens=tokens)
         if plan.pending:
             table.pending[slots] = 0
-        if self._deferred_tokens and plan.spec(self._limits).is_plain:
+        if self._deferred_tokens and plan.shape.is_plain:
             table.pending[slots] += rounds
         self._num_steps = plan.step
         self._in_flight.append(flight)

@@ -38,7 +38,7 @@ from jspec.serving.mailbox import Mailbox
 from jspec.serving.readers import Readers
 from jspec.serving.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.serving.request_trace import FirstTokens, RequestTrace
-from jspec.serving.runner_calls import RunnerCalls
+from jspec.serving.runner_calls import RunnerCalls, StepInFlight
 from jspec.serving.trace import BusyClock
 from jspec.serving.trace import TraceEvent as TraceEvent
 from jspec.serving.trace import TraceKind as TraceKind
@@ -76,7 +76,7 @@ class EngineLoop:
         self._queue_time_limit = queue_time_limit
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._readers = Readers(scheduler)
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -269,6 +269,7 @@ class EngineLoop:
             self._end_streams("its loop died")
         finally:  # also when the event loop is torn down and cancels this task
             self._is_closing = True
+            self._in_flight.clear()  # handles keep device memory
             self._busy.stop()
             self._end_streams("its event loop ended")
             self._release()
@@ -318,22 +319,23 @@ class EngineLoop:
 
         Meanwhile the chunks that the previous turn committed are published.
         """
-        if plan is not None:
-            self._in_flight.append(plan)
+        new = None if plan is None else StepInFlight(plan)
+        if new is not None:
+            self._in_flight.append(new)
             if self._calls.first_tokens is not None:
-                self._calls.first_tokens.planned(plan, time.monotonic())
+                self._calls.first_tokens.planned(new.plan, time.monotonic())
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
-        collects = plan is None or is_full
+        oldest = self._in_flight[0] if new is None or is_full else None
         turn = asyncio.get_running_loop().run_in_executor(
-            self._engine_thread, self._calls.run, plan, collects
+            self._engine_thread, self._calls.run, new, oldest
         )
         self._readers.publish()
         result = await turn
-        if result is not None:
-            plan = self._in_flight.popleft()
+        if oldest is not None and result is not None:
+            self._in_flight.popleft()
             try:
-                self._scheduler.timed(plan, self._calls.steps.seconds(plan.step))
-                self._readers.unpublished += self._scheduler.read(plan, result)
+                self._scheduler.timed(oldest.plan, oldest.seconds)
+                self._readers.unpublished += self._scheduler.read(oldest.plan, result)
             except ResultError as error:
                 raise RunnerError(str(error)) from error
             except Exception as error:

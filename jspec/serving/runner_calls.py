@@ -6,12 +6,28 @@ It knows no request and no event loop.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from jspec.errors import RunnerError
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import Runner
 from jspec.serving.request_trace import FirstTokens
-from jspec.serving.trace import StepClock, TraceEvent, TraceKind
+from jspec.serving.trace import TraceEvent, TraceKind
+
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """A planned step until its result is read. The engine's thread sets the other fields.
+
+    handle: the runner's
+    seconds: device time, from the dispatch, or the previous result if later, to the result
+    """
+
+    plan: StepPlan
+    handle: Any = None
+    dispatched_at: float = 0.0
+    seconds: float = 0.0
 
 
 class RunnerCalls:
@@ -21,15 +37,15 @@ class RunnerCalls:
         self._runner = runner
         self._trace = trace
         self.first_tokens: FirstTokens | None = None
-        self.steps = StepClock()
+        self._collected_at = 0.0
 
-    def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
-        """Dispatch `plan`, then, if `collects`, wait for the oldest step.
+    def run(self, new: StepInFlight | None, oldest: StepInFlight | None) -> StepResult | None:
+        """Dispatch `new`, then wait for `oldest`, which may be the same.
 
         Raises RunnerError for any error, since a restart may fix it.
         """
         try:
-            return self._run(plan, collects)
+            return self._run(new, oldest)
         except RunnerError:
             raise
         except Exception as error:
@@ -37,21 +53,21 @@ class RunnerCalls:
 
     def lose_steps(self) -> None:
         """Forget the steps in flight, lost with the runner. Call it while the thread is idle."""
-        self.steps.lose_steps()
         if self.first_tokens is not None:
             self.first_tokens.lose_steps()
 
-    def _run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
-        if plan is not None:
-            started = time.monotonic()
-            self._runner.dispatch(plan)
-            self.steps.dispatched(plan.step, started)
-            self._record(TraceKind.DISPATCH, plan.step, started)
-        if not collects:
+    def _run(self, new: StepInFlight | None, oldest: StepInFlight | None) -> StepResult | None:
+        if new is not None:
+            new.dispatched_at = time.monotonic()
+            new.handle = self._runner.dispatch(new.plan)
+            self._record(TraceKind.DISPATCH, new.plan.step, new.dispatched_at)
+        if oldest is None:
             return None
         started = time.monotonic()
-        result = self._runner.collect()
-        self.steps.collected(result.step, time.monotonic())
+        result = self._runner.collect(oldest.handle)
+        now = time.monotonic()
+        oldest.seconds = now - max(oldest.dispatched_at, self._collected_at)
+        self._collected_at = now
         self._record(TraceKind.COLLECT, result.step, started)
         return result
 

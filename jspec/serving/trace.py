@@ -22,32 +22,6 @@ class TraceEvent:
     ended: float
 
 
-class StepClock:
-    """Device time of each step: from its dispatch, or the previous result if later, to its result.
-
-    Used on the engine's thread. Call `seconds` once per step, in order.
-    """
-
-    def __init__(self) -> None:
-        self._dispatched: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}
-        self._last = 0.0
-
-    def dispatched(self, step: int, now: float) -> None:
-        self._dispatched[step] = now
-
-    def collected(self, step: int, now: float) -> None:
-        self._seconds[step] = now - max(self._dispatched.pop(step), self._last)
-        self._last = now
-
-    def lose_steps(self) -> None:
-        self._dispatched.clear()
-        self._seconds.clear()
-
-    def seconds(self, step: int) -> float:
-        return self._seconds.pop(step)
-
-
 class BusyClock:
     """Accumulated running time, including the current run. Readable from any thread."""
 

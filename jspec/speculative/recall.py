@@ -4,7 +4,7 @@ No forward runs over a cached prefix (scheduler/pages): its KV exists. But state
 the token ids is stored by slot, which belonged to another row: the penalties' marks of prompt ids
 and counts of emitted ids (after a retraction), and a drafter's ids, such as NGRAM's history. This
 step fills it from all of the row's tokens before the prefill step that admits the row. Rows that do
-not need it skip it (engine/transfer.py).
+not need it skip it (scheduler/prefill_planner.py).
 """
 
 from __future__ import annotations

@@ -51,9 +51,11 @@ from benchmarks.workloads import (
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import state_specs
-from jspec.engine.programs.compilation import ProgramShape, compiler_options, lower
-from jspec.engine.programs.program_keys import ProgramKey, program_keys
+from jspec.engine.programs.compilation import compiler_options, lower
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import shape_of
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
@@ -264,7 +266,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     started = time.monotonic()
     program = dataclasses.replace(case.program, features=key.features)
     platform = case.mesh.devices.flat[0].platform
-    shape = ProgramShape.of(key, case.limits)
+    shape = shape_of(key, case.limits)
     compiled = lower(shape, program, mesh=case.mesh, params=case.params, state=case.state).compile(
         compiler_options=compiler_options(key, case.limits, platform=platform, ops=program.ops)
     )

@@ -14,8 +14,10 @@ import pytest
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.programs import compilation
-from jspec.engine.programs.compilation import ProgramShape, compiler_options
-from jspec.engine.programs.program_keys import ProgramKey, program_keys
+from jspec.engine.programs.compilation import compiler_options
+from jspec.engine.programs.program_keys import program_keys
+from jspec.engine.steps.step_def import ProgramKey, ProgramShape
+from jspec.engine.transfer import shape_of
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
@@ -117,7 +119,7 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
     target = Decoder(tiny_target_config(), OPS["xla"])
     program = StepProgram(target=target, drafter=NoDrafter(), spec=limits.spec)
     keys = program_keys(limits)
-    key_of = {(ProgramShape.of(key, limits), key.features): key for key in keys}
+    key_of = {(shape_of(key, limits), key.features): key for key in keys}
     found = compilation.compile_all(program, limits, mesh=mesh, params={}, state={})
     assert [key for key, _ in lowered] == list(keys)
     assert {name for _, name in lowered} == {threading.current_thread().name}

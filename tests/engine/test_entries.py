@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.device.parallel import Parallel
-from jspec.engine.programs.entries import BY_RANK, of_rank
-from jspec.messages.layout import decode_layout
+from jspec.engine.programs.compilation import of_rank
+from jspec.engine.steps.step_def import BY_RANK
+from jspec.messages.layout import PackedLayout
 
-PACKED = decode_layout(batch=2, num_grants=1)
+PACKED = PackedLayout((("slots", (2,)), ("grants", (1, 3))))
 
 
 def first_page_of_each_row(page: jax.Array, state: jax.Array, flat: jax.Array) -> Any:

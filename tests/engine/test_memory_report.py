@@ -17,7 +17,7 @@ from jspec.engine.memory.memory_report import (
     held_bytes,
     scratch_bytes,
 )
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import ConfigError
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import ALL, PLAIN

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jspec.device.parallel import Parallel
-from jspec.engine.programs.compilation import ProgramShape, lower
+from jspec.engine.programs.compilation import lower
+from jspec.engine.transfer import shape_of
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.loading import place
 from jspec.models.placement import init_params
@@ -64,7 +65,7 @@ def test_a_step_reads_them_where_they_lie() -> None:
     mesh = Parallel().mesh(jax.devices("cpu")[:1])
     weights = init_params(table_of(CONFIG), seed=0)
     program, _ = make_program()
-    shape = ProgramShape.of(KEY, LIMITS)
+    shape = shape_of(KEY, LIMITS)
     packed = shape.packed
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = (1, 2)

@@ -36,12 +36,12 @@ from jspec.engine.programs.program_growth import (
     environment,
     maker_of,
 )
-from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner, init_state
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.messages.plan import RowRef, StepKind, StepPlan
+from jspec.messages.plan import RowRef, StepKind
 from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.placement import abstract_params
@@ -51,6 +51,7 @@ from jspec.serving.engine import Engine
 from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
+from tests.support.plans import plan_of
 from tests.support.tiny_models import tiny_target_config
 
 PATIENCE = 120.0
@@ -199,7 +200,7 @@ def test_a_runner_runs_what_was_added_from_the_next_step_on() -> None:
     )
     maker = FakeMaker((KEY, executable("plain")))
     runner.grow(ProgramGrowth(maker, num_wanted=2, num_later=1, started=0.0))
-    plan = StepPlan(step=0, kind=StepKind.DECODE, features=PLAIN, rows=(RowRef(1, 1),))
+    plan = plan_of(StepKind.DECODE, runner.limits.spec, rows=(RowRef(1, 1),))
     runner.dispatch(plan)
     assert (runner.num_programs, runner.num_programs_wanted) == (1, 2)
     maker.go.release()

@@ -21,11 +21,11 @@ import pytest
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.programs import compilation, program_store, source_digest
-from jspec.engine.programs.compilation import ProgramShape, compile_all
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import init_state, place_state
-from jspec.engine.transfer import layout_of
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import layout_of, shape_of
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind
@@ -158,7 +158,7 @@ def places(store: ProgramStore) -> list[Path | None]:
         for columns in (False, True)
     )
     options = {"option": 1}
-    shape = ProgramShape.of(KEY, LIMITS)
+    shape = shape_of(KEY, LIMITS)
     variants: list[tuple[Any, ...]] = [
         (shape, program, options),
         (dataclasses.replace(shape, kind=StepKind.PREFILL), program, options),

@@ -16,24 +16,21 @@ from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import UNIT, SharedPrefix, SharingLimits
 from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.programs.program_keys import (
-    FEW_PROGRAMS,
-    ProgramKey,
-    first_programs,
     later_programs,
     nearest_program,
-    needed_program,
-    program_for,
     program_keys,
     programs_at_start,
     programs_on_demand,
     ready_shapes,
-    scored_for,
-    step_programs,
 )
-from jspec.engine.resolving import prefill_buckets
+from jspec.engine.resolving import FEW_PROGRAMS, prefill_buckets
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import InvariantError
-from jspec.messages.plan import RowRef, StepKind, StepPlan
+from jspec.messages.plan import RowRef, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import ALL, PLAIN, StepOption, StepOptions
+from jspec.scheduler.decode_planner import CUT
+from tests.support.plans import plan_of
+from tests.support.programs import programs_of
 
 FILTERS = StepOptions(frozenset({StepOption.FILTERS}))
 PENALTIES = StepOptions(frozenset({StepOption.PENALTIES}))
@@ -118,36 +115,34 @@ CPU = limits_with((1, 4, 8), (32, 256))
 def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
     limits: ServeLimits,
 ) -> None:
-    first, every = first_programs(limits), program_keys(limits)
+    first, every = programs_at_start(limits, "first"), program_keys(limits)
     largest = {
         StepKind.DECODE: limits.decode_buckets[-1],
         StepKind.PREFILL: limits.prefill_buckets[-1],
     }
     for kind, size in largest.items():
         for needed in (ProgramKey(kind, n, f) for n in (1, size) for f in SUBSETS):
-            assert can_run(nearest_program(needed, first[:2]), needed)
+            assert can_run(nearest_program(needed, first[:3]), needed)
     later = later_programs(limits, first)
     assert sorted(map(str, first + later)) == sorted(map(str, every))
     assert later_programs(limits, every) == ()
 
 
 def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
-    assert [str(key) for key in first_programs(H200)] == [
+    assert [str(key) for key in programs_at_start(H200, "first")] == [
+        "recall T=64",
         "prefill T=8192 all",
         "decode B=48 all",
-        "decode B=1",
-        "decode B=48",
         "prefill T=128 sampling",
         "prefill T=8192 sampling",
-        "recall T=64",
+        "decode B=1",
+        "decode B=48",
     ]
-    assert programs_at_start(H200, "first") == first_programs(H200)
     assert programs_at_start(H200, "common") == program_keys(H200)
     assert len(program_keys(H200)) == 33
-    assert len(step_programs(CPU)) == FEW_PROGRAMS
+    assert len(program_keys(CPU)) - 1 == FEW_PROGRAMS  # without the recall
     assert programs_at_start(CPU, "common") == program_keys(CPU)
-    assert programs_at_start(CPU, "first") == first_programs(CPU)
-    assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [
+    assert [str(key) for key in later_programs(CPU, programs_at_start(CPU, "first"))] == [
         "decode B=4",
         "decode B=1 sampling",
         "decode B=4 sampling",
@@ -156,7 +151,7 @@ def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
 
 
 def test_powers_of_two_come_before_what_lies_between() -> None:
-    later = later_programs(H200, first_programs(H200))
+    later = later_programs(H200, programs_at_start(H200, "first"))
     sizes = [key.bucket for key in later if key.kind is StepKind.PREFILL]
     assert sizes[:6] == [256, 512, 1024, 2048, 4096, 384]
 
@@ -172,7 +167,9 @@ def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() ->
         *(f"decode B={size} shared prefixes" for size in (48, 32, 16)),
         *(f"decode B={size} filters+penalties+shared prefixes" for size in (48, 32, 16)),
     ]
-    assert [str(key) for key in later_programs(SHARING, first_programs(SHARING))][-6:] == told
+    assert [str(key) for key in later_programs(SHARING, programs_at_start(SHARING, "first"))][
+        -6:
+    ] == told
     assert programs_at_start(SHARING, "common") == program_keys(SHARING)
 
 
@@ -182,21 +179,16 @@ def test_a_plan_with_shared_prefixes_runs_where_it_is_told_if_that_pads_no_more(
     rows: int, features: StepOptions
 ) -> None:
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
-    plan = StepPlan(step=1, kind=StepKind.DECODE, features=features, rows=refs)
+    plan = plan_of(StepKind.DECODE, SHARING.spec, features=features, rows=refs)
     shared = dataclasses.replace(plan, shared=tuple(SharedPrefix(0, UNIT) for _ in refs))
-
-    def chosen(plan: StepPlan, ready: tuple[ProgramKey, ...]) -> ProgramKey:
-        return program_for(plan, lambda needed: nearest_program(needed, ready), ready)
-
-    every = program_keys(SHARING)
-    without = chosen(plan, every)
-    assert without == nearest_program(needed_program(plan), every)
+    (without,) = programs_of(plan, SHARING)
+    assert without == nearest_program(decode(rows, features), program_keys(SHARING))
     assert StepOption.SHARED not in without.features
-    told = chosen(shared, every)
+    (told,) = programs_of(shared, SHARING)
     assert told.bucket == without.bucket
     assert (StepOption.SHARED in told.features) == (rows > 8 and features != ALL)
     assert told.features.covers(without.features)
-    assert chosen(shared, program_keys(H200)) == without  # not made yet
+    assert programs_of(shared, SHARING, program_keys(H200)) == [without]  # not made yet
 
 
 OWN_KEYS = KEYS.map(lambda key: key._replace(shape=None))  # these are always served
@@ -301,12 +293,14 @@ def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
     asked = StepOptions(data.draw(st.frozensets(st.sampled_from([*set(StepOption) - refused]))))
     tokens = data.draw(st.integers(1, limits.prefill_buckets[-1]))
     rows = data.draw(st.integers(1, limits.decode_buckets[-1]))
-    needed = [ProgramKey(StepKind.PREFILL, tokens, asked)]
-    if StepOption.GRAMMAR in asked:
-        settle = nearest_program(ProgramKey(StepKind.SETTLE, rows, asked), every)
-        needed += [ProgramKey(StepKind.PROPOSE, rows, PLAIN), scored_for(settle)]
-    else:
-        needed.append(decode(rows, asked))
-    for key in needed:
-        assert can_run(nearest_program(key, every), key)
+    needed = ProgramKey(StepKind.PREFILL, tokens, asked)
+    assert can_run(nearest_program(needed, every), needed)
+    refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
+    kinds = CUT if StepOption.GRAMMAR in asked else (StepKind.DECODE,)
+    runs = tuple(StepRun(kind, limits.spec) for kind in kinds)
+    keys = programs_of(StepPlan(step=1, runs=runs, features=asked, rows=refs), limits, every)
+    assert keys[-1].features.covers(asked)
+    assert {key.bucket for key in keys} == {keys[-1].bucket}
+    if len(keys) > 1:  # SCORE outputs hidden states exactly if SETTLE reads them
+        assert set(keys[1].features) == {StepOption.HIDDEN} & set(keys[2].features)
     assert not set(programs_on_demand(limits, asked)) - set(every)  # a request waits for nothing

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.engine.plan_runner import ReadyPrograms
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.plan_runner import Dispatched, ReadyPrograms
 from jspec.engine.runner import DeviceRunner
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.messages.plan import StepKind, StepPlan
 from jspec.messages.step_options import PLAIN, SAMPLING
 from tests.speculative.engines import Compiled, ViewRunner, serve_view
@@ -71,10 +71,11 @@ class Growing(ViewRunner):
         decodes = [item for item in executables.items() if item[0].kind is StepKind.DECODE]
         self._new = cycle(decodes)
 
-    def dispatch(self, plan: StepPlan) -> None:
-        super().dispatch(plan)
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        handle = super().dispatch(plan)
         self.runner.add(*next(self._new))
         self.num_added += 1
+        return handle
 
 
 def test_programs_that_are_timed_while_rows_run_change_no_text(compiled: Compiled) -> None:

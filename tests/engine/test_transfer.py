@@ -13,13 +13,8 @@ from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, Windo
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.device.batch import DecodeBatch, PrefillBatch, prefill_batch
 from jspec.device.state import empty_sampling
-from jspec.engine.programs.program_keys import (
-    ProgramKey,
-    nearest_program,
-    needed_program,
-    program_keys,
-)
-from jspec.engine.transfer import layout_of, pack, pack_draft_prefill, pack_recalls, unpack_result
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import layout_of, unpack_result
 from jspec.messages.plan import (
     Admission,
     PageGrant,
@@ -27,11 +22,14 @@ from jspec.messages.plan import (
     RowRef,
     StepKind,
     StepPlan,
-    StepResult,
+    StepRun,
 )
 from jspec.messages.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
 from jspec.messages.step_options import PLAIN, SAMPLING, StepOption, StepOptions
+from jspec.scheduler.prefill_planner import cached_draft_prefills
 from tests.support.fake_limits import small_limits
+from tests.support.plans import plan_of
+from tests.support.programs import packed, programs_of
 
 V = 100
 LIMITS = ServeLimits(
@@ -45,9 +43,9 @@ LIMITS = ServeLimits(
     prefill_rows=3,
 )
 
-DECODE = StepPlan(
-    step=7,
-    kind=StepKind.DECODE,
+DECODE = plan_of(
+    StepKind.DECODE,
+    LIMITS.spec,
     features=SAMPLING,
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
     grants=(PageGrant(4, 3, 17), PageGrant(1, 0, 31)),
@@ -59,14 +57,14 @@ def test_rows_are_told_what_they_share_where_the_program_reads_it() -> None:
     plan = replace(DECODE, shared=shared)
     features = StepOptions(SAMPLING.members | {StepOption.SHARED})
     told = ProgramKey(StepKind.DECODE, 4, features)
-    fields = layout_of(told, LIMITS).unpack(pack(plan, told, LIMITS, vocab_size=V))
+    fields = layout_of(told, LIMITS).unpack(packed(plan, told, LIMITS, vocab_size=V))
     np.testing.assert_array_equal(fields["leaders"], [0, 1, 1, 0])
     np.testing.assert_array_equal(fields["shared_keys"], [0, 256, 256, 0])
-    nobody = layout_of(told, LIMITS).unpack(pack(DECODE, told, LIMITS, vocab_size=V))
+    nobody = layout_of(told, LIMITS).unpack(packed(DECODE, told, LIMITS, vocab_size=V))
     assert not nobody["shared_keys"].any()
     untold = ProgramKey(StepKind.DECODE, 4, SAMPLING)
     np.testing.assert_array_equal(
-        pack(plan, untold, LIMITS, vocab_size=V), pack(DECODE, untold, LIMITS, vocab_size=V)
+        packed(plan, untold, LIMITS, vocab_size=V), packed(DECODE, untold, LIMITS, vocab_size=V)
     )
 
 
@@ -82,10 +80,9 @@ def admission(row: RowRef, *, seed: int, **sampling: object) -> Admission:
 
 
 SEED = 0xFEDCBA9876543210
-PREFILL = StepPlan(
-    step=8,
-    kind=StepKind.PREFILL,
-    features=PLAIN,
+PREFILL = plan_of(
+    StepKind.PREFILL,
+    LIMITS.spec,
     admissions=(
         admission(
             RowRef(3, 2),
@@ -108,17 +105,17 @@ PREFILL = StepPlan(
 
 
 def decode_batch(plan: StepPlan, limits: ServeLimits = LIMITS) -> DecodeBatch:
-    key = nearest_program(needed_program(plan), program_keys(limits))
+    (key,) = programs_of(plan, limits)
     layout = layout_of(key, limits)
-    flat = jnp.asarray(pack(plan, key, limits, vocab_size=V))
+    flat = jnp.asarray(packed(plan, key, limits, vocab_size=V))
     batch: DecodeBatch = jax.jit(lambda x: DecodeBatch(**layout.unpack(x)))(flat)
     return batch
 
 
 def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
-    key = nearest_program(needed_program(plan), program_keys(limits))
+    (key,) = programs_of(plan, limits)
     layout = layout_of(key, limits)
-    flat = jnp.asarray(pack(plan, key, limits, vocab_size=V))
+    flat = jnp.asarray(packed(plan, key, limits, vocab_size=V))
     batch: PrefillBatch = jax.jit(lambda x: prefill_batch(layout.unpack(x)))(flat)
     return batch
 
@@ -132,7 +129,7 @@ def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
     ],
 )
 def test_the_smallest_program_that_holds_the_plan(plan: StepPlan, key: ProgramKey) -> None:
-    assert nearest_program(needed_program(plan), program_keys(LIMITS)) == ProgramKey(*key)
+    assert programs_of(plan, LIMITS) == [ProgramKey(*key)]
 
 
 def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
@@ -224,12 +221,12 @@ def test_padding_rows_sample_greedily_without_filters() -> None:
 
 def test_a_prefill_leaves_nothing_behind_in_the_next_one() -> None:
     """Both begin with what no row sends, which is made once."""
-    key = nearest_program(needed_program(PREFILL), program_keys(LIMITS))
+    (key,) = programs_of(PREFILL, LIMITS)
     short = replace(PREFILL, admissions=(), chunks=PREFILL.chunks[:1])
-    before = pack(short, key, LIMITS, vocab_size=V)
-    full = pack(PREFILL, key, LIMITS, vocab_size=V)
+    before = packed(short, key, LIMITS, vocab_size=V)
+    full = packed(PREFILL, key, LIMITS, vocab_size=V)
     assert (full != before).any()
-    np.testing.assert_array_equal(pack(short, key, LIMITS, vocab_size=V), before)
+    np.testing.assert_array_equal(packed(short, key, LIMITS, vocab_size=V), before)
     assert full.flags.writeable
 
 
@@ -251,11 +248,13 @@ def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
     """More rows or tokens than the program's bucket never wrap or fall off silently."""
     small = ProgramKey(plan.kind, 1, SAMPLING)
     with pytest.raises(ValueError, match="broadcast"):
-        pack(plan, small, LIMITS, vocab_size=V)
+        packed(plan, small, LIMITS, vocab_size=V)
 
 
-def by_round(result: StepResult) -> list[tuple[tuple[int, ...], ...]]:
-    return [of_round.emitted_ids for of_round in result.rounds]
+def by_round(
+    plan: StepPlan, output: np.ndarray, limits: ServeLimits = LIMITS
+) -> list[tuple[tuple[int, ...], ...]]:
+    return [of_round.emitted_ids for of_round in unpack_result(plan, output, limits).rounds]
 
 
 def test_an_output_of_other_columns_is_refused() -> None:
@@ -265,21 +264,21 @@ def test_an_output_of_other_columns_is_refused() -> None:
 
 def test_results_come_back_by_row() -> None:
     decoded = np.array([[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]])
-    result = unpack_result(DECODE, decoded, LIMITS)
-    assert result.step == 7
-    assert by_round(result) == [((41, 42), (43,), (1, 2, 3, 4))]
+    assert by_round(DECODE, decoded) == [((41, 42), (43,), (1, 2, 3, 4))]
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
-    assert by_round(unpack_result(PREFILL, prefilled, LIMITS)) == [((), (77,))]
+    assert by_round(PREFILL, prefilled) == [((), (77,))]
 
 
 def test_results_of_several_rounds_come_back_by_round() -> None:
     limits = replace(LIMITS, num_rounds=2)
     first = [[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]]
     second = [[1, 51, 0, 0, 0], [3, 52, 53, 54, 0], [1, 55, 0, 0, 0], [1, 9, 9, 9, 9]]
-    result = unpack_result(DECODE, np.array(first + second), limits)
-    assert by_round(result) == [((41, 42), (43,), (1, 2, 3, 4)), ((51,), (52, 53, 54), (55,))]
+    assert by_round(DECODE, np.array(first + second), limits) == [
+        ((41, 42), (43,), (1, 2, 3, 4)),
+        ((51,), (52, 53, 54), (55,)),
+    ]
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
-    assert by_round(unpack_result(PREFILL, prefilled, limits)) == [((), (77,))]
+    assert by_round(PREFILL, prefilled, limits) == [((), (77,))]
 
 
 def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
@@ -298,8 +297,16 @@ def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
             for slot, cached, sampling in ((2, 28, {"presence_penalty": 1.0}), (1, 8, {}))
         ),
     )
-    layout = layout_of(ProgramKey(StepKind.RECALL, 20, PLAIN), limits)
-    first, second = (layout.unpack(flat) for flat in pack_recalls(plan, limits))
+    key = ProgramKey(StepKind.RECALL, 20, PLAIN)
+
+    def arrived(plan: StepPlan, limits: ServeLimits) -> list[dict[str, np.ndarray]]:
+        runs = cached_draft_prefills(limits, plan.admissions)
+        plan = replace(plan, runs=(*runs, StepRun(StepKind.PREFILL, limits.spec)))
+        assert programs_of(plan, limits)[:-1] == [key] * len(runs)
+        flats = [packed(plan, key, limits, vocab_size=V, run=i) for i in range(len(runs))]
+        return [layout_of(key, limits).unpack(flat) for flat in flats]
+
+    first, second = arrived(plan, limits)
     assert (first["slots"].tolist(), first["starts"].tolist()) == ([2, 0], [0, 0])
     assert (first["is_first"].tolist(), second["is_first"].tolist()) == ([1, 0], [0, 0])
     assert first["token_ids"].tolist() == list(fill[:20])
@@ -309,27 +316,25 @@ def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
     assert (second["cu_q_lens"].tolist(), second["next_ids"].tolist()) == ([0, 8, 8], [38, 0])
     assert second["prompt_lens"].tolist() == [12, 0]
     ngram = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
-    recalled = [layout.unpack(flat) for flat in pack_recalls(plan, replace(limits, spec=ngram))]
+    recalled = arrived(plan, replace(limits, spec=ngram))
     assert [fields["slots"].tolist() for fields in recalled] == [[2, 0], [2, 1]]
     assert recalled[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
     assert recalled[1]["cu_q_lens"].tolist() == [0, 8, 16]
-    assert pack_recalls(PREFILL, limits) == []
+    assert arrived(PREFILL, limits) == []
 
 
 def test_a_drafter_is_told_of_the_rows_of_a_plan() -> None:
     limits = small_limits(shapes=((0, 1, 1), (1, 1, 2)))
-    plan = StepPlan(
-        step=1,
-        kind=StepKind.DECODE,
-        features=PLAIN,
-        rows=(RowRef(3, 1), RowRef(1, 4)),
-        shape=limits.shapes[1],
-        pending=(0, 16),
+    runs = (
+        StepRun(StepKind.DRAFT_PREFILL, limits.spec),
+        StepRun(StepKind.DECODE, limits.shapes[1]),
     )
-    key = ProgramKey(StepKind.DRAFT_PREFILL, 4, PLAIN)
-    fields = layout_of(key, limits).unpack(pack_draft_prefill(plan, key, limits))
-    assert fields["slots"].tolist() == [3, 1, 0, 0]
-    assert fields["counts"].tolist() == [0, 16, 0, 0]
+    plan = StepPlan(
+        step=1, runs=runs, features=PLAIN, rows=(RowRef(3, 1), RowRef(1, 4)), pending=(0, 16)
+    )
+    key, _ = programs_of(plan, limits)
+    fields = layout_of(key, limits).unpack(packed(plan, key, limits, vocab_size=V, run=0))
+    assert fields["slots"].tolist() == [3, 1, 0, 0][: key.bucket]
+    assert fields["counts"].tolist() == [0, 16, 0, 0][: key.bucket]
     output = np.array([[2, 7, 8], [1, 9, 0], [0, 0, 0], [0, 0, 0]], np.int32)
-    (of_round,) = unpack_result(plan, output, limits).rounds
-    assert of_round.emitted_ids == ((7, 8), (9,))
+    assert by_round(plan, output, limits) == [((7, 8), (9,))]

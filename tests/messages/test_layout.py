@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import fields
 
 import jax
@@ -11,20 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jspec.config.limits import ServeLimits, WindowSpace
 from jspec.device.batch import DecodeBatch, PrefillBatch, decode_batch, pack_output, prefill_batch
-from jspec.messages.layout import (
-    OutputColumns,
-    PackedLayout,
-    decode_layout,
-    output_columns,
-    prefill_layout,
-)
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import layout_of
+from jspec.messages.layout import OutputColumns, PackedLayout, output_columns
+from jspec.messages.plan import StepKind
+from jspec.messages.step_options import StepOption, StepOptions
+from tests.support.fake_limits import small_limits
 
-DECODE = decode_layout(batch=3, num_grants=5, num_windows=2)
-SHARING = decode_layout(batch=3, num_grants=5, num_windows=2, is_sharing=True)
-PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5)
+PLAIN_LIMITS = dataclasses.replace(small_limits(), vocab_size=90)
+WINDOWS = (WindowSpace(window=4, num_pages=32), WindowSpace(window=8, num_pages=32))
+LIMITS = dataclasses.replace(PLAIN_LIMITS, windows=WINDOWS)
 
-MASKED = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5, words=3)
+
+def layout_with(kind: StepKind, *options: StepOption, limits: ServeLimits = LIMITS) -> PackedLayout:
+    key = ProgramKey(kind, 3 if kind is StepKind.DECODE else 12, StepOptions(frozenset(options)))
+    return layout_of(key, limits)
+
+
+DECODE, PREFILL = layout_with(StepKind.DECODE), layout_with(StepKind.PREFILL)
+SHARING = layout_with(StepKind.DECODE, StepOption.SHARED)
+MASKED = layout_with(StepKind.PREFILL, StepOption.GRAMMAR)
 
 
 def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
@@ -51,11 +60,8 @@ def test_a_decode_that_is_told_of_shared_prefixes_has_them() -> None:
 
 
 def test_an_engine_without_windows_sends_nothing_for_them() -> None:
-    without = (
-        (DECODE, decode_layout(batch=3, num_grants=5)),
-        (PREFILL, prefill_layout(tokens=12, rows=2, pages_per_row=4, num_grants=5)),
-    )
-    for windowed, plain in without:
+    for kind in (StepKind.DECODE, StepKind.PREFILL):
+        windowed, plain = layout_with(kind), layout_with(kind, limits=PLAIN_LIMITS)
         left = tuple(field for field in windowed.fields if field[0] != "window_grants")
         assert plain.fields == left
 

@@ -13,15 +13,17 @@ import pytest
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.device.batch import sampling_rows
 from jspec.device.state import SamplingBatch
-from jspec.engine.programs.program_keys import nearest_program, needed_program, program_keys
-from jspec.engine.transfer import layout_of, pack
+from jspec.engine.steps.step_def import Host
+from jspec.engine.transfer import Packer, layout_of
 from jspec.errors import RequestError
-from jspec.messages.plan import Admission, PrefillChunk, RowRef, StepKind, StepPlan
+from jspec.messages.plan import Admission, PrefillChunk, RowRef, StepKind
 from jspec.messages.request import SAMPLING_FIELDS, Request, SamplingParams
 from jspec.messages.sampling_fields import Number, Row, rows_of, sampled, table_of, write_request
 from jspec.messages.step_options import StepOption
 from jspec.server.native.generate_schema import SAMPLING_NAMES
 from jspec.server.openai.completion_schema import COMPLETION_FIELDS
+from tests.support.plans import plan_of
+from tests.support.programs import programs_of
 
 V = 50
 LIMITS = ServeLimits(
@@ -95,17 +97,18 @@ def test_one_more_line_is_checked_packed_and_unpacked() -> None:
         request_id="r", prompt_ids=(5, 6), sampling=params, seed=2**63 + 9, eos_token_ids=(7,)
     )
     row = RowRef(2, 1)
-    plan = StepPlan(
-        step=1,
-        kind=StepKind.PREFILL,
+    plan = plan_of(
+        StepKind.PREFILL,
+        LIMITS.spec,
         features=params.features,
         admissions=(
             Admission(row=row, request=request, prompt_len=2, fill_ids=(5, 6), page_ids=(1,)),
         ),
         chunks=(PrefillChunk(row=row, start=0, token_ids=(5, 6), next_id=None),),
     )
-    key = nearest_program(needed_program(plan), program_keys(LIMITS))
-    flat = jnp.asarray(pack(plan, key, LIMITS, vocab_size=V, table=TOY_TABLE))
+    (key,) = programs_of(plan, LIMITS)
+    packer = Packer(Host(LIMITS, V, TOY_TABLE))
+    flat = jnp.asarray(packer.pack(plan, plan.runs[0], key))
     layout = layout_of(key, LIMITS, table=TOY_TABLE)
     rows = jax.jit(lambda x: sampling_rows(layout.unpack(x), table=TOY_TABLE))(flat)
     assert set(rows) == {*rows_of(SAMPLING_FIELDS), "toys"}

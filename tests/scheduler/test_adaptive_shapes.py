@@ -20,6 +20,7 @@ from jspec.config.shape_sets import shapes_for
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
 from jspec.messages.step_options import PLAIN
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from tests.support.plans import plan_of
 
 LEAST = 0.97  # of the better of plain and the best fixed shape
 CARDS = simulate_adaptive.cards()
@@ -104,12 +105,12 @@ def chosen(
         refs = tuple(RowRef(slot, 1) for slot in range(1, count + 1))
         shape = chooser.choose(num_rows=count, features=PLAIN)
         names.append(str(shape))
-        plan = StepPlan(step=step, kind=StepKind.DECODE, features=PLAIN, rows=refs, shape=shape)
+        plan = plan_of(StepKind.DECODE, shape, step=step, rows=refs)
         mean = emitted[str(shape)]  # whole tokens, right on average
         counts = (int(mean) + (rng.random(count) < mean % 1)).astype(np.int32)
         found = RoundResult(num_emitted=counts, ids=np.zeros((count, 1), np.int32))
         if is_prompt_between:
-            prompt = StepPlan(step=step, kind=StepKind.PREFILL, features=PLAIN)
+            prompt = plan_of(StepKind.PREFILL, limits.spec, step=step)
             chooser.timed(prompt, 0.02)
         chooser.timed(plan, milliseconds(step, names[-1], names[-2]) / 1e3)
         chooser.read(plan, StepResult(step=step, rounds=(found,)))
@@ -277,7 +278,7 @@ def accepting(*counts: int) -> StepResult:
 
 def decode(shape: SpeculativeConfig, num_rows: int) -> StepPlan:
     rows = tuple(RowRef(slot, 1) for slot in range(1, num_rows + 1))
-    return StepPlan(step=0, kind=StepKind.DECODE, features=PLAIN, rows=rows, shape=shape)
+    return plan_of(StepKind.DECODE, shape, rows=rows)
 
 
 def test_what_a_shape_accepts_is_counted_by_depth() -> None:

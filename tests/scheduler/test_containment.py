@@ -31,7 +31,7 @@ from jspec.serving.loop import EngineLoop
 from tests.scheduler.test_window_sharing import with_windows
 from tests.serving.test_recovery import check_output, loop_of, make_request, read, run
 from tests.support.failing_runner import FailingRunner
-from tests.support.fake_runner import FakeRunner, small_limits
+from tests.support.fake_runner import FakeRunner, Handle, small_limits
 from tests.support.fake_text import FakeTextStream
 
 LIMITS = with_windows(small_limits(num_pages=40, prefix_cache=True, overlap_depth=2), 8, spare=20)
@@ -217,8 +217,8 @@ def test_a_result_that_cannot_be_begins_the_runner_anew() -> None:
     class Lying(FailingRunner):
         """Its third result is of another step."""
 
-        def collect(self) -> StepResult:
-            result = super().collect()
+        def collect(self, dispatched: Handle) -> StepResult:
+            result = super().collect(dispatched)
             return replace(result, step=99) if result.step == 3 else result
 
     async def main() -> None:
@@ -237,10 +237,11 @@ def test_a_result_that_cannot_be_begins_the_runner_anew() -> None:
 
 def test_an_invariant_of_the_runner_begins_it_anew() -> None:
     class Strict(FailingRunner):
-        def dispatch(self, plan: StepPlan) -> None:
-            super().dispatch(plan)
+        def dispatch(self, plan: StepPlan) -> Handle:
+            handle = super().dispatch(plan)
             if plan.step == 4:
                 raise InvariantError("no program is ready")
+            return handle
 
     async def main() -> None:
         loop = loop_of(LIMITS, Strict(LIMITS))

@@ -7,10 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.messages.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
+from jspec.messages.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    RowRef,
+    StepKind,
+    StepPlan,
+    StepRun,
+)
 from jspec.messages.protocols import Runner
 from jspec.messages.request import Request, SamplingParams
-from jspec.messages.step_options import ALL, PLAIN
+from jspec.messages.step_options import ALL
 from tests.support.fake_rows import PlanError
 from tests.support.fake_runner import (
     FakeRunner,
@@ -18,6 +26,7 @@ from tests.support.fake_runner import (
     random_acceptance,
     small_limits,
 )
+from tests.support.plans import plan_of
 
 LIMITS = small_limits(page_size=4, num_pages=16, chunk_size=8, prefill_rows=2, overlap_depth=1)
 REQUEST = Request(
@@ -43,13 +52,11 @@ def chunk(row: RowRef = ROW, start: int = 0, end: int = 5) -> PrefillChunk:
 
 
 def prefill(step: int, *chunks: PrefillChunk, admit: tuple[Admission, ...] = ()) -> StepPlan:
-    return StepPlan(
-        step=step, kind=StepKind.PREFILL, features=PLAIN, admissions=admit, chunks=chunks
-    )
+    return plan_of(StepKind.PREFILL, LIMITS.spec, step=step, admissions=admit, chunks=chunks)
 
 
 def decode(step: int, *rows: RowRef, grants: tuple[PageGrant, ...] = ()) -> StepPlan:
-    return StepPlan(step=step, kind=StepKind.DECODE, features=PLAIN, rows=rows, grants=grants)
+    return plan_of(StepKind.DECODE, LIMITS.spec, step=step, rows=rows, grants=grants)
 
 
 FIRST = prefill(1, chunk(), admit=(admission(),))
@@ -59,8 +66,7 @@ SECOND_ROW = RowRef(2, 1)
 def started() -> FakeRunner:
     """A runner with one row, prefilled and collected: L = 5, 12 positions owned."""
     runner = FakeRunner(LIMITS, accepted_at=lambda _request, _seq_len: 3)
-    runner.dispatch(FIRST)
-    runner.collect()
+    runner.collect(runner.dispatch(FIRST))
     return runner
 
 
@@ -71,8 +77,7 @@ def test_it_is_a_runner() -> None:
 
 def test_a_good_walk() -> None:
     runner = started()
-    runner.dispatch(decode(2, ROW))
-    result = runner.collect()
+    result = runner.collect(runner.dispatch(decode(2, ROW)))
     (only,) = result.rounds
     assert only.emitted_ids == (tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),)
 
@@ -152,8 +157,7 @@ def test_unread_steps_widen_the_reservation() -> None:
 
 def test_a_decode_with_no_token_left_is_refused() -> None:
     runner = started()
-    runner.dispatch(decode(2, ROW))
-    runner.collect()
+    runner.collect(runner.dispatch(decode(2, ROW)))
     with pytest.raises(PlanError, match="with 5 of 4 tokens out"):
         runner.dispatch(decode(3, ROW, grants=(PageGrant(1, 3, 4),)))
 
@@ -181,9 +185,48 @@ def test_too_many_unread_steps_are_refused() -> None:
         runner.dispatch(decode(3, ROW))
 
 
-def test_collect_with_nothing_in_flight_is_refused() -> None:
-    with pytest.raises(PlanError, match="nothing in flight"):
-        FakeRunner(LIMITS).collect()
+def test_a_step_is_collected_once_and_in_order() -> None:
+    runner = FakeRunner(LIMITS)
+    handles = [runner.dispatch(FIRST), runner.dispatch(decode(2, ROW))]
+    with pytest.raises(PlanError, match="step 2, which is not the oldest in flight"):
+        runner.collect(handles[1])
+    for handle in handles:
+        runner.collect(handle)
+        with pytest.raises(PlanError, match="not the oldest in flight"):
+            runner.collect(handle)
+
+
+def run_of(kind: StepKind, *chunks: PrefillChunk) -> StepRun:
+    return StepRun(kind, LIMITS.spec, chunks)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (run_of(StepKind.RECALL), run_of(StepKind.PREFILL)),
+        (run_of(StepKind.RECALL, chunk(end=4)), run_of(StepKind.PREFILL)),
+        (run_of(StepKind.DECODE), run_of(StepKind.PREFILL)),
+    ],
+    ids=["empty", "nothing cached", "another kind"],
+)
+def test_a_prefill_runs_what_its_rows_need_and_nothing_else(runs: tuple[StepRun, ...]) -> None:
+    with pytest.raises(PlanError, match="runs"):
+        FakeRunner(LIMITS).dispatch(replace(FIRST, runs=runs))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (StepKind.DRAFT_PREFILL, StepKind.DECODE),
+        (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE),
+        (StepKind.DECODE, StepKind.DECODE),
+    ],
+    ids=["nothing pending", "no grammar", "twice"],
+)
+def test_a_decode_runs_what_its_rows_need_and_nothing_else(kinds: tuple[StepKind, ...]) -> None:
+    runs = tuple(run_of(kind) for kind in kinds)
+    with pytest.raises(PlanError, match="runs"):
+        started().dispatch(replace(decode(2, ROW), runs=runs))
 
 
 def test_a_second_thread_is_refused() -> None:

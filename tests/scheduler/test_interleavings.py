@@ -21,7 +21,7 @@ from jspec.scheduler.pages.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import check_rows_are_held
 from tests.support.failing_runner import FailingRunner
-from tests.support.fake_runner import hash_token, random_acceptance, small_limits
+from tests.support.fake_runner import Handle, hash_token, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, text_of
 from tests.support.random_shapes import RandomShapes
 
@@ -115,6 +115,7 @@ class Interleavings(RuleBasedStateMachine):
             shapes=None if shapes_seed is None else RandomShapes(self.limits, seed=shapes_seed),
         )
         self.in_flight: deque[StepPlan] = deque()
+        self.handles: deque[Handle] = deque()
         self.requests: dict[str, Request] = {}
         self.chunks: dict[str, list[StreamChunk]] = {}
         self.live: set[str] = set()
@@ -241,13 +242,14 @@ class Interleavings(RuleBasedStateMachine):
             plan = self.scheduler.plan()
             if plan is not None:
                 check_rows_are_held(self.scheduler, plan)
-                self.runner.dispatch(plan)
+                self.handles.append(self.runner.dispatch(plan))
                 self.in_flight.append(plan)
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def collect(self) -> None:
-        for chunk in self.scheduler.commit(self.in_flight.popleft(), self.runner.collect()):
+        result = self.runner.collect(self.handles.popleft())
+        for chunk in self.scheduler.commit(self.in_flight.popleft(), result):
             self.receive(chunk)
 
     @precondition(lambda self: self.in_flight)
@@ -257,6 +259,7 @@ class Interleavings(RuleBasedStateMachine):
         assert self.scheduler.lose(most=1000) == []
         assert self.scheduler.stats.num_cached_pages == 0
         self.in_flight.clear()
+        self.handles.clear()
         self.runner.restart()
 
     @rule()

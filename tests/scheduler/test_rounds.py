@@ -191,8 +191,7 @@ def started(*, max_new_tokens: int) -> FakeRunner:
     sampling = replace(walk.REQUEST.sampling, max_new_tokens=max_new_tokens)
     request = replace(walk.REQUEST, sampling=sampling)
     admission = replace(walk.admission(), request=request)
-    runner.dispatch(walk.prefill(1, walk.chunk(), admit=(admission,)))
-    runner.collect()
+    runner.collect(runner.dispatch(walk.prefill(1, walk.chunk(), admit=(admission,))))
     return runner
 
 

@@ -13,7 +13,7 @@ from jspec.messages.plan import RoundResult, StepKind, StepPlan, StepResult
 from jspec.messages.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.shape_choice import FixedShape
-from tests.support.fake_runner import FakeRunner, hash_token, scripted_tokens, small_limits
+from tests.support.fake_runner import FakeRunner, Handle, hash_token, scripted_tokens, small_limits
 from tests.support.fake_text import FakeTextStream, ids_of
 
 
@@ -45,6 +45,7 @@ class Bench:
         self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         self.runner = runner or FakeRunner(limits)
         self.in_flight: deque[StepPlan] = deque()
+        self.handles: deque[Handle] = deque()
         self.chunks: dict[str, list[StreamChunk]] = {}
 
     def submit(self, *requests: Request) -> None:
@@ -55,7 +56,7 @@ class Bench:
         plan = self.scheduler.plan()
         if plan is not None:
             check_rows_are_held(self.scheduler, plan)
-            self.runner.dispatch(plan)
+            self.handles.append(self.runner.dispatch(plan))
             self.in_flight.append(plan)
         return plan
 
@@ -66,7 +67,9 @@ class Bench:
         return plan
 
     def collect(self) -> tuple[StreamChunk, ...]:
-        chunks = self.scheduler.commit(self.in_flight.popleft(), self.runner.collect())
+        chunks = self.scheduler.commit(
+            self.in_flight.popleft(), self.runner.collect(self.handles.popleft())
+        )
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         return chunks

@@ -13,7 +13,7 @@ from jspec.messages.request import Request
 from jspec.messages.response import SpecCounters
 from jspec.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
-from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.support.fake_runner import FakeRunner, Handle, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream
 from tests.support.random_shapes import RandomShapes
 
@@ -26,8 +26,8 @@ class Recording(FakeRunner):
 
     last: StepResult
 
-    def collect(self) -> StepResult:
-        self.last = super().collect()
+    def collect(self, dispatched: Handle) -> StepResult:
+        self.last = super().collect(dispatched)
         return self.last
 
 

@@ -167,10 +167,11 @@ def pause_at_prefill(engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch
     """Lets the engine plan no step after so many prefills."""
     plain, left = engine._runner.dispatch, iter(range(count - 1, -1, -1))
 
-    def dispatch(plan: StepPlan) -> None:
-        plain(plan)
+    def dispatch(plan: StepPlan) -> Any:
+        handle = plain(plan)
         if plan.kind is StepKind.PREFILL and next(left, None) == 0:
             engine._loop.pause()
+        return handle
 
     monkeypatch.setattr(engine._runner, "dispatch", dispatch)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,9 @@ import numpy as np
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.device.parallel import Parallel
+from jspec.engine.plan_runner import Dispatched
 from jspec.engine.programs.compilation import compile_all
-from jspec.engine.programs.program_keys import program_keys, recall_programs
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.weights.loading import place
 from jspec.layers.linear import Shard
@@ -235,7 +235,7 @@ def with_prefix_cache(compiled: Compiled) -> Compiled:
         mesh=mesh,
         params=compiled.params,
         state=state,
-        keys=recall_programs(limits),
+        keys=tuple(key for key in program_keys(limits) if key.kind is StepKind.RECALL),
     )
     executables = {**compiled.executables, **recall}
     return dataclasses.replace(compiled, limits=limits, executables=executables)
@@ -248,7 +248,6 @@ class ViewRunner:
         self._runner = runner
         self._limits = limits
         self.steps: list[tuple[StepPlan, StepResult]] = []
-        self._plans: deque[StepPlan] = deque()
 
     @property
     def limits(self) -> ServeLimits:
@@ -258,17 +257,15 @@ class ViewRunner:
     def runner(self) -> DeviceRunner:
         return self._runner
 
-    def dispatch(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
-        self._runner.dispatch(plan)
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        return self._runner.dispatch(plan)
 
-    def collect(self) -> StepResult:
-        result = self._runner.collect()
-        self.steps.append((self._plans.popleft(), result))
+    def collect(self, dispatched: Dispatched) -> StepResult:
+        result = self._runner.collect(dispatched)
+        self.steps.append((dispatched.plan, result))
         return result
 
     def restart(self) -> None:
-        self._plans.clear()
         self._runner.restart()
 
     def give_up(self) -> None:

@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 
 from jspec.device.batch import DecodeBatch, prefill_batch
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
-from jspec.messages.plan import StepKind, StepPlan
+from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.ops import Ops
@@ -52,6 +52,7 @@ from tests.speculative.law_engines import (
     scripted,
     with_script,
 )
+from tests.support.plans import plan_of
 
 SHAPES = ((1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 2, 4), (3, 2, 7), (3, 4, 13))
 # By row, in turn. The filters that are mixed have an edge that is often chosen.
@@ -255,8 +256,9 @@ def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
     runner = engine(setting).runner()
     with kept_state(runner) as before:
         for step, kind in enumerate((StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE)):
-            runner.dispatch(StepPlan(step=step, kind=kind, features=SAMPLING))
-            assert all(not of_round.emitted_ids for of_round in runner.collect().rounds)
+            plan = plan_of(kind, runner.limits.spec, step=step, features=SAMPLING)
+            rounds = runner.collect(runner.dispatch(plan)).rounds
+            assert all(not of_round.emitted_ids for of_round in rounds)
     for old, new in zip(before, beyond_dummies(runner.state), strict=True):
         np.testing.assert_array_equal(new, old)
 

@@ -15,12 +15,12 @@ import pytest
 
 from jspec.config.limits import Algorithm
 from jspec.engine.programs.compilation import Recipe, compile_all
-from jspec.engine.programs.program_keys import grammar_programs, needed_program
+from jspec.engine.programs.program_keys import programs_on_demand
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import init_state
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
-from jspec.messages.step_options import SAMPLING, StepOption
+from jspec.messages.step_options import SAMPLING, StepOption, StepOptions
 from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.registry import table_of
 from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
@@ -64,7 +64,7 @@ def with_grammars(compiled: Compiled) -> Compiled:
         mesh=mesh_of(compiled.program.target.shard.size),
         params=compiled.params,
         state=state,
-        keys=grammar_programs(limits),
+        keys=programs_on_demand(limits, StepOptions(frozenset({StepOption.GRAMMAR}))),
     )
     return dataclasses.replace(
         compiled, limits=limits, executables={**compiled.executables, **more}
@@ -239,7 +239,7 @@ def test_a_retracted_row_goes_on_where_its_grammar_was() -> None:
 
 def test_a_step_in_flight_is_read_before_the_next_tree_is_judged() -> None:
     served, view = watched("tree", [mixed()[0], mixed()[2]])
-    decodes = [plan for plan, _ in view.steps if plan.kind is StepKind.DECODE]
+    decodes = [plan for plan, _ in view.steps if not plan.is_prefill]
     assert all(plan.constraints for plan in decodes)
     # Each step is read before the next one is dispatched.
     kinds = [event.kind.value for event in served.trace]
@@ -251,7 +251,7 @@ def test_a_batch_without_a_grammar_needs_no_program_of_them() -> None:
     assert served.ids == (expected()[1], expected()[3])
     for plan, _ in view.steps:
         assert plan.constraints == ()
-        assert StepOption.GRAMMAR not in needed_program(plan).features
+        assert StepOption.GRAMMAR not in plan.features
 
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:
@@ -300,7 +300,7 @@ def test_masks_are_made_while_the_device_scores() -> None:
 
 def watch_run(kind: StepKind, run: Any, events: list[str]) -> Any:
     def watched(*arrays: Any) -> Any:
-        events.append(kind.value)
+        events.append(kind.name.lower())
         return run(*arrays)
 
     return watched

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm
-from jspec.engine.programs.compilation import ProgramShape, compile_all, lower
-from jspec.engine.programs.program_keys import ProgramKey, programs_on_demand
+from jspec.engine.programs.compilation import compile_all, lower
+from jspec.engine.programs.program_keys import programs_on_demand
 from jspec.engine.runner import init_state
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import shape_of
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import ALL, PLAIN
@@ -207,7 +209,7 @@ def test_programs_without_the_feature_hold_nothing_of_it() -> None:
         key = ProgramKey(StepKind.DECODE, 8, asked)
         program = dataclasses.replace(engine.program, features=asked)
         state = init_state(program, engine.limits, shards=1, kv_dtype=jnp.float32)
-        shape = ProgramShape.of(key, engine.limits)
+        shape = shape_of(key, engine.limits)
         lowered = lower(shape, program, mesh=mesh_of(1), params=engine.params, state=state)
         ranks, *found = lowered.out_info[1].shape
         assert ranks == 1

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm
-from jspec.engine.programs.compilation import ProgramShape, lower
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.compilation import lower
 from jspec.engine.runner import init_state
+from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.transfer import shape_of
 from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind
 from jspec.messages.request import PromptToken, Request, TokenLogprob
@@ -221,7 +222,7 @@ def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
 def text_of(features: StepOptions) -> str:
     """The lowered decode program of the tree."""
     engine = compiled("tree", 2)
-    shape = ProgramShape.of(ProgramKey(StepKind.DECODE, 8, features), engine.limits)
+    shape = shape_of(ProgramKey(StepKind.DECODE, 8, features), engine.limits)
     program = dataclasses.replace(engine.program, features=features)
     state = init_state(program, engine.limits, shards=2, kv_dtype=jnp.float32)
     return lower(shape, program, mesh=mesh_of(2), params=engine.params, state=state).as_text()

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import SpeculativeConfig, WindowSpace
+from jspec.engine.plan_runner import Dispatched
 from jspec.layers.linear import Shard
-from jspec.messages.plan import StepPlan
 from jspec.messages.request import Request, StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Params
 from jspec.models.heads.mtp import RecurrentHead
 from jspec.pallas_kernels.ops import Ops
+from jspec.scheduler import prefill_planner
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.mtp import RecurrentDrafter
@@ -170,21 +171,21 @@ class Session:
         chunks: dict[str, list[StreamChunk]] = {r.request_id: [] for r in requests}
         for request in requests:
             self.scheduler.submit(request)
-        plans: deque[StepPlan] = deque()
+        steps: deque[Dispatched] = deque()
         num_steps = len(self.view.steps)
         while True:
-            if len(self.view.steps) - num_steps == retract_after and not plans:
+            if len(self.view.steps) - num_steps == retract_after and not steps:
                 for sequence in reversed(tuple(self.scheduler._running.values())):
                     self.scheduler._retract(sequence)
                 retract_after = None
             plan = self.scheduler.plan()
             if plan is not None:
-                self.view.dispatch(plan)
-                plans.append(plan)
+                steps.append(self.view.dispatch(plan))
                 continue
-            if not plans:
+            if not steps:
                 break
-            for chunk in self.scheduler.commit(plans.popleft(), self.view.collect()):
+            step = steps.popleft()
+            for chunk in self.scheduler.commit(step.plan, self.view.collect(step)):
                 chunks[chunk.request_id].append(chunk)
         stats = self.scheduler.stats
         assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
@@ -285,7 +286,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
 
 def test_counts_without_the_cached_ids_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: nobody tells the rows. Those with penalties then say something else."""
-    monkeypatch.setattr("jspec.engine.plan_runner.pack_recalls", lambda *_: [])
+    monkeypatch.setattr(prefill_planner, "cached_draft_prefills", lambda *_: ())
     said, expected = resumed_over_output("plain")
     assert said[0] != expected[0]
     assert said[3] == expected[3]  # has none

@@ -59,7 +59,7 @@ def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
     spec, found = compiled.limits.spec, [0] * (compiled.limits.spec.num_steps + 1)
     num_proposed = 0
     for plan, result in served.steps:
-        shape = plan.spec(compiled.limits)
+        shape = plan.shape
         if plan.kind is not StepKind.DECODE or shape.is_plain:
             continue
         for of_round in result.rounds:
@@ -138,12 +138,12 @@ def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Set
         served = serve(compiled, requests, overlap_depth=depth, shapes=shapes)
         assert list(served.ids) == texts
         pending |= {max(plan.pending) for plan, _ in served.steps if plan.pending}
-        check_all_accepted(compiled, served)
+        check_all_accepted(served)
     assert max(pending) <= compiled.limits.max_pending
     assert len(pending) > 1, pending  # as many as may wait, and fewer
 
 
-def check_all_accepted(compiled: Compiled, served: Served) -> None:
+def check_all_accepted(served: Served) -> None:
     """Of each row, in every verification before its last tokens."""
     ends = {
         admission.row: len(admission.fill_ids) + admission.request.sampling.wanted_tokens
@@ -158,7 +158,7 @@ def check_all_accepted(compiled: Compiled, served: Served) -> None:
     for plan, result in served.steps:
         if plan.kind is not StepKind.DECODE:
             continue
-        most = plan.spec(compiled.limits).max_emitted
+        most = plan.shape.max_emitted
         for of_round in result.rounds:
             for row, count in zip(plan.rows, of_round.num_emitted.tolist(), strict=True):
                 if lengths[row] + most <= ends[row]:

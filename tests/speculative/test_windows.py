@@ -109,7 +109,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.kind.value == "prefill" or key.features == PLAIN
+            if key.kind is StepKind.PREFILL or key.features == PLAIN
         ),
     )
     return Compiled(limits=limits, program=program, params=params, executables=executables)

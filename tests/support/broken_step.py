@@ -32,13 +32,14 @@ class CorruptingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def dispatch(self, plan: StepPlan) -> None:
-        self._inner.dispatch(plan)
+    def dispatch(self, plan: StepPlan) -> Any:
+        handle = self._inner.dispatch(plan)
         if plan.kind is StepKind.DECODE:
             self._count += 1
             if self._count % self._every == 0:
                 slot = plan.rows[0].slot
                 self._inner.replace_state(_corrupted(self._inner.state, slot))
+        return handle
 
 
 class FailingRunner:
@@ -50,11 +51,11 @@ class FailingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def dispatch(self, plan: StepPlan) -> None:
+    def dispatch(self, plan: StepPlan) -> Any:
         self._count += 1
         if self._count == self._at:
             jax.tree.map(lambda array: array.delete(), self._inner.state)
-        self._inner.dispatch(plan)
+        return self._inner.dispatch(plan)
 
 
 @partial(jax.jit, donate_argnums=(0,))

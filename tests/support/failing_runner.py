@@ -12,7 +12,7 @@ from jspec.config.limits import ServeLimits
 from jspec.messages.plan import StepPlan, StepResult
 from tests.support.fake_pages import FakePages
 from tests.support.fake_rows import FakeWindows
-from tests.support.fake_runner import FakeRunner, TokenAt, hash_token
+from tests.support.fake_runner import FakeRunner, Handle, TokenAt, hash_token
 
 Fails = Callable[[StepPlan], bool]
 
@@ -47,16 +47,17 @@ class FailingRunner(FakeRunner):
         self._num_bad_restarts = num_bad_restarts
         self.num_restarts = 0
 
-    def dispatch(self, plan: StepPlan) -> None:
-        super().dispatch(plan)
+    def dispatch(self, plan: StepPlan) -> Handle:
+        handle = super().dispatch(plan)
         if self._fails_at_dispatch(plan):
             raise RuntimeError(f"the fake device failed at step {plan.step}")
+        return handle
 
-    def collect(self) -> StepResult:
-        plan = self._in_flight[0][0]
+    def collect(self, dispatched: Handle) -> StepResult:
+        plan, _ = dispatched
         if self._fails_at_collect(plan):
             raise RuntimeError(f"the fake device failed at step {plan.step}")
-        return super().collect()
+        return super().collect(dispatched)
 
     def restart(self) -> None:
         self._check_thread()

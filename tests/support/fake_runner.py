@@ -25,7 +25,6 @@ from jspec.messages.plan import (
     PrefillChunk,
     RoundResult,
     RowRef,
-    StepKind,
     StepPlan,
     StepResult,
 )
@@ -36,9 +35,11 @@ from jspec.scheduler.pages import budget
 from tests.support.fake_limits import small_limits as small_limits
 from tests.support.fake_pages import FakePages
 from tests.support.fake_rows import FakeRow, FakeWindows, require
+from tests.support.fake_runs import check_runs
 from tests.support.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
+Handle = tuple[StepPlan, StepResult]
 LOOKAHEAD = 1  # tokens that any fake drafter sees past what is written
 
 
@@ -83,6 +84,7 @@ def random_acceptance(rate: float, num_steps: int, *, salt: int = 0) -> TokenAt:
 class FakeRunner:
     """Runner for tests; raises PlanError unless every dispatched plan obeys these rules.
 
+    - Runs: those of its rows' needs, once and in order.
     - Messages survive pickling; all calls come from one thread; steps count up by one; at most
       overlap_depth steps are unread at a dispatch; a plan has only the fields of its kind.
     - Rows: real slots, no slot twice, the epoch of the slot's current tenant; a slot gets a new
@@ -117,7 +119,7 @@ class FakeRunner:
         self._pages = FakePages(limits)
         self._windows = FakeWindows(limits)
         self._last_epochs: Counter[int] = Counter()
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._in_flight: deque[Handle] = deque()
         self._thread: int | None = None
         self._last_step = 0
         self.plans: list[StepPlan] = []
@@ -131,11 +133,11 @@ class FakeRunner:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def dispatch(self, plan: StepPlan) -> None:
+    def dispatch(self, plan: StepPlan) -> Handle:
         self._check_thread()
         require(pickle.loads(pickle.dumps(plan)) == plan, "plan changed by pickling")
         self._check_frame(plan)
-        if plan.kind is StepKind.PREFILL:
+        if plan.is_prefill:
             for admission in plan.admissions:
                 self._admit(admission)
             self._grant_windows(plan)
@@ -152,27 +154,30 @@ class FakeRunner:
         rounds = tuple(self._round(plan, ids) for ids in zip(*by_row, strict=True))
         self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
+        return self._in_flight[-1]
 
     def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
         """Return one round's result; a subclass may add what else a step reports."""
         del plan
         return RoundResult.of(ids)
 
-    def collect(self) -> StepResult:
+    def collect(self, dispatched: Handle) -> StepResult:
         self._check_thread()
-        require(bool(self._in_flight), "collect with nothing in flight")
+        is_next = bool(self._in_flight) and self._in_flight[0] is dispatched
+        require(is_next, f"collect of step {dispatched[0].step}, which is not the oldest in flight")
         if self._step_seconds:
             time.sleep(self._step_seconds)
-        plan, result = self._in_flight.popleft()
+        plan, result = dispatched
+        self._in_flight.popleft()
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight -= 1
         for of_round in result.rounds:
             for ref, ids in zip(plan.row_refs, of_round.emitted_ids, strict=True):
                 row = self._rows[ref.slot]
                 row.num_read += len(ids)
-                if plan.kind is StepKind.DECODE:
+                if not plan.is_prefill:
                     row.unread_rounds -= 1
-                    row.unread_tokens -= plan.spec(self._limits).max_emitted
+                    row.unread_tokens -= plan.shape.max_emitted
                     row.read_len += len(ids)
         return result
 
@@ -191,6 +196,7 @@ class FakeRunner:
         require(self._thread == here, f"thread {here} calls; expected only {self._thread}")
 
     def _check_frame(self, plan: StepPlan) -> None:
+        check_runs(self._limits, plan)
         limits, refs = self._limits, plan.row_refs
         require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
         unread = len(self._in_flight)
@@ -198,7 +204,7 @@ class FakeRunner:
         slots = [ref.slot for ref in refs]
         require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
         require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
-        if plan.kind is StepKind.PREFILL:
+        if plan.is_prefill:
             is_full = any(grant.space == 0 for grant in plan.grants)
             require(not plan.rows and not is_full, "a prefill with rows or grants")
             require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
@@ -317,7 +323,7 @@ class FakeRunner:
     def _tell(self, plan: StepPlan) -> None:
         """Track pending tokens by row; none are pending unless some shape is plain."""
         limits, rows = self._limits, [self._row(ref) for ref in plan.rows]
-        require(plan.spec(limits) in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
+        require(plan.shape in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
         if plan.pending:
             found = tuple(row.pending for row in rows)
             require(plan.pending == found, f"pending are {plan.pending}; expected {found}")
@@ -325,7 +331,7 @@ class FakeRunner:
             if plan.pending and row.pending:  # the drafter reads and writes from there on
                 self._windows.check(row, first=row.seq_len - row.pending, end=row.seq_len)
                 row.pending = 0
-            if limits.max_pending and plan.spec(limits).is_plain:
+            if limits.max_pending and plan.shape.is_plain:
                 row.pending += plan.num_rounds(limits)
                 require(row.pending <= limits.max_pending, f"{row.pending} tokens wait")
             else:
@@ -343,7 +349,7 @@ class FakeRunner:
         return tuple(self._run_round(row, plan) for _ in range(self._limits.num_rounds))
 
     def _run_round(self, row: FakeRow, plan: StepPlan) -> tuple[int, ...]:
-        shape = plan.spec(self._limits)
+        shape = plan.shape
         spec, ref, request = self._limits.spec, row.admission.row, row.admission.request
         last, owned = self._last(row), self._num_owned(row)
         written = row.seq_len + spec.num_scratch_rows

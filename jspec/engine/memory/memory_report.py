@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jspec.engine.memory.device_memory import SHARE_VARIABLE, MemoryDevice, gib, least_memory
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import ConfigError
 from jspec.messages.plan import StepKind
 

@@ -34,8 +34,8 @@ from jspec.engine.process.process_messages import (
     StartTask,
 )
 from jspec.engine.profiling import Profiler
-from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import DeviceRunner
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import EngineClosedError
 from jspec.messages.weight_update import Model, WeightUpdate

@@ -11,7 +11,7 @@ import numpy as np
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import JspecError
 
 MODULE = "jspec.engine.process.engine_process"

@@ -25,7 +25,7 @@ from jspec.engine.process.process_messages import (
     Started,
 )
 from jspec.engine.programs.compilation import Progress
-from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import EngineClosedError, JspecError, RequestError, RunnerError
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
 
@@ -111,9 +111,9 @@ class ProcessRunner(PlanRunner):
         self,
         key: ProgramKey,
         *operands: np.ndarray | int,
-        is_read: bool = True,
-        is_kept: bool = False,
-        drops: tuple[int, ...] = (),
+        is_read: bool,
+        is_kept: bool,
+        drops: tuple[int, ...],
     ) -> int:
         self._next_number += 1
         message = Enqueue(self._next_number, str(key), operands, is_read, is_kept, drops)
@@ -143,7 +143,6 @@ class ProcessRunner(PlanRunner):
             )
         self._process.kill()
         self._process.end()
-        self._in_flight.clear()
         self._check_wanted()
         with self._restarting:
             self._process = EngineProcess(self._args, on_end=self._ends)
@@ -171,7 +170,6 @@ class ProcessRunner(PlanRunner):
 
     def close(self) -> None:
         self._is_closed = True
-        self._in_flight.clear()
         self._process.end()
 
     # Weights.

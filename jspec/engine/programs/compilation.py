@@ -28,12 +28,11 @@ from jspec.config.limits import ServeLimits
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import state_specs
 from jspec.engine import interrupts
-from jspec.engine.programs.entries import BY_RANK, ENTRIES, arrays_between, of_rank
-from jspec.engine.programs.program_keys import CUT, ProgramKey, program_keys
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.programs.program_store import ProgramStore
-from jspec.engine.transfer import layout_of
-from jspec.messages.layout import PackedLayout, decode_layout
-from jspec.messages.plan import StepKind
+from jspec.engine.steps.step_def import BY_RANK, ProgramKey, ProgramShape
+from jspec.engine.steps.table import STEPS
+from jspec.engine.transfer import shape_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram
@@ -52,24 +51,6 @@ def enable_persistent_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramShape:
-    """The engine limits that a program's code depends on, apart from array shapes.
-
-    `lower` receives no other limit and the program store's key contains no other, so changing a
-    limit that only the host reads recompiles nothing.
-    """
-
-    kind: StepKind
-    packed: PackedLayout
-    num_rounds: int
-
-    @classmethod
-    def of(cls, key: ProgramKey, limits: ServeLimits) -> ProgramShape:
-        num_rounds = limits.num_rounds if key.kind is StepKind.DECODE else 1
-        return cls(kind=key.kind, packed=layout_of(key, limits), num_rounds=num_rounds)
-
-
 def lower(
     shape: ProgramShape,
     program: StepProgram,
@@ -79,53 +60,75 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lower one program for the shapes and shardings of `params` and `state` (may be abstract)."""
+    params, state = _abstract(params), _abstract(state)
     jitted = _jitted(shape, program, mesh=mesh, params=params, state=state)
-    ranks = Parallel.of(mesh).data
-    flat = jax.ShapeDtypeStruct((ranks, shape.packed.size), np.int32)
-    arrays: tuple[Any, ...] = (_abstract(params), _abstract(state), flat)
-    if shape.kind in (StepKind.SCORE, StepKind.SETTLE):
-        (num_rows,) = dict(shape.packed.fields)["slots"]
-        tree = jax.ShapeDtypeStruct((ranks, 3, num_rows, program.spec.num_draft_tokens), np.int32)
-        arrays = (*arrays, tree)
-    if shape.kind is StepKind.SETTLE:
-        scoring = ProgramShape(StepKind.SCORE, decode_layout(batch=num_rows, num_grants=0), 1)
-        score = _jitted(scoring, program, mesh=mesh, params=params, state=state)
-        flat = jax.ShapeDtypeStruct((ranks, scoring.packed.size), np.int32)
-        _, scored = jax.eval_shape(score, *arrays[:2], flat, tree)
-        arrays = (*arrays, scored)
-    return jitted.lower(*arrays)
+    return jitted.lower(params, state, *_arrays(shape, program, mesh, params, state))
+
+
+def _arrays(
+    shape: ProgramShape, program: StepProgram, mesh: Mesh, params: Any, state: Any
+) -> list[Any]:
+    """Return the abstract arguments of a program after params and state."""
+    arrays: list[Any] = [
+        jax.ShapeDtypeStruct((Parallel.of(mesh).data, shape.packed.size), np.int32)
+    ]
+    for giver in shape.takes:
+        jitted = _jitted(giver, program, mesh=mesh, params=params, state=state)
+        taken = _arrays(giver, program, mesh, params, state)
+        arrays.append(jax.eval_shape(jitted, params, state, *taken)[1])
+    return arrays
 
 
 def _jitted(
     shape: ProgramShape, program: StepProgram, *, mesh: Mesh, params: Any, state: Any
 ) -> Any:
-    entry = ENTRIES[shape.kind]
-    if shape.kind is StepKind.DECODE:
-        entry = partial(entry, num_rounds=shape.num_rounds)
-    tables, between = program.tables, arrays_between(shape.kind)
+    step, tables = STEPS[shape.kind], program.tables
     in_specs = (
         placement.param_specs(tables, params),
         state_specs(state, program.target.cache_groups, program.drafter.cache_groups),
         BY_RANK,
-        *between.taken,
+        *(STEPS[kind].gives for kind in step.takes),
     )
-    step = jax.shard_map(
-        of_rank(partial(entry, program, shape.packed)),
+    mapped = jax.shard_map(
+        of_rank(partial(_entry, program, shape)),
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=(in_specs[1], between.given),
+        out_specs=(in_specs[1], step.gives),
         check_vma=False,
     )
     to_shardings = partial(shardings, mesh)
     return jax.jit(
-        step,
+        mapped,
         in_shardings=(
             placement.param_places(mesh, tables, params, column_major=program.ops.column_major),
             *(to_shardings(specs) for specs in in_specs[1:]),
         ),
-        out_shardings=(to_shardings(in_specs[1]), to_shardings(between.given)),
+        out_shardings=(to_shardings(in_specs[1]), to_shardings(step.gives)),
         donate_argnums=(1,),
     )
+
+
+def _entry(
+    program: StepProgram, shape: ProgramShape, params: Any, state: Any, flat: jax.Array, *taken: Any
+) -> Any:
+    step = STEPS[shape.kind]
+    rounds = {"num_rounds": shape.num_rounds} if step.has_rounds else {}
+    batch = step.batch(shape.packed.unpack(flat))
+    return step.step(program, params, state, batch, *taken, **rounds)
+
+
+def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an entry inside a shard_map on its data rank's part of arrays [data, ...].
+
+    These are the arrays after params and state, and the output.
+    """
+
+    def run(params: Any, state: Any, *arrays: Any) -> Any:
+        own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)
+        state, output = entry(params, state, *own)
+        return state, jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), output)
+
+    return run
 
 
 def compiler_options(
@@ -140,7 +143,7 @@ def compiler_options(
     """
     if platform != "gpu":
         return {}
-    is_decode = key.kind in (StepKind.DECODE, *CUT)
+    is_decode = STEPS[key.kind].is_decode
     spec = key.shape or limits.spec
     tokens = key.bucket * spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
@@ -185,7 +188,7 @@ class Recipe:
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
         spec = key.shape or self.program.spec
         variant = dataclasses.replace(self.program, features=key.features, spec=spec)
-        return ProgramShape.of(key, self.limits), variant, options
+        return shape_of(key, self.limits), variant, options
 
     def paths(
         self, keys: Iterable[ProgramKey], *, mesh: Mesh, store: ProgramStore | None
@@ -196,8 +199,9 @@ class Recipe:
         return store.paths(makings, mesh=mesh, arrays=(self.params, self.state))
 
     def load(self, key: ProgramKey, path: Path, *, mesh: Mesh) -> Any | None:
-        between = arrays_between(key.kind)
-        inputs, outputs = (self.params, self.state, 0, *between.taken), (self.state, between.given)
+        step = STEPS[key.kind]
+        taken = (STEPS[kind].gives for kind in step.takes)
+        inputs, outputs = (self.params, self.state, 0, *taken), (self.state, step.gives)
         return ProgramStore.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
 
 

@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 
 from jspec.engine.programs.compilation import Recipe, compile_all
 from jspec.engine.programs.program_bucket import ProgramBucket
-from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.programs.program_store import SETTINGS, ProgramStore
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import JspecError
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
-from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.step_options import StepOptions
 from jspec.scheduler.shapes.shape_choice import ShapeTotals, StepCosts
 from jspec.spec import indexing as core_shapes
@@ -189,7 +189,7 @@ class AdaptiveShapes:
         return max(cost - max(risen, 0.0), cost / 2)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        shape = plan.spec(self._limits)
+        shape = plan.shape
         emitted = np.concatenate([of_round.num_emitted for of_round in result.rounds])
         expected = self.expected_tokens(shape) * len(emitted)
         self._count(expected_tokens=expected, emitted_tokens=int(emitted.sum()))
@@ -207,9 +207,9 @@ class AdaptiveShapes:
         of a change of shape is taken from the savings for probes.
         """
         before, self._ran = self._ran, None
-        if plan.kind is not StepKind.DECODE:
+        if plan.is_prefill:
             return
-        shape, place = plan.spec(self._limits), self._place(len(plan.rows), plan.features)
+        shape, place = plan.shape, self._place(len(plan.rows), plan.features)
         if shape not in self._measured.get(place, {}):
             return
         self._ran = place, shape

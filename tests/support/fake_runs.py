@@ -1,0 +1,50 @@
+"""The check that a plan lists the programs that its rows need, once and in order."""
+
+from __future__ import annotations
+
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import RowRef, StepKind, StepPlan, StepRun
+from jspec.messages.step_options import StepOption
+from tests.support.fake_rows import require
+
+CUT = [StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE]
+
+
+def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
+    kinds = [run.kind for run in plan.runs]
+    if plan.is_prefill:
+        recalls = plan.runs[:-1]
+        expected = [StepKind.RECALL] * len(recalls) + [StepKind.PREFILL]
+        require(plan.shape == limits.spec, f"a prefill of shape {plan.shape}")
+        check_recalls(limits, plan, recalls)
+    else:
+        expected = [StepKind.DRAFT_PREFILL] if plan.pending else []
+        expected += CUT if plan.constraints else [StepKind.DECODE]
+        shapes = {run.shape for run in plan.runs if run.kind is not StepKind.DRAFT_PREFILL}
+        require(len(shapes) == 1, f"runs of shapes {shapes}")
+    require(kinds == expected, f"runs are {kinds}; expected {expected}")
+
+
+def check_recalls(limits: ServeLimits, plan: StepPlan, recalls: tuple[StepRun, ...]) -> None:
+    """The runs carry the cached ids of each admitted row that needs them, in order."""
+    keeps_ids = limits.spec.algorithm.drafting.keeps_ids
+    found: dict[RowRef, list[int]] = {}
+    fills = {admission.row: admission.fill_ids for admission in plan.admissions}
+    for run in recalls:
+        rows = [chunk.row for chunk in run.chunks]
+        num_ids = sum(len(chunk.token_ids) for chunk in run.chunks)
+        fits = 0 < num_ids <= limits.recall_size and len(rows) <= limits.prefill_rows
+        require(fits and len(set(rows)) == len(rows), f"runs have a recall of {run.chunks}")
+        for chunk in run.chunks:
+            ids = found.setdefault(chunk.row, [])
+            require(chunk.start == len(ids), f"recall from {chunk.start} after {len(ids)}")
+            ids += chunk.token_ids
+            after = fills[chunk.row][len(ids)]
+            require(chunk.next_id == after, f"next_id {chunk.next_id} of a recall, not {after}")
+    expected = {
+        admission.row: list(admission.fill_ids[: admission.cached_len])
+        for admission in plan.admissions
+        if admission.cached_len
+        and (keeps_ids or StepOption.PENALTIES in admission.request.sampling.features)
+    }
+    require(found == expected, f"runs recall {found}; expected {expected}")
