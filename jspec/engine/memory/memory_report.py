@@ -13,11 +13,8 @@ import jax
 
 from jspec.engine.memory.device_memory import SHARE_VARIABLE, MemoryDevice, gib, least_memory
 from jspec.engine.steps.step_def import ProgramKey
+from jspec.engine.steps.table import STEPS
 from jspec.errors import ConfigError
-from jspec.messages.plan import StepKind
-
-# The argument that makes a program smaller, by its kind.
-SMALLER = {StepKind.PREFILL: "chunked_prefill_size", StepKind.RECALL: "chunked_prefill_size"}
 
 
 def bytes_each(arrays: Any) -> int:
@@ -76,7 +73,7 @@ def check_scratch_fits(
         return
     missing = scratch[key] - memory.free
     share = int(100 * (memory.limit * fraction - missing) / memory.limit) / 100
-    smaller = SMALLER.get(key.kind, "max_running_requests")
+    smaller = STEPS[key.kind].smaller
     fits = [f"{smaller} below {key.bucket}", f"tp_size above {len(devices)}"]
     if missing < held.get("KV pools", 0):
         fits.insert(0, f"mem_fraction_static of at most {share:.2f} (or fewer max_total_tokens)")

@@ -104,6 +104,7 @@ class StepDef:
     options: that these may be compiled with; others do not concern this step
     layout: the fields of a packed array
     size: rows or tokens of a run, which its program's bucket holds
+    smaller: the engine argument that bounds the bucket
     blank: writes neutral values into zeroed fields, once a program
     write: writes a part into neutral fields
     batch: the device function's batch, from the fields
@@ -122,6 +123,7 @@ class StepDef:
     options: frozenset[StepOption] = frozenset()
     layout: Callable[[ProgramKey, Host], PackedLayout]
     size: Callable[[StepPlan, StepRun], int] = lambda plan, _: len(plan.rows)
+    smaller: str = "max_running_requests"
     blank: Callable[[Fields, Host], None] | None = None
     write: Callable[[Fields, Part], None]
     batch: Callable[[dict[str, Any]], Any]
