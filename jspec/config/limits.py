@@ -15,7 +15,7 @@ from jspec.errors import ConfigError
 from jspec.spec import indexing
 from jspec.spec.hidden_rows import HiddenRows
 
-MAX_RECALL = 4096
+MAX_CACHED_DRAFT_PREFILL = 4096
 # W, the most pending tokens of a row (speculative/drafters/pending.py), is the page size within
 # these bounds: a draft prefill costs a launch, and pending tokens are not cached.
 LEAST_DEFERRED, MOST_DEFERRED = 16, 64
@@ -142,9 +142,9 @@ class ServeLimits:
         return max(of_page, self.num_rounds)
 
     @property
-    def recall_size(self) -> int:
-        """Most ids of one recall step (draft prefill of cached tokens)."""
-        return min(self.context_length, MAX_RECALL)
+    def cached_draft_prefill_size(self) -> int:
+        """Most ids of one draft prefill of cached tokens."""
+        return min(self.context_length, MAX_CACHED_DRAFT_PREFILL)
 
     @property
     def max_total_tokens(self) -> int:

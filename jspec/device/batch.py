@@ -86,7 +86,7 @@ class DraftPrefillBatch:
 
 
 @pytree
-class RecallBatch:
+class CachedDraftPrefillBatch:
     """Token ids in cached pages of R rows, packed into T ids; at most one piece per row."""
 
     slots: jax.Array  # i32[R], 0 = padding

@@ -88,7 +88,7 @@ class StepKind(enum.Enum):
 
     PREFILL = "prefill T"
     DECODE = "decode B"
-    RECALL = "recall T"  # draft prefill of cached tokens
+    CACHED_DRAFT_PREFILL = "cached draft prefill T"  # draft prefill of cached tokens
     DRAFT_PREFILL = "draft prefill B"  # of the tokens that plain decodes left pending
     # A decode in three programs, if a row follows a grammar.
     PROPOSE = "propose B"
@@ -101,7 +101,7 @@ class StepRun:
     """One program of a plan.
 
     shape: draft shape, one of the engine's
-    chunks: cached tokens of a RECALL, at most one chunk of a row
+    chunks: cached tokens of a CACHED_DRAFT_PREFILL, at most one chunk of a row
     """
 
     kind: StepKind

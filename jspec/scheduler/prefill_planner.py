@@ -89,7 +89,7 @@ def cached_draft_prefills(
         while start < end:
             if not room or len(runs[-1]) == limits.prefill_rows:
                 runs.append([])
-                room = limits.recall_size
+                room = limits.cached_draft_prefill_size
             stop = min(end, start + room)
             runs[-1].append(
                 PrefillChunk(
@@ -100,4 +100,6 @@ def cached_draft_prefills(
                 )
             )
             start, room = stop, room - (stop - start)
-    return tuple(StepRun(StepKind.RECALL, limits.spec, tuple(chunks)) for chunks in runs)
+    return tuple(
+        StepRun(StepKind.CACHED_DRAFT_PREFILL, limits.spec, tuple(chunks)) for chunks in runs
+    )

@@ -38,8 +38,8 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
     """Write whole new rows; a chunk that brings none writes to the dummy slot.
 
-    In a window space a row starts without pages; each chunk brings its own. `recall_step` has
-    already set the counts of a row with a cached prefix.
+    In a window space a row starts without pages; each chunk brings its own. The counts of a row
+    with a cached prefix are already set (`cached_draft_prefill_step`).
     """
     to = batch.admitted
     uncounted = jnp.where(batch.starts == 0, to, 0)

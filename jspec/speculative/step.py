@@ -333,6 +333,6 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
 
 
 def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
-    """True for new rows; a drafter that keeps ids already has a cached prefix (`recall_step`)."""
+    """True for new rows; a drafter that keeps ids already has the ids of a cached prefix."""
     is_new = batch.admitted > 0
     return is_new & (batch.starts == 0) if drafter.drafting.keeps_ids else is_new

@@ -130,7 +130,7 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
 
 def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
     assert [str(key) for key in programs_at_start(H200, "first")] == [
-        "recall T=64",
+        "cached draft prefill T=64",
         "prefill T=8192 all",
         "decode B=48 all",
         "prefill T=128 sampling",
@@ -140,7 +140,7 @@ def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
     ]
     assert programs_at_start(H200, "common") == program_keys(H200)
     assert len(program_keys(H200)) == 33
-    assert len(program_keys(CPU)) - 1 == FEW_PROGRAMS  # without the recall
+    assert len(program_keys(CPU)) - 1 == FEW_PROGRAMS  # without the draft prefill of cached tokens
     assert programs_at_start(CPU, "common") == program_keys(CPU)
     assert [str(key) for key in later_programs(CPU, programs_at_start(CPU, "first"))] == [
         "decode B=4",

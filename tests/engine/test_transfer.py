@@ -281,7 +281,7 @@ def test_results_of_several_rounds_come_back_by_round() -> None:
     assert by_round(PREFILL, prefilled, limits) == [((), (77,))]
 
 
-def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
+def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
     """28 ids are cached of row 2, which has penalties, 8 of row 1, which has none."""
     limits = replace(LIMITS, prefix_cache=True, context_length=20, prefill_rows=2)
     fill = tuple(range(10, 40))
@@ -297,7 +297,7 @@ def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
             for slot, cached, sampling in ((2, 28, {"presence_penalty": 1.0}), (1, 8, {}))
         ),
     )
-    key = ProgramKey(StepKind.RECALL, 20, PLAIN)
+    key = ProgramKey(StepKind.CACHED_DRAFT_PREFILL, 20, PLAIN)
 
     def arrived(plan: StepPlan, limits: ServeLimits) -> list[dict[str, np.ndarray]]:
         runs = cached_draft_prefills(limits, plan.admissions)
@@ -316,10 +316,10 @@ def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
     assert (second["cu_q_lens"].tolist(), second["next_ids"].tolist()) == ([0, 8, 8], [38, 0])
     assert second["prompt_lens"].tolist() == [12, 0]
     ngram = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
-    recalled = arrived(plan, replace(limits, spec=ngram))
-    assert [fields["slots"].tolist() for fields in recalled] == [[2, 0], [2, 1]]
-    assert recalled[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
-    assert recalled[1]["cu_q_lens"].tolist() == [0, 8, 16]
+    more = arrived(plan, replace(limits, spec=ngram))
+    assert [fields["slots"].tolist() for fields in more] == [[2, 0], [2, 1]]
+    assert more[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
+    assert more[1]["cu_q_lens"].tolist() == [0, 8, 16]
     assert arrived(PREFILL, limits) == []
 
 

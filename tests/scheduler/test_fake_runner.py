@@ -203,8 +203,8 @@ def run_of(kind: StepKind, *chunks: PrefillChunk) -> StepRun:
 @pytest.mark.parametrize(
     "runs",
     [
-        (run_of(StepKind.RECALL), run_of(StepKind.PREFILL)),
-        (run_of(StepKind.RECALL, chunk(end=4)), run_of(StepKind.PREFILL)),
+        (run_of(StepKind.CACHED_DRAFT_PREFILL), run_of(StepKind.PREFILL)),
+        (run_of(StepKind.CACHED_DRAFT_PREFILL, chunk(end=4)), run_of(StepKind.PREFILL)),
         (run_of(StepKind.DECODE), run_of(StepKind.PREFILL)),
     ],
     ids=["empty", "nothing cached", "another kind"],

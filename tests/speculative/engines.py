@@ -217,7 +217,7 @@ def build(
             key
             for key in program_keys(limits)
             if StepOptions(key.features.members - {StepOption.SHARED}) in variants
-            or key.kind in (StepKind.DRAFT_PREFILL, StepKind.RECALL)
+            or key.kind in (StepKind.DRAFT_PREFILL, StepKind.CACHED_DRAFT_PREFILL)
             or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),
     )
@@ -229,15 +229,17 @@ def with_prefix_cache(compiled: Compiled) -> Compiled:
     limits = dataclasses.replace(compiled.limits, prefix_cache=True)
     mesh = mesh_of(compiled.program.target.shard.size)
     state = init_state(compiled.program, limits, shards=mesh.size, kv_dtype=jnp.float32)
-    recall = compile_all(
+    cached = compile_all(
         compiled.program,
         limits,
         mesh=mesh,
         params=compiled.params,
         state=state,
-        keys=tuple(key for key in program_keys(limits) if key.kind is StepKind.RECALL),
+        keys=tuple(
+            key for key in program_keys(limits) if key.kind is StepKind.CACHED_DRAFT_PREFILL
+        ),
     )
-    executables = {**compiled.executables, **recall}
+    executables = {**compiled.executables, **cached}
     return dataclasses.replace(compiled, limits=limits, executables=executables)
 
 

@@ -13,10 +13,10 @@ CUT = [StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE]
 def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
     kinds = [run.kind for run in plan.runs]
     if plan.is_prefill:
-        recalls = plan.runs[:-1]
-        expected = [StepKind.RECALL] * len(recalls) + [StepKind.PREFILL]
+        cached = plan.runs[:-1]
+        expected = [StepKind.CACHED_DRAFT_PREFILL] * len(cached) + [StepKind.PREFILL]
         require(plan.shape == limits.spec, f"a prefill of shape {plan.shape}")
-        check_recalls(limits, plan, recalls)
+        check_cached(limits, plan, cached)
     else:
         expected = [StepKind.DRAFT_PREFILL] if plan.pending else []
         expected += CUT if plan.constraints else [StepKind.DECODE]
@@ -25,26 +25,26 @@ def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
     require(kinds == expected, f"runs are {kinds}; expected {expected}")
 
 
-def check_recalls(limits: ServeLimits, plan: StepPlan, recalls: tuple[StepRun, ...]) -> None:
+def check_cached(limits: ServeLimits, plan: StepPlan, cached: tuple[StepRun, ...]) -> None:
     """The runs carry the cached ids of each admitted row that needs them, in order."""
     keeps_ids = limits.spec.algorithm.drafting.keeps_ids
     found: dict[RowRef, list[int]] = {}
     fills = {admission.row: admission.fill_ids for admission in plan.admissions}
-    for run in recalls:
+    for run in cached:
         rows = [chunk.row for chunk in run.chunks]
         num_ids = sum(len(chunk.token_ids) for chunk in run.chunks)
-        fits = 0 < num_ids <= limits.recall_size and len(rows) <= limits.prefill_rows
-        require(fits and len(set(rows)) == len(rows), f"runs have a recall of {run.chunks}")
+        fits = 0 < num_ids <= limits.cached_draft_prefill_size and len(rows) <= limits.prefill_rows
+        require(fits and len(set(rows)) == len(rows), f"runs give cached {run.chunks}")
         for chunk in run.chunks:
             ids = found.setdefault(chunk.row, [])
-            require(chunk.start == len(ids), f"recall from {chunk.start} after {len(ids)}")
+            require(chunk.start == len(ids), f"cached ids from {chunk.start} after {len(ids)}")
             ids += chunk.token_ids
             after = fills[chunk.row][len(ids)]
-            require(chunk.next_id == after, f"next_id {chunk.next_id} of a recall, not {after}")
+            require(chunk.next_id == after, f"next_id {chunk.next_id} of cached ids, not {after}")
     expected = {
         admission.row: list(admission.fill_ids[: admission.cached_len])
         for admission in plan.admissions
         if admission.cached_len
         and (keeps_ids or StepOption.PENALTIES in admission.request.sampling.features)
     }
-    require(found == expected, f"runs recall {found}; expected {expected}")
+    require(found == expected, f"runs give cached {found}; expected {expected}")

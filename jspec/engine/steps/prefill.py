@@ -1,5 +1,8 @@
-"""PREFILL: prompt chunks of several rows. RECALL before it: the ids of cached prefixes, for the
-state by slot that derives from ids."""
+"""PREFILL: prompt chunks of several rows.
+
+CACHED_DRAFT_PREFILL before it: the ids of cached prefixes, for the state by slot that derives from
+ids.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jspec.config.limits import ServeLimits
-from jspec.device.batch import RecallBatch, prefill_batch
+from jspec.device.batch import CachedDraftPrefillBatch, prefill_batch
 from jspec.engine.steps.step_def import (
     Fields,
     Host,
@@ -25,7 +28,7 @@ from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import PrefillChunk, StepKind
 from jspec.messages.sampling_fields import packed_fields, write_neutral, write_request
 from jspec.messages.step_options import ALL, PLAIN, SAMPLING, StepOption, StepOptions
-from jspec.speculative.recall import recall_step
+from jspec.speculative.cached_draft_prefill import cached_draft_prefill_step
 from jspec.speculative.step import prefill_step
 
 # A tree of one node: its token (unused), and no parent.
@@ -78,7 +81,7 @@ def layout(key: ProgramKey, host: Host) -> PackedLayout:
     )
 
 
-def recall_layout(key: ProgramKey, host: Host) -> PackedLayout:
+def cached_layout(key: ProgramKey, host: Host) -> PackedLayout:
     rows = host.limits.prefill_rows
     names = ("slots", "starts", "next_ids", "is_first", "prompt_lens")
     of_rows = tuple((name, (rows,)) for name in names)
@@ -110,7 +113,7 @@ def write(fields: Fields, part: Part) -> None:
                 constraint.fill(ROOT, ABOVE_ROOT, fields["allowed"][r : r + 1].view(np.uint32))
 
 
-def write_recall(fields: Fields, part: Part) -> None:
+def write_cached(fields: Fields, part: Part) -> None:
     _write_chunks(fields, part.run.chunks)
     prompt_lens = {admission.row: admission.prompt_len for admission in part.plan.admissions}
     for r, chunk in enumerate(part.run.chunks):
@@ -144,17 +147,20 @@ PREFILL = StepDef(
 )
 
 
-def recalls(limits: ServeLimits) -> Iterator[Wanted]:
+def cached_draft_prefills(limits: ServeLimits) -> Iterator[Wanted]:
     if limits.prefix_cache:
-        yield Wanted(ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN), Turn.NEEDED)
+        yield Wanted(
+            ProgramKey(StepKind.CACHED_DRAFT_PREFILL, limits.cached_draft_prefill_size, PLAIN),
+            Turn.NEEDED,
+        )
 
 
-RECALL = StepDef(
-    programs=recalls,
-    layout=recall_layout,
+CACHED_DRAFT_PREFILL = StepDef(
+    programs=cached_draft_prefills,
+    layout=cached_layout,
     size=lambda _, run: sum(len(chunk.token_ids) for chunk in run.chunks),
     smaller="chunked_prefill_size",
-    write=write_recall,
-    batch=lambda fields: RecallBatch(**fields),
-    step=recall_step,
+    write=write_cached,
+    batch=lambda fields: CachedDraftPrefillBatch(**fields),
+    step=cached_draft_prefill_step,
 )

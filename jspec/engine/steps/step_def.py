@@ -80,7 +80,7 @@ class ProgramShape:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the host packs by, apart from plans."""
+    """Inputs of packing, apart from plans."""
 
     limits: ServeLimits
     vocab_size: int = 0

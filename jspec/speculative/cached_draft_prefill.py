@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.device.batch import Features, RecallBatch
+from jspec.device.batch import CachedDraftPrefillBatch, Features
 from jspec.device.state import EngineState, empty_seen, put_rows, take_rows
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.sampling.penalties import see_filled
@@ -23,8 +23,11 @@ from jspec.speculative.step import StepProgram
 from jspec.speculative.target import Params
 
 
-def recall_step(
-    program: StepProgram, params: dict[str, Params], state: EngineState, batch: RecallBatch
+def cached_draft_prefill_step(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    batch: CachedDraftPrefillBatch,
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
     """Fill the per-slot state of each row from its cached ids; the output is a zero.
 
