@@ -27,13 +27,14 @@ from jspec.device.parallel import Parallel
 from jspec.engine.programs import build_programs
 from jspec.engine.programs.compilation import Recipe
 from jspec.engine.programs.program_growth import (
+    DEVICE_MEMORY,
     MODULE,
     BuildError,
     Made,
     ProcessMaker,
     ProgramGrowth,
     ThreadMaker,
-    environment,
+    child_environment,
     maker_of,
 )
 from jspec.engine.programs.program_store import ProgramStore
@@ -259,7 +260,7 @@ def test_the_process_ends_with_whoever_started_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", MODULE],
         input=pickle.dumps(task),  # and then nobody is there
-        env=environment(),
+        env=child_environment() | DEVICE_MEMORY,
         capture_output=True,
         timeout=PATIENCE,
         check=True,
