@@ -106,7 +106,7 @@ def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> 
     scheduler = Scheduler(limits, make_stream=streams_of(text, tokenizer))
     runner = NullRunner(limits, vocab_size=tokenizer.vocab_size)
     for request in requests_of(rows, text=text, new_tokens=CONTEXT - PROMPT_LEN):
-        scheduler.submit(request)
+        scheduler.enqueue([request])
     times: dict[str, list[float]] = {
         name: [] for name in ("plan", "pack", "unpack", "commit", "text")
     }
@@ -156,7 +156,7 @@ def measure_loop(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> d
         requests = requests_of(rows, text=text, new_tokens=new_tokens)
 
         async def read(request: Request) -> None:
-            async for _ in loop.submit(request):
+            async for _ in loop.submit([request])[0]:
                 pass
 
         began = time.process_time(), time.monotonic()

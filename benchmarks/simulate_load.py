@@ -162,11 +162,10 @@ class Simulation:
                 max_new_tokens=job.output_len, temperature=0.0, ignore_eos=True
             )
             prompt_ids = (0,) * job.prompt_len
-            self._scheduler.submit(
-                Request(
-                    request_id=str(number), prompt_ids=prompt_ids, sampling=sampling, seed=number
-                )
+            request = Request(
+                request_id=str(number), prompt_ids=prompt_ids, sampling=sampling, seed=number
             )
+            self._scheduler.enqueue([request])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -284,7 +284,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
     async def serve() -> None:
         scheduler = Scheduler(bench.limits, make_stream=lambda _: IdsOnlyStream())
         loop = EngineLoop(scheduler, runner, trace=trace)
-        streams = [loop.submit(request) for request in requests]
+        streams = loop.submit(requests)
 
         async def drain(stream: Any) -> None:
             async for _ in stream:

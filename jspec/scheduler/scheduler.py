@@ -17,7 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 from jspec.config.limits import ServeLimits
-from jspec.errors import InvariantError, RequestError, SequenceError
+from jspec.errors import InvariantError, SequenceError
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
@@ -109,29 +109,29 @@ class Scheduler:
 
     # Submission and early end of requests.
 
-    def submit(self, request: Request) -> None:
-        """Queue a request, with max_new_tokens clipped (budget.clip_max_new_tokens).
+    def enqueue(self, requests: Ordered[Request]) -> None:
+        """Queue all requests or none, with max_new_tokens clipped (budget.clip_max_new_tokens).
 
-        Raises:
-            RequestError: its id is in use, or it can never run (budget).
-            QueueFullError: max_queued_requests are waiting.
+        Raises RequestError or QueueFullError (budget.check_batch).
         """
-        name = request.request_id
-        if name in self._sequences:
-            raise RequestError(f"request_id is {name!r}; expected one that is not in use")
-        max_new_tokens = budget.check_request(self._limits, request)
-        budget.check_queue(self._limits, request, num_queued=len(self._waiting))
-        sequence = Sequence.begin(
-            request,
-            arrival=self._totals.num_requests,
-            max_new_tokens=max_new_tokens,
-            stream=self._make_stream(request),
-            spec=self._limits.spec,
+        lengths = budget.check_batch(
+            self._limits, requests, in_use=self._sequences, num_queued=len(self._waiting)
         )
-        self._totals.num_requests += 1
-        self._totals.num_prompt_tokens += sequence.prompt_len
-        self._sequences[name] = sequence
-        self._waiting.push(sequence)
+        sequences = [
+            Sequence.begin(
+                request,
+                arrival=self._totals.num_requests + i,
+                max_new_tokens=max_new_tokens,
+                stream=self._make_stream(request),
+                spec=self._limits.spec,
+            )
+            for i, (request, max_new_tokens) in enumerate(zip(requests, lengths, strict=True))
+        ]
+        for sequence in sequences:
+            self._totals.num_requests += 1
+            self._totals.num_prompt_tokens += sequence.prompt_len
+            self._sequences[sequence.request.request_id] = sequence
+            self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
         """Abort a request; like `end`, but make its text here."""

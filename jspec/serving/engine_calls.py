@@ -81,9 +81,7 @@ class EngineCalls(LiveWeights, ABC):
     ) -> list[ChunkStream]:
         requests = await self._constrained(requests)
         await self._may_submit.wait()
-        # Nothing yields between the check and the last submit, so the check still holds there.
-        await self._check(requests, num_queued=self._loop.num_queued)
-        return self._loop.submit_call(requests, max_unread=max_unread)
+        return self._loop.submit(requests, max_unread=max_unread)
 
     async def _check(self, requests: Sequence[Request], *, num_queued: int) -> None:
         in_use = self._loop.request_ids

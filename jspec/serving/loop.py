@@ -123,34 +123,32 @@ class EngineLoop:
             self._loss = RunnerError(why)
             self._start()
 
-    def submit_call(
+    def submit(
         self, requests: Sequence[Request], *, max_unread: int | None = None
     ) -> list[ChunkStream]:
-        """Queue the requests of one call; the queue time limit applies to them together.
+        """Queue the requests of one call, all or none, and return their chunks.
 
-        Once one of them has run, the others may wait without limit; otherwise all expire.
-        """
-        streams = [self.submit(request, max_unread=max_unread) for request in requests]
-        if self._queue_time_limit is not None:
-            queues = {each.request_id: self._readers[each.request_id] for each in requests}
-            running = asyncio.get_running_loop()
-            running.call_later(self._queue_time_limit, self._expire, self._queue_time_limit, queues)
-        return streams
-
-    def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
-        """Queue a request, without a time limit, and return its chunks.
-
-        max_unread: unread chunks after which it is aborted; None: no limit. Raises RequestError and
-        QueueFullError (Scheduler.submit) or EngineClosedError immediately, not at the first chunk.
+        The queue time limit applies to them together: once one of them has run, the others may wait
+        without limit; otherwise all expire.
+        max_unread: unread chunks after which a request is aborted; None: no limit.
+        Raises RequestError and QueueFullError (Scheduler.enqueue) or EngineClosedError immediately,
+        not at the first chunk.
         """
         if self._is_closing:
-            raise self._closed_error(f"request {request.request_id!r} came after it was closed")
-        self._scheduler.submit(request)
+            raise self._closed_error(f"request {requests[0].request_id!r} came after it was closed")
+        self._readers.publish()  # frees the ids of requests that the scheduler has finished
+        self._scheduler.enqueue(requests)
+        queues = {
+            each.request_id: self._readers.open(each.request_id, max_unread) for each in requests
+        }
         if self._calls.first_tokens is not None:
-            self._calls.first_tokens.submitted(request.request_id, time.monotonic())
-        queue = self._readers.open(request.request_id, max_unread)
+            for request_id in queues:
+                self._calls.first_tokens.submitted(request_id, time.monotonic())
+        if self._queue_time_limit is not None:
+            running = asyncio.get_running_loop()
+            running.call_later(self._queue_time_limit, self._expire, self._queue_time_limit, queues)
         self._start()
-        return ChunkStream(self, request.request_id, queue)
+        return [ChunkStream(self, request_id, queue) for request_id, queue in queues.items()]
 
     def trace_requests(self, trace: RequestTrace) -> None:
         """Record the stages that requests pass in `trace` from now on."""

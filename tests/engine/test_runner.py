@@ -137,7 +137,7 @@ def poison(runner: DeviceRunner) -> DeviceRunner:
 
 async def _all_ids(view: ViewRunner, requests: list[Request]) -> list[tuple[int, ...]]:
     loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
-    streams = [loop.submit(request) for request in requests]
+    streams = loop.submit(requests)
     out = [tuple([i async for chunk in s for i in chunk.new_ids]) for s in streams]
     await loop.close()
     return out

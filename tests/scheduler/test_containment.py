@@ -84,7 +84,7 @@ async def outcomes(
     loop: EngineLoop, requests: list[Request]
 ) -> dict[str, list[StreamChunk] | BaseException]:
     """The chunks of each request, or its error."""
-    streams = [read(loop.submit(request)) for request in requests]
+    streams = [read(loop.submit([request])[0]) for request in requests]
     found = await asyncio.gather(*streams, return_exceptions=True)
     return {each.request_id: got for each, got in zip(requests, found, strict=True)}
 
@@ -92,7 +92,7 @@ async def outcomes(
 async def check_idle(loop: EngineLoop) -> SchedulerStats:
     """Nothing is held, and the engine takes a request."""
     after = make_request("after")
-    check_output(after, await read(loop.submit(after)))
+    check_output(after, await read(loop.submit([after])[0]))
     while (stats := loop.stats).num_steps_in_flight:
         await asyncio.sleep(0)
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
@@ -260,7 +260,7 @@ def test_an_end_that_fails_ends_the_request_all_the_same(monkeypatch: pytest.Mon
 
     async def main() -> None:
         loop = loop_of(LIMITS, FailingRunner(LIMITS))
-        streams = {each.request_id: loop.submit(each) for each in REQUESTS[:3]}
+        streams = {each.request_id: loop.submit([each])[0] for each in REQUESTS[:3]}
         await anext(streams["b"])
         assert not loop.abort("b")
         with pytest.raises(RequestFailedError, match="'b' was ended by an internal error"):

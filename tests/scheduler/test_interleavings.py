@@ -160,7 +160,7 @@ class Interleavings(RuleBasedStateMachine):
             priority=0 if self.limits.priority_order is PriorityOrder.OFF else priority,
         )
         try:
-            self.scheduler.submit(request)
+            self.scheduler.enqueue([request])
         except RequestError:
             fits = 1 <= prompt_len <= min(100 - max_new_tokens, self.limits.max_total_tokens)
             assert not fits

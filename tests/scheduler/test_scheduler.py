@@ -49,8 +49,7 @@ class Bench:
         self.chunks: dict[str, list[StreamChunk]] = {}
 
     def submit(self, *requests: Request) -> None:
-        for request in requests:
-            self.scheduler.submit(request)
+        self.scheduler.enqueue(requests)
 
     def dispatch(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -307,6 +306,23 @@ def test_the_queue_is_bounded() -> None:
     bench.must_dispatch(StepKind.PREFILL)
     bench.submit(make_request("c"))
     assert (bench.scheduler.stats.num_running, bench.scheduler.stats.num_queued) == (2, 1)
+
+
+def test_all_requests_of_a_call_are_queued_or_none() -> None:
+    bench = Bench(small_limits(max_queued_requests=2))
+    good = make_request("a"), make_request("b")
+    for refused, message in (
+        ((*good, make_request("c")), "3 sequences at once; expected at most max_queued_requests 2"),
+        ((good[0], make_request("c", prompt_len=0)), "the prompt has 0 tokens"),
+        ((good[0], make_request("a")), "request_id is 'a'; expected one that is not in use"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            bench.submit(*refused)
+    bench.submit(good[0])
+    with pytest.raises(QueueFullError, match="requests: 1 waiting, 2 new"):
+        bench.submit(good[1], make_request("c"))
+    assert bench.scheduler.stats.num_requests == bench.scheduler.num_queued == 1
+    bench.submit(good[1])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from jspec.config.limits import PriorityOrder
 from jspec.errors import RequestError
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
-from jspec.scheduler.pages import budget
 from jspec.scheduler.sequence import Sequence
 from jspec.scheduler.waiting import PATIENCE, WaitingQueue
 from tests.scheduler.test_policy import make_sequence
@@ -188,8 +187,6 @@ def test_a_priority_needs_an_order() -> None:
     bench = Bench(OFF)
     with pytest.raises(RequestError, match=r"priority is 3, but .* enable_priority_scheduling"):
         bench.submit(urgent("a", 3))
-    with pytest.raises(RequestError, match="priority is 3, but"):
-        budget.check_batch(OFF, [urgent("a", 3)], in_use=(), num_queued=0)
     with pytest.raises(RequestError, match=r"priority is 1\.5; expected an integer"):
         replace(make_request("a"), priority=1.5)  # type: ignore[arg-type]
 

@@ -53,7 +53,7 @@ def test_the_worked_example_of_a_prompt() -> None:
     """Chunks of 8 of a prompt of 20: pages 0 1, then 2 3, then 4; 0 and 1 come back, then 2."""
     limits = limits_of(20, overlap_depth=2)
     scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
-    scheduler.submit(request_of(20, 1))
+    scheduler.enqueue([request_of(20, 1)])
     indices: list[list[int]] = []
     num_free: list[int] = []
     for _ in range(3):  # nothing is read in between

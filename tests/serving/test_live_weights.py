@@ -36,7 +36,7 @@ def test_rows_are_filled_anew_and_write_the_same_text(
         limits = small_limits(overlap_depth=depth, windows=windows, prefix_cache=True)
         loop = make_loop(limits, trace=trace)
         requests = [make_request(f"r{i}", max_new_tokens=40, prompt_len=9) for i in range(6)]
-        streams = [loop.submit(request) for request in requests]
+        streams = loop.submit(requests)
         firsts = [await anext(stream) for stream in streams[:3]]
         seen: list[tuple[int, int, int]] = []
 
@@ -79,7 +79,7 @@ def test_an_error_of_a_visit_is_its_callers_and_the_loop_goes_on() -> None:
         with pytest.raises(ValueError, match="invalid literal"):
             await loop.between_steps(visit)
         request = make_request("a")
-        check_output(request, await read(loop.submit(request)))
+        check_output(request, await read(loop.submit([request])[0]))
         await loop.close()
         with pytest.raises(EngineClosedError, match="nothing runs between its steps"):
             await loop.between_steps(visit)
@@ -90,7 +90,7 @@ def test_an_error_of_a_visit_is_its_callers_and_the_loop_goes_on() -> None:
 def test_a_visit_that_leaves_nothing_to_run_with_ends_the_loop() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
-        stream = loop.submit(make_request("a", max_new_tokens=LONG))
+        stream = loop.submit([make_request("a", max_new_tokens=LONG)])[0]
         await anext(stream)
 
         async def visit(_: OnThread) -> None:
@@ -127,7 +127,7 @@ def test_a_visit_whose_caller_went_away_before_it_began_never_runs() -> None:
         leave.set()
         await first
         request = make_request("a")
-        check_output(request, await read(loop.submit(request)))
+        check_output(request, await read(loop.submit([request])[0]))
         assert seen == ["long"]
         await loop.close()
 
@@ -168,7 +168,7 @@ def test_an_update_that_was_cancelled_changes_nothing() -> None:
         holder = Holder(loop, weights)
 
         async def ask() -> None:
-            stream = loop.submit(make_request("a", max_new_tokens=30))
+            stream = loop.submit([make_request("a", max_new_tokens=30)])[0]
             await anext(stream)
             update = asyncio.ensure_future(
                 holder.async_update_weights_from_tensor({"A": 1}, weight_version="A")
@@ -265,7 +265,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
 
         async def wait_for_one() -> None:
             request = make_request("a", max_new_tokens=60)
-            stream = loop.submit(request)
+            stream = loop.submit([request])[0]
             first = await anext(stream)
             updating = asyncio.ensure_future(
                 holder.async_update_weights_from_tensor({"x": 1}, wait_for_requests=True)
@@ -281,7 +281,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
         await holder.on_the_loop(wait_for_one)
 
         async def never() -> None:
-            stream = loop.submit(make_request("b", max_new_tokens=60))
+            stream = loop.submit([make_request("b", max_new_tokens=60)])[0]
             loop.pause()
             with pytest.raises(RequestError, match="paused and 1 request is there, which would"):
                 await holder.async_update_weights_from_tensor({"x": 1}, wait_for_requests=True)

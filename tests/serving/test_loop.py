@@ -79,7 +79,7 @@ def test_many_requests_at_once(depth: int) -> None:
     async def main() -> None:
         loop = make_loop(small_limits(overlap_depth=depth, num_pages=40))
         requests = [make_request(f"r{i}", prompt_len=3 + 7 * i) for i in range(8)]
-        streams = [loop.submit(request) for request in requests]
+        streams = loop.submit(requests)
         outputs = await asyncio.gather(*(read(stream) for stream in streams))
         for request, chunks in zip(requests, outputs, strict=True):
             check_output(request, chunks)
@@ -94,7 +94,7 @@ def test_a_request_after_an_idle_time_wakes_the_loop() -> None:
         loop = make_loop(small_limits())
         for name in ("a", "b"):
             request = make_request(name)
-            check_output(request, await read(loop.submit(request)))
+            check_output(request, await read(loop.submit([request])[0]))
             await until_idle(loop)
             await asyncio.sleep(5 * STEP_SECONDS)
         await loop.close()
@@ -108,7 +108,7 @@ def test_the_trace_shows_dispatch_ahead_of_collect(depth: int) -> None:
 
     async def main() -> None:
         loop = make_loop(small_limits(overlap_depth=depth), trace=trace)
-        await read(loop.submit(make_request("a", max_new_tokens=60)))
+        await read(loop.submit([make_request("a", max_new_tokens=60)])[0])
         await loop.close()
 
     run(main())
@@ -130,7 +130,7 @@ def test_the_event_loop_goes_on_while_the_device_works() -> None:
     async def main() -> None:
         limits = small_limits()
         loop = make_loop(limits, FakeRunner(limits, step_seconds=0.05))
-        stream = loop.submit(make_request("a", max_new_tokens=2))
+        stream = loop.submit([make_request("a", max_new_tokens=2)])[0]
         reader = asyncio.create_task(read(stream))
         num_ticks = 0
         while not reader.done():
@@ -149,7 +149,7 @@ def test_idle_time_is_not_busy_time() -> None:
         assert loop.busy_seconds == 0.0
         for name in ("a", "b"):
             before = loop.busy_seconds
-            await read(loop.submit(make_request(name)))
+            await read(loop.submit([make_request(name)])[0])
             await until_idle(loop)
             await asyncio.sleep(0)  # the loop sees that there is nothing to do
             at_idle = loop.busy_seconds
@@ -168,11 +168,11 @@ def test_refusals_are_raised_by_submit_itself() -> None:
     async def main() -> None:
         limits = small_limits(num_slots=1, max_queued_requests=1)
         loop = make_loop(limits)
-        stream = loop.submit(make_request("a"))
-        with pytest.raises(QueueFullError, match="requests waiting: 1"):
-            loop.submit(make_request("b"))
+        stream = loop.submit([make_request("a")])[0]
+        with pytest.raises(QueueFullError, match="requests: 1 waiting, 1 new"):
+            loop.submit([make_request("b")])
         with pytest.raises(RequestError, match="0 tokens"):
-            loop.submit(make_request("c", prompt_len=0))
+            loop.submit([make_request("c", prompt_len=0)])
         assert loop.request_ids == ("a",)
         await read(stream)
         await loop.close()
@@ -183,7 +183,7 @@ def test_refusals_are_raised_by_submit_itself() -> None:
 def test_abort_gives_a_last_chunk() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
-        stream = loop.submit(make_request("a", max_new_tokens=LONG))
+        stream = loop.submit([make_request("a", max_new_tokens=LONG)])[0]
         first = await anext(stream)
         assert loop.abort("a") is True
         chunks = [first, *await read(stream)]
@@ -202,7 +202,7 @@ def test_abort_gives_a_last_chunk() -> None:
 def test_a_consumer_that_closes_its_stream_aborts() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
-        stream = loop.submit(make_request("a", max_new_tokens=LONG))
+        stream = loop.submit([make_request("a", max_new_tokens=LONG)])[0]
         await anext(stream)
         await stream.aclose()
         await stream.aclose()
@@ -219,7 +219,9 @@ def test_a_cancelled_consumer_aborts() -> None:
     async def main() -> None:
         limits = small_limits()
         loop = make_loop(limits, FakeRunner(limits, step_seconds=0.01))
-        stream = loop.submit(make_request("a", max_new_tokens=LONG))  # kept: no finaliser helps
+        stream = loop.submit([make_request("a", max_new_tokens=LONG)])[
+            0
+        ]  # kept: no finaliser helps
         task = asyncio.create_task(read(stream))
         await asyncio.sleep(0.03)
         task.cancel()
@@ -236,8 +238,8 @@ def test_a_cancelled_consumer_aborts() -> None:
 def test_a_stream_that_is_dropped_aborts_even_if_it_was_never_read() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
-        loop.submit(make_request("never read", max_new_tokens=LONG))
-        async for _ in loop.submit(make_request("read once", max_new_tokens=LONG)):
+        loop.submit([make_request("never read", max_new_tokens=LONG)])
+        async for _ in loop.submit([make_request("read once", max_new_tokens=LONG)])[0]:
             break
         gc.collect()
         await until_idle(loop)
@@ -250,10 +252,10 @@ def test_a_stream_that_is_dropped_aborts_even_if_it_was_never_read() -> None:
 def test_dropping_an_old_stream_spares_a_later_request_of_the_same_id() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
-        old = loop.submit(make_request("a"))
+        old = loop.submit([make_request("a")])[0]
         await until_idle(loop)
         request = make_request("a", max_new_tokens=LONG)
-        new = loop.submit(request)
+        new = loop.submit([request])[0]
         del old
         gc.collect()
         check_output(request, await read(new))
@@ -267,14 +269,14 @@ def test_a_failing_runner_ends_every_stream_and_closes_the_loop() -> None:
         limits = small_limits(num_slots=1)
         runner = FailingRunner(limits, fails_at_collect=lambda plan: plan.step == 4)
         loop = make_loop(limits, runner, restarts=RestartLimits(most=0))
-        streams = [loop.submit(make_request(name, max_new_tokens=LONG)) for name in "ab"]
+        streams = [loop.submit([make_request(name, max_new_tokens=LONG)])[0] for name in "ab"]
         for name, stream in zip("ab", streams, strict=True):
             with pytest.raises(EngineClosedError, match=f"'{name}'.*failed at step 4") as error:
                 await read(stream)
             assert isinstance(error.value.__cause__, RunnerError)
         assert loop.is_closed
         with pytest.raises(EngineClosedError, match="failed at step 4"):
-            loop.submit(make_request("c"))
+            loop.submit([make_request("c")])
         await loop.close()
 
     run(main())
@@ -285,7 +287,7 @@ def test_close_ends_the_streams_and_waits_for_the_steps_in_flight() -> None:
         limits = small_limits(overlap_depth=2)
         runner = FakeRunner(limits, step_seconds=STEP_SECONDS)
         loop = make_loop(limits, runner)
-        stream = loop.submit(make_request("a", max_new_tokens=LONG))
+        stream = loop.submit([make_request("a", max_new_tokens=LONG)])[0]
         await anext(stream)
         await loop.close()
         with pytest.raises(EngineClosedError, match="'a' was not finished: it was closed"):
@@ -293,7 +295,7 @@ def test_close_ends_the_streams_and_waits_for_the_steps_in_flight() -> None:
         assert runner.num_in_flight == 0
         assert loop.stats.num_free_pages == loop.stats.num_pages
         with pytest.raises(EngineClosedError, match="'b' came after"):
-            loop.submit(make_request("b"))
+            loop.submit([make_request("b")])
         await loop.close()
 
     run(main())
@@ -318,8 +320,11 @@ def test_what_nobody_reads_ends_and_others_do_not_notice(caplog: pytest.LogCaptu
     async def main() -> None:
         loop = make_loop(small_limits(context_length=256, num_pages=200))
         request = make_request("other", max_new_tokens=LONG)
-        left, other = make_request("left", max_new_tokens=LONG), loop.submit(request, max_unread=5)
-        unread = loop.submit(left, max_unread=5)
+        left, other = (
+            make_request("left", max_new_tokens=LONG),
+            loop.submit([request], max_unread=5)[0],
+        )
+        unread = loop.submit([left], max_unread=5)[0]
         check_output(request, await read(other))  # who reads is never ended
         while "left" in loop.request_ids:
             await asyncio.sleep(STEP_SECONDS)
@@ -347,8 +352,8 @@ def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
         runner = FakeRunner(limits, step_seconds=STEP_SECONDS)
         loop = EngineLoop(scheduler, runner, queue_time_limit=0.02)
         first = make_request("a", max_new_tokens=300)
-        running = loop.submit(first)
-        (waiting,) = loop.submit_call([make_request("b")])
+        running = loop.submit([first])[0]
+        (waiting,) = loop.submit([make_request("b")])
         with pytest.raises(
             QueueTimeoutError, match=r"'b' waited for queue_time_limit, 0.02 s"
         ) as e:
@@ -356,7 +361,7 @@ def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
         assert e.value.retry_after_seconds == 0.02
         check_output(first, await read(running))
         again = make_request("b")
-        check_output(again, await read(loop.submit(again)))
+        check_output(again, await read(loop.submit([again])[0]))
         await until_idle(loop)
         assert loop.request_ids == ()
         await loop.close()
@@ -376,8 +381,8 @@ def test_a_call_waits_as_one() -> None:
         )
         running = [make_request(f"a-{i}", max_new_tokens=100) for i in range(3)]
         waiting = [make_request(f"b-{i}") for i in range(3)]
-        reads = [read(stream) for stream in loop.submit_call(running)]
-        late = [read(stream) for stream in loop.submit_call(waiting)]
+        reads = [read(stream) for stream in loop.submit(running)]
+        late = [read(stream) for stream in loop.submit(waiting)]
         found = await asyncio.gather(*reads, *late, return_exceptions=True)
         for request, chunks in zip(running, found[:3], strict=True):
             assert not isinstance(chunks, BaseException)

@@ -98,7 +98,7 @@ def test_text_is_the_same_whenever_the_runner_fails(
         )
         loop = loop_of(limits, runner)
         requests = [make_request(name, prompt_len=5 + 7 * i) for i, name in enumerate("abcdef")]
-        read_all = await asyncio.gather(*(read(loop.submit(each)) for each in requests))
+        read_all = await asyncio.gather(*(read(loop.submit([each])[0]) for each in requests))
         for request, chunks in zip(requests, read_all, strict=True):
             check_output(request, chunks)
         while (stats := loop.stats).num_steps_in_flight:
@@ -123,11 +123,11 @@ def test_a_request_that_ran_in_two_failures_ends_and_others_go_on() -> None:
             ),
         )
         loop = loop_of(limits, runner)
-        poison = loop.submit(make_request("poison"))
+        poison = loop.submit([make_request("poison")])[0]
         with pytest.raises(RequestFailedError, match=r"'poison' ran each of 2 times.*failed at"):
             await read(poison)
         later = make_request("later")
-        check_output(later, await read(loop.submit(later)))
+        check_output(later, await read(loop.submit([later])[0]))
         assert not loop.is_closed
         assert loop.stats.num_restarts == runner.num_restarts == 2
         await loop.close()
@@ -141,7 +141,7 @@ def test_who_was_not_in_a_step_is_not_blamed() -> None:
         runner = FailingRunner(limits, fails_at_collect=at_steps(3, 6))
         loop = loop_of(limits, runner)
         first, waiting = make_request("first"), make_request("waiting")
-        streams = [loop.submit(first), loop.submit(waiting)]
+        streams = [loop.submit([first])[0], loop.submit([waiting])[0]]
         with pytest.raises(RequestFailedError, match="'first'"):
             await read(streams[0])
         check_output(waiting, await read(streams[1]))
@@ -156,14 +156,14 @@ def test_streams_can_be_left_and_requests_come_while_it_is_begun_anew() -> None:
         runner = FailingRunner(limits, fails_at_collect=at_steps(3), num_bad_restarts=2)
         loop = loop_of(limits, runner, restarts=RestartLimits(first_pause=0.05))
         stays, leaves = make_request("stays"), make_request("leaves")
-        reading = asyncio.ensure_future(read(loop.submit(stays)))
-        leaving = loop.submit(leaves)
+        reading = asyncio.ensure_future(read(loop.submit([stays])[0]))
+        leaving = loop.submit([leaves])[0]
         while not loop.is_restarting:
             await asyncio.sleep(0)
         assert not loop.is_closed
         await leaving.aclose()
         later = make_request("later")
-        chunks = await read(loop.submit(later))
+        chunks = await read(loop.submit([later])[0])
         check_output(later, chunks)
         check_output(stays, await reading)
         assert works(loop)
@@ -179,14 +179,14 @@ def test_a_loss_is_noticed_while_nothing_runs() -> None:
         runner = FailingRunner(limits)
         loop = loop_of(limits, runner)
         request = make_request("a")
-        check_output(request, await read(loop.submit(request)))
+        check_output(request, await read(loop.submit([request])[0]))
         assert loop.stats.num_cached_pages > 0
         loop.runner_ended("the process was killed")
         while not runner.num_restarts:
             await asyncio.sleep(0.001)
         assert loop.stats.num_cached_pages == 0
         again = make_request("a")
-        check_output(again, await read(loop.submit(again)))
+        check_output(again, await read(loop.submit([again])[0]))
         await loop.close()
 
     run(main())
@@ -198,7 +198,7 @@ def test_what_fails_always_ends_the_loop_after_so_many_restarts() -> None:
         runner = FailingRunner(limits, fails_at_collect=lambda _: True)
         loop = loop_of(limits, runner, restarts=RestartLimits(most=3, first_pause=0.0))
         names = "abcde"
-        streams = [loop.submit(make_request(name)) for name in names]
+        streams = [loop.submit([make_request(name)])[0] for name in names]
         ends = [await asyncio.gather(read(each), return_exceptions=True) for each in streams]
         assert [type(end) for (end,) in ends] == [RequestFailedError] * 2 + [EngineClosedError] * 3
         assert "failed again after 3 restarts" in str(ends[-1][0])
@@ -214,7 +214,7 @@ def test_close_does_not_wait_for_a_pause() -> None:
         limits = small_limits()
         runner = FailingRunner(limits, fails_at_collect=at_steps(2), num_bad_restarts=100)
         loop = loop_of(limits, runner, restarts=RestartLimits(first_pause=1000, most_pause=1000))
-        stream = loop.submit(make_request("a"))
+        stream = loop.submit([make_request("a")])[0]
         while not loop.is_restarting:
             await asyncio.sleep(0.001)
         await asyncio.wait_for(loop.close(), timeout=10)
@@ -288,7 +288,7 @@ def test_who_is_aborted_ends_even_if_its_text_cannot() -> None:
 
     async def main() -> None:
         loop = EngineLoop(Scheduler(limits, make_stream=stream_of), FailingRunner(limits))
-        streams = loop.submit(bad), loop.submit(good)
+        streams = loop.submit([bad])[0], loop.submit([good])[0]
         reading = [asyncio.create_task(read(stream)) for stream in streams]
         await asyncio.sleep(0)
         loop.abort("bad")
@@ -307,14 +307,14 @@ def test_an_aborted_request_is_not_counted_as_failed() -> None:
         limits = small_limits(num_slots=1)
         runner = FailingRunner(limits, fails_at_collect=at_steps(4), step_seconds=0.001)
         loop = loop_of(limits, runner)
-        stream = loop.submit(make_request("a"))
+        stream = loop.submit([make_request("a")])[0]
         await anext(stream)
         loop.abort("a")
         last = (await read(stream))[-1]
         assert last.finish is not None
         assert last.finish.kind is FinishKind.ABORT
         other = make_request("b")
-        check_output(other, await read(loop.submit(other)))
+        check_output(other, await read(loop.submit([other])[0]))
         await loop.close()
 
     run(main())

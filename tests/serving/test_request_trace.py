@@ -33,8 +33,8 @@ def test_the_loop_marks_its_borders_in_order() -> None:
         requests = [make_request(name, prompt_len=length) for name, length in (("a", 11), ("b", 3))]
         for request in requests:
             trace.begin(request.request_id)
-        await asyncio.gather(*(read(loop.submit(request)) for request in requests))
-        await read(loop.submit(make_request("untraced")))
+        await asyncio.gather(*(read(loop.submit([request])[0]) for request in requests))
+        await read(loop.submit([make_request("untraced")])[0])
         await loop.close()
 
     asyncio.run(main())
@@ -78,11 +78,11 @@ def test_rows_that_end_in_prefill_and_steps_that_are_lost_leave_nothing_behind()
         loop = EngineLoop(scheduler, runner, restarts=RestartLimits(first_pause=0.0))
         loop.trace_requests(RequestTrace(lambda _: None))
         for i in range(30):
-            stream = loop.submit(make_request(f"r{i}", prompt_len=50))
+            stream = loop.submit([make_request(f"r{i}", prompt_len=50)])[0]
             while not loop.stats.num_running:
                 await asyncio.sleep(0)
             await stream.aclose()
-        await asyncio.gather(*(read(loop.submit(make_request(f"s{i}"))) for i in range(8)))
+        await asyncio.gather(*(read(loop.submit([make_request(f"s{i}")])[0]) for i in range(8)))
         while loop.stats.num_steps_in_flight:
             await asyncio.sleep(0)
         calls = loop._calls

@@ -333,7 +333,7 @@ async def serve_view(
     scheduler = Scheduler(view.limits, make_stream=FakeTextStream.for_request, shapes=shapes)
     trace: list[TraceEvent] = []
     loop = EngineLoop(scheduler, view, trace=trace)
-    streams = [loop.submit(request) for request in requests]
+    streams = loop.submit(requests)
 
     async def drain(i: int) -> Completion:
         completion = Completion(requests[i].request_id)
@@ -444,7 +444,7 @@ def check_an_abort_ends_one_and_no_other(
     async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
         scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         loop = EngineLoop(scheduler, view)
-        streams = [loop.submit(request) for request in requests]
+        streams = loop.submit(requests)
 
         async def drain(i: int) -> list[StreamChunk]:
             chunks = []

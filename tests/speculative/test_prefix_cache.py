@@ -170,7 +170,7 @@ class Session:
         """
         chunks: dict[str, list[StreamChunk]] = {r.request_id: [] for r in requests}
         for request in requests:
-            self.scheduler.submit(request)
+            self.scheduler.enqueue([request])
         steps: deque[Dispatched] = deque()
         num_steps = len(self.view.steps)
         while True:

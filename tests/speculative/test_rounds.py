@@ -190,7 +190,7 @@ def test_a_step_of_several_rounds_copies_no_pool_and_is_donated() -> None:
 
 async def _first_chunks(view: ViewRunner) -> None:
     loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
-    async for _ in loop.submit(six_requests(**FULL if view.limits.spec.topk > 1 else {})[0]):
+    async for _ in loop.submit([six_requests(**FULL if view.limits.spec.topk > 1 else {})[0]])[0]:
         pass
     await loop.close()
 
@@ -208,7 +208,7 @@ def test_what_nobody_wrote_stays_unread_after_an_end() -> None:
 
     async def run() -> list[tuple[int, ...]]:
         loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
-        streams = [loop.submit(request) for request in requests]
+        streams = loop.submit(requests)
         ids = [tuple([i async for chunk in s for i in chunk.new_ids]) for s in streams]
         await loop.close()
         return ids

@@ -14,7 +14,7 @@ It knows the static limits of the engine, not the current state of the pool or q
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from jspec.config.limits import PriorityOrder, ServeLimits
 from jspec.errors import QueueFullError, RequestError
@@ -71,27 +71,27 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
 
 
 def check_batch(
-    limits: ServeLimits, requests: Sequence[Request], *, in_use: Iterable[str], num_queued: int
-) -> None:
-    """Raise RequestError or QueueFullError if submit would refuse any of these requests.
+    limits: ServeLimits, requests: Sequence[Request], *, in_use: Collection[str], num_queued: int
+) -> list[int]:
+    """Return max_new_tokens of each request, clipped (`clip_max_new_tokens`).
 
-    in_use: ids of the unfinished requests.
+    in_use: ids of the unfinished requests. Raises RequestError for a request that can never run,
+    QueueFullError if they do not all fit into the queue.
     """
-    names = set(in_use)
+    names: set[str] = set()
     for request in requests:
-        if request.request_id in names:
-            raise RequestError(
-                f"request_id is {request.request_id!r}; expected one that is not in use"
-            )
-        names.add(request.request_id)
-        _check_priority(limits, request)
-        check_request(limits, request)
+        name = request.request_id
+        if name in in_use or name in names:
+            raise RequestError(f"request_id is {name!r}; expected one that is not in use")
+        names.add(name)
+    found = [check_request(limits, request) for request in requests]
     check_number(limits, len(requests))
     if num_queued + len(requests) > limits.max_queued_requests:
         raise QueueFullError(
             f"requests: {num_queued} waiting, {len(requests)} new; expected at most "
             f"max_queued_requests {limits.max_queued_requests} together"
         )
+    return found
 
 
 def check_request(limits: ServeLimits, request: Request) -> int:
@@ -100,6 +100,11 @@ def check_request(limits: ServeLimits, request: Request) -> int:
     Raises RequestError for a request that can never run here, because of its length or because no
     program supports it.
     """
+    if request.priority and limits.priority_order is PriorityOrder.OFF:
+        raise RequestError(
+            f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
+            f"an engine with enable_priority_scheduling"
+        )
     if request.sampling.return_logprob and not limits.logprobs:
         raise RequestError(
             "return_logprob is true; expected false, since the engine was started with "
@@ -113,24 +118,6 @@ def check_request(limits: ServeLimits, request: Request) -> int:
         kind = request.sampling.grammar.kind.value
         raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
     return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
-
-
-def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> None:
-    """Raise QueueFullError if the queue is full, RequestError for an unsupported priority."""
-    _check_priority(limits, request)
-    if num_queued >= limits.max_queued_requests:
-        raise QueueFullError(
-            f"requests waiting: {num_queued}; expected fewer than max_queued_requests "
-            f"{limits.max_queued_requests}"
-        )
-
-
-def _check_priority(limits: ServeLimits, request: Request) -> None:
-    if request.priority and limits.priority_order is PriorityOrder.OFF:
-        raise RequestError(
-            f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
-            f"an engine with enable_priority_scheduling"
-        )
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
