@@ -262,6 +262,11 @@ class SamplingParams:
         whole = {**(defaults or {}), **given}
         return cls(**{name: known[name].read(value) for name, value in whole.items()})
 
+    def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ids that end a text: its own and, unless ignored, the model's EOS."""
+        eos = () if self.ignore_eos else eos_token_ids
+        return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.return_logprob and self.logprob_start_len >= 0
@@ -305,20 +310,10 @@ class Request:
     extra_key: str | None = None
     priority: int = 0
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise RequestError(f"priority is {shown(self.priority)}; expected an integer")
-        if self.sampling.min_new_tokens and len(self.stop_ids) > MAX_MASKED_STOP_IDS:
-            raise RequestError(
-                f"min_new_tokens is {self.sampling.min_new_tokens} with {len(self.stop_ids)} stop "
-                f"token ids (EOS included); expected at most {MAX_MASKED_STOP_IDS} of them"
-            )
-
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end this request: its own and, unless ignored, the model's EOS."""
-        eos = () if self.sampling.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys((*eos, *self.sampling.stop_token_ids)))
+        return self.sampling.stop_ids(self.eos_token_ids)
 
     def ends_with(self, token_id: int) -> bool:
         """Return whether `token_id` is in `stop_ids`, in constant time."""

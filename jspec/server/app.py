@@ -216,7 +216,7 @@ class Endpoints:
         """POST /abort_request {rid | abort_all}; an id must match exactly, not by prefix."""
         call = await read_call(request, self._args, parse_abort)
         if call.rid is None:
-            num_aborted = await self.service.aborts.abort_all()
+            num_aborted = await self.service.engine.abort_all()
         else:
             num_aborted = await self.service.abort(call.rid)
         return JSONResponse({"num_aborted": num_aborted})

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from jspec.messages.request import Request
 from jspec.messages.response import Completion, LogprobForm
 from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
-from jspec.server.control.early_aborts import EarlyAborts
 from jspec.server.control.metrics import RateMeter, ServerMetrics
 from jspec.server.control.probe import makes_progress
 from jspec.server.http.exchange import unless_gone
@@ -40,19 +39,16 @@ from jspec.server.http.streaming import (
     fold_all,
     fold_events,
 )
-from jspec.server.native.generate_schema import PromptCall
 from jspec.server.openai.chat_schema import ChatCall
 from jspec.server.server_args import ServerArgs
+from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.engine import Engine
-from jspec.serving.loop_thread import EngineStream
+from jspec.serving.generation import INLINE_CHARS
 from jspec.serving.request_trace import Border, RequestTrace
-from jspec.text.intake import in_list
+from jspec.text.intake import Prompt
 from jspec.text.spec_tokens import SpecTokenTracker
 
 SAMPLE_SECONDS = 1.0
-# Longer prompts are tokenized, and more stop strings prepared, off the event loop, which would
-# stall every stream.
-INLINE_CHARS = 16_384
 LOGGER = logging.getLogger("jspec.server")
 
 
@@ -65,7 +61,7 @@ class Work:
     close() must be awaited in the end.
     """
 
-    streams: tuple[EngineStream, ...]
+    streams: tuple[ChunkStream, ...]
     folds: tuple[SequenceFold, ...]
     prompt_idxs: tuple[int, ...]
     service: Service
@@ -130,7 +126,6 @@ class Service:
             engine.trace_requests(self._trace)
         self.is_shutting_down = False
         self._groups: dict[str, tuple[str, ...]] = {}
-        self.aborts = EarlyAborts(engine)
         self._is_cut_said = False
 
     @property
@@ -158,7 +153,7 @@ class Service:
 
     async def submit(
         self,
-        prompts: Sequence[PromptCall],
+        prompts: Sequence[Prompt],
         *,
         group: str | None = None,
         return_spec_tokens: bool = False,
@@ -208,15 +203,13 @@ class Service:
             names=names,
         )
 
-    async def _tokenized(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
+    async def _tokenized(self, prompts: Sequence[Prompt]) -> list[tuple[int, Request]]:
         # Check first: tokenizing is slow, and wasted on a call that will be refused.
-        budget.check_number(self.engine.limits, sum(prompt.sampling.n for prompt in prompts))
-        num_chars = sum(
-            len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
+        budget.check_number(self.engine.limits, sum(prompt.num_choices for prompt in prompts))
+        made = await self.engine.requests_of(
+            [replace(each, request_id=each.request_id or uuid.uuid4().hex) for each in prompts]
         )
-        if num_chars > INLINE_CHARS:
-            return await asyncio.to_thread(self._requests, prompts)
-        return self._requests(prompts)
+        return [(index, request) for index, each in enumerate(made) for request in each]
 
     def _take(self, names: Mapping[str, tuple[str, ...]]) -> None:
         for name in names:
@@ -226,10 +219,10 @@ class Service:
 
     async def _queue(
         self, requests: Sequence[Request], names: Mapping[str, tuple[str, ...]]
-    ) -> tuple[EngineStream, ...]:
+    ) -> tuple[ChunkStream, ...]:
         is_queued = False
         try:
-            streams = await self.aborts.submit(requests, max_unread=self.args.max_unread_events)
+            streams = await self.engine.submit(requests, max_unread=self.args.max_unread_events)
             is_queued = True
             return streams
         except QueueFullError as error:
@@ -241,7 +234,7 @@ class Service:
                 if self._trace is not None:
                     self._trace.forget(request.request_id for request in requests)
 
-    async def chat_prompt(self, call: ChatCall) -> PromptCall:
+    async def chat_prompt(self, call: ChatCall) -> Prompt:
         """Render and tokenize a chat. Raises RequestError."""
         make = partial(
             self.engine.chat_prompt, call.messages, call.sampling, **call.template_options
@@ -250,30 +243,13 @@ class Service:
             ids, sampling = await asyncio.to_thread(make)
         else:
             ids, sampling = make()
-        return PromptCall(
+        return Prompt(
             sampling=sampling,
             input_ids=ids,
-            rid=call.rid,
+            request_id=call.rid,
             priority=call.priority,
             extra_key=call.extra_key,
         )
-
-    def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
-        found: list[tuple[int, Request]] = []
-        for index, prompt in enumerate(prompts):
-            with in_list(index, len(prompts)):
-                requests = self.engine.requests(
-                    prompt=prompt.text,
-                    input_ids=prompt.input_ids,
-                    sampling_params=prompt.sampling,
-                    request_id=prompt.rid or uuid.uuid4().hex,
-                    priority=prompt.priority,
-                    extra_key=prompt.extra_key,
-                    reasoning=prompt.reasoning,
-                    shown_ids=prompt.shown_ids,
-                )
-            found += ((index, request) for request in requests)
-        return found
 
     def _retry_after(self, num_sequences: int) -> float:
         stats, bound = self.engine.stats, self.engine.limits.max_queued_requests
@@ -306,7 +282,7 @@ class Service:
     async def abort(self, rid: str) -> int:
         """Abort the sequences of one call, of one prompt, or one by its own id."""
         names = self._groups.get(rid, (rid,))
-        return sum([await self.aborts.abort(name) for name in names])
+        return sum([await self.engine.abort(name) for name in names])
 
     async def probe(self) -> bool:
         """Return True if the engine takes requests and makes progress (control.probe)."""

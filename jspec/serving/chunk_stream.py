@@ -1,4 +1,4 @@
-"""The chunk stream of one request, for its reader.
+"""The chunk stream of one request, for its reader on any event loop.
 
 It knows the engine's loop only as the place to report that a reader is gone.
 """
@@ -9,9 +9,10 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
-from jspec.errors import JspecError, RequestFailedError
+from jspec.errors import EngineClosedError, JspecError, RequestFailedError
 from jspec.messages.request import StreamChunk
 from jspec.serving.mailbox import Mailbox
 
@@ -21,7 +22,7 @@ LOGGER = logging.getLogger("jspec.scheduler")
 class Abandons(Protocol):
     """Aborts the request of a reader that is gone (jspec.serving.loop.EngineLoop)."""
 
-    def abandon(self, request_id: str, queue: Mailbox) -> None: ...
+    async def abandon(self, request_id: str, queue: Mailbox) -> None: ...
 
     def abandon_soon(
         self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
@@ -50,26 +51,14 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         )
         self._on_drop.atexit = False
 
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
-
     async def __anext__(self) -> StreamChunk:
+        if self._is_done:
+            raise StopAsyncIteration
         try:
-            item = await self.receive()
+            item = await self._queue.get()
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        if item is None:
-            raise StopAsyncIteration
-        return item
-
-    async def receive(self) -> StreamChunk | None:
-        """Return the next chunk, or None after the last. Cancelling aborts nothing."""
-        if self._is_done:
-            return None
-        try:
-            item = await self._queue.get()
         except Exception as error:
             raise self._broken(error) from error
         if isinstance(item, JspecError):
@@ -90,10 +79,12 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return chunks
 
     async def aclose(self) -> None:
-        """Abort the request unless it is finished. May be called twice."""
+        """Abort the request unless it is finished. May be called twice, and by any event loop."""
         if not self._is_done:
             self._end()
-            self._engine_loop.abandon(self._request_id, self._queue)
+            # Shielded: the closing task is often being cancelled, but must still abort the request.
+            with suppress(EngineClosedError):  # closed just now, which ended it
+                await asyncio.shield(self._engine_loop.abandon(self._request_id, self._queue))
 
     def _broken(self, error: Exception) -> RequestFailedError:
         LOGGER.error("request %s was ended", self._request_id, exc_info=error)

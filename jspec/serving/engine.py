@@ -9,13 +9,10 @@ SGLang's: `generate(prompt=... | input_ids=..., sampling_params=...)`.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from jspec import __version__
@@ -28,40 +25,42 @@ from jspec.engine.plan_runner import PlanRunner
 from jspec.engine.process.process_runner import ProcessProfiler, ProcessRunner
 from jspec.engine.profiling import Profiler
 from jspec.engine.programs.compilation import Progress
-from jspec.engine.programs.program_growth import BuildError
-from jspec.engine.programs.program_keys import programs_on_demand
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, EngineClosedError, RequestError
-from jspec.messages.grammar import ReasoningMarks
-from jspec.messages.request import Request, SamplingParams
-from jspec.messages.step_options import PLAIN, StepOption, StepOptions
+from jspec.messages.protocols import Weights
+from jspec.messages.request import Request, SamplingParams, StreamChunk
 from jspec.models.files.checkpoint import load_sampling_defaults
-from jspec.scheduler.scheduler import ABORTED, Scheduler
+from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
-from jspec.serving.engine_calls import EngineCalls
+from jspec.scheduler.stats import SchedulerStats
+from jspec.serving.generation import Generation
+from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop import EngineLoop
-from jspec.serving.loop_thread import LoopThread
+from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
 from jspec.serving.request_trace import RequestTrace
+from jspec.serving.submission import Preparation, Submission
 from jspec.serving.trace import TraceEvent
 from jspec.text.calls.tools import check_tools
 from jspec.text.grammar.grammars import Grammars
-from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params
+from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params, Prompt
 from jspec.text.stream import stream_of
 from jspec.text.template.chat_templates import ChatTemplates
+from jspec.text.tokenizer.encoding import encoded
 from jspec.text.tokenizer.token_texts import TokenTexts
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
-class Engine(EngineCalls):
+class Engine:
     """A model pair, loaded and compiled, ready for requests.
 
     model: `model_path`, as first argument or by this name; None: the bundled pair. Other keyword
     arguments are those of `EngineArgs`, stored as `args`; `config` is the resolved configuration.
     The engine runs on an event loop in its own thread, so any thread and any event loop, also one
-    asyncio.run after another, may use it.
+    asyncio.run after another, may use it. A call `async_...` has a synchronous form without that
+    prefix.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
     QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C during startup raises
@@ -79,19 +78,26 @@ class Engine(EngineCalls):
         started = time.monotonic()
         with interruptible():
             self.args = EngineArgs.from_mapping(_with_model(arguments, model))
-            self._start(progress)
+            weights = self._start(progress)
+            self._loop_thread = LoopThread()
             self._loop = EngineLoop(
                 self._scheduler,
                 self._runner,
                 trace=trace,
                 queue_time_limit=self.args.queue_time_limit,
+                ask=self._loop_thread.ask,
             )
-        self._loop_thread = LoopThread()
+        self._weights = LiveWeights(self._loop_thread, self._loop, weights)
+        self._submission = Submission(
+            self._loop_thread, self._loop, self._preparation, self._weights
+        )
+        self._generation = Generation(self, self._intake, self._preparation)
         if isinstance(self._runner, ProcessRunner):
             self._runner.watch(self._on_process_end)
         self.startup_seconds = time.monotonic() - started
 
-    def _start(self, progress: Progress | None) -> None:
+    def _start(self, progress: Progress | None) -> Weights:
+        """Make everything but the loop; return the weights in service."""
         paths = resolve_paths(self.args)
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:
@@ -100,7 +106,7 @@ class Engine(EngineCalls):
         templates = ChatTemplates.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner = self._start_runner(progress)
+        runner, weights = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -111,28 +117,27 @@ class Engine(EngineCalls):
             chat_templates=templates,
             defaults=defaults,
         )
-        self._grammars = Grammars(
+        grammars = Grammars(
             self._tokenizer,
             vocab_size=runner.vocab_size,
             eos_token_ids=self.eos_token_ids,
             backend=self.config.grammar_backend,
         )
-        self._asked, self._asking = PLAIN, threading.Lock()
+        self._preparation = Preparation(grammars, runner)
         self._scheduler = Scheduler(
             runner.limits,
             make_stream=functools.partial(stream_of, self._tokenizer),
             shapes=self._shapes(runner),
         )
+        return weights
 
-    def _start_runner(self, progress: Progress | None) -> PlanRunner:
+    def _start_runner(self, progress: Progress | None) -> tuple[PlanRunner, Weights]:
         if self.args.engine_process:
             process = ProcessRunner.start(self.args, progress=progress)
             self.config = process.config
-            self._init_weights(process)
-            return process
+            return process, process
         runner, self.config, self._served = self._build_runner(progress)
-        self._init_weights(self._served)
-        return runner
+        return runner, self._served
 
     def _on_process_end(self, why: str) -> None:
         """Report the end of the engine process; called on the thread that watches it."""
@@ -214,26 +219,14 @@ class Engine(EngineCalls):
         prompt: str | None = None,
         input_ids: Ids | None = None,
         sampling_params: Params = None,
-        *,
-        request_id: str | None = None,
-        extra_key: str | None = None,
-        priority: int = 0,
-        reasoning: ReasoningMarks | None = None,
-        shown_ids: frozenset[int] = frozenset(),
+        **options: Any,
     ) -> tuple[Request, ...]:
         """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
-        reasoning: marks of the reasoning that may precede a grammar's text. shown_ids: see Request.
+        options: further fields of `Prompt`.
         """
         return self._intake.requests(
-            prompt,
-            input_ids,
-            sampling_params,
-            request_id=request_id,
-            extra_key=extra_key,
-            priority=priority,
-            reasoning=reasoning,
-            shown_ids=shown_ids,
+            Prompt(text=prompt, input_ids=input_ids, sampling=sampling_params, **options)
         )
 
     @property
@@ -247,38 +240,26 @@ class Engine(EngineCalls):
         """Return ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
         return self._intake.chat(messages, sampling_params, **options)
 
-    # Generation; see also EngineCalls.
+    # Sequences.
 
-    async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
-        if all(r.grammar is not None or not _asks_more(r.sampling) for r in requests):
-            return requests
-        return await asyncio.to_thread(self._prepared, tuple(requests))
+    submit = forwarded("_submission", Submission.submit)
+    abort = forwarded("_submission", Submission.abort)
+    abort_all = forwarded("_submission", Submission.abort_all)
 
-    def _prepared(self, requests: Sequence[Request]) -> list[Request]:
-        """Compile the grammars of requests and build the programs that they need.
+    async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
+        """Yield the chunks of one request. Closing the iterator aborts the request."""
+        (stream,) = await self.submit((request,))
+        async with aclosing(stream):
+            async for chunk in stream:
+                yield chunk
 
-        Raises RequestError for an invalid grammar.
-        """
-        made: list[Request] = []
-        for request in requests:
-            source = request.sampling.grammar
-            grammar = None if source is None else self._grammars.compile(source)
-            if grammar is not None and request.reasoning is not None:
-                grammar = self._grammars.after_reasoning(grammar, request.reasoning)
-            made.append(replace(request, grammar=grammar))
-        # Two concurrent new kinds need programs for both together: the later call builds them.
-        asked = PLAIN.union(request.sampling.features for request in requests)
-        with self._asking:
-            new = asked.members - self._asked.members
-            self._asked = self._asked.union((asked,))
-            asked = self._asked
-        try:
-            self._runner.ensure(programs_on_demand(self._limits, asked))
-        except BuildError:  # must not block the other kind
-            with self._asking:
-                self._asked = StepOptions(self._asked.members - new)
-            raise
-        return made
+    # Generation, and tokens.
+
+    async_generate = forwarded("_generation", Generation.async_generate)
+    generate = mirrored(async_generate)
+    async_score = forwarded("_generation", Generation.async_score)
+    score = mirrored(async_score)
+    requests_of = forwarded("_generation", Generation.requests_of)
 
     def chat(
         self,
@@ -307,18 +288,57 @@ class Engine(EngineCalls):
         )
         return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 
+    def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
+        """Return the ids of a text, or of each text of a list, encoded like a prompt."""
+        return encoded(self.tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def check_ids(self, name: str, ids: Ids) -> tuple[int, ...]:
+        """Return the ids as Python integers.
+
+        Raises RequestError, with `name`, for the first id outside the vocabulary.
+        """
+        return self._intake.check_ids(name, ids)
+
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids. Raises RequestError for an id outside the vocabulary."""
+        known = self.check_ids("ids", ids)
+        return self.tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    # Weights.
+
+    async_update_weights_from_disk = forwarded(
+        "_weights", LiveWeights.async_update_weights_from_disk
+    )
+    update_weights_from_disk = mirrored(async_update_weights_from_disk)
+    async_update_weights_from_tensor = forwarded(
+        "_weights", LiveWeights.async_update_weights_from_tensor
+    )
+    update_weights_from_tensor = mirrored(async_update_weights_from_tensor)
+    async_get_weights_by_name = forwarded("_weights", LiveWeights.async_get_weights_by_name)
+    get_weights_by_name = mirrored(async_get_weights_by_name)
+    weight = forwarded("_weights", LiveWeights.weight)
+    update_weight_version = forwarded("_weights", LiveWeights.update_weight_version)
+
+    @property
+    def weight_version(self) -> str:
+        return self._weights.weight_version
+
+    @property
+    def updated_model_path(self) -> str | None:
+        """The model path of the last update from disk."""
+        return self._weights.updated_model_path
+
     # The engine itself.
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets a last chunk. False if there is no such request."""
-        return await self._loop_thread.ask(lambda: self._loop.abort(request_id))
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._loop.stats
 
-    async def abort_all(self, *, why: str = ABORTED) -> int:
-        """End every request; return how many. why: the message of their finish reason."""
-        loop = self._loop
-        return await self._loop_thread.ask(
-            lambda: sum(loop.abort(name, why=why) for name in loop.request_ids)
-        )
+    async def async_flush_cache(self) -> bool:
+        """Empty the prefix cache; return False, without effect, while there are requests."""
+        return await self._loop_thread.ask(self._loop.flush_cache)
+
+    flush_cache = mirrored(async_flush_cache)
 
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plan no further step until `continue_generation`; requests are accepted and wait.
@@ -370,10 +390,6 @@ class Engine(EngineCalls):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _asks_more(sampling: SamplingParams) -> bool:
-    return bool(set(sampling.features) & {StepOption.HIDDEN, StepOption.GRAMMAR})
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:

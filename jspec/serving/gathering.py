@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -38,12 +38,6 @@ async def run_all(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-
-
-async def each_of(items: Iterable[Item]) -> AsyncIterator[Item]:
-    """Yield items asynchronously, for `run_all`."""
-    for item in items:
-        yield item
 
 
 async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:

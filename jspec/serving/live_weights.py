@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jspec.errors import ConfigError, RequestError, shown
 from jspec.messages.protocols import Weights
@@ -31,34 +31,33 @@ MAX_PATH_CHARS = 4096  # the longest that Linux takes
 LOGGER = logging.getLogger("jspec.scheduler")
 
 
+class UpdateOptions(TypedDict, total=False):
+    """Options of every update; see `LiveWeights.async_update_weights_from_tensor`."""
+
+    weight_version: str | None
+    abort_all_requests: bool
+    wait_for_requests: bool
+    keep_pause: bool
+    flush_cache: bool
+
+
 class LiveWeights:
     """The weight operations of `jspec.Engine`. Names and answers are SGLang's.
 
-    Each call has a synchronous form and an asynchronous one, `async_...`. Updates run one after the
-    other. A failed update changes nothing, and its error names everything that is wrong.
+    Updates run one after the other. A failed update changes nothing, and its error names everything
+    that is wrong.
     """
 
-    _loop_thread: LoopThread
-    _loop: EngineLoop
-    _weights: Weights
-
-    def _init_weights(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights) -> None:
+        self._loop_thread, self._loop, self._weights = loop_thread, loop, weights
         self._updating = asyncio.Lock()
-        self._may_submit = asyncio.Event()
-        self._may_submit.set()
+        self.may_submit = asyncio.Event()  # cleared while an update waits for running requests
+        self.may_submit.set()
         self.updated_model_path: str | None = None  # of the last update from disk
 
     @property
     def weight_version(self) -> str:
         return self._loop.weight_version
-
-    def update_weights_from_disk(
-        self, model_path: str | os.PathLike[str], **options: Any
-    ) -> dict[str, Any]:
-        """Synchronous async_update_weights_from_disk."""
-        self._loop_thread.start_thread()
-        return self._loop_thread.run(self.async_update_weights_from_disk(model_path, **options))
 
     async def async_update_weights_from_disk(
         self,
@@ -67,7 +66,7 @@ class LiveWeights:
         *,
         selector: str | None = None,
         speculative_draft_model_path: str | os.PathLike[str] | None = None,
-        **options: Any,
+        **options: Unpack[UpdateOptions],
     ) -> dict[str, Any]:
         """Load all weights from a directory of the served architecture.
 
@@ -114,21 +113,12 @@ class LiveWeights:
             draft_path = model_path
         return DiskUpdate(target=model_path, draft=draft_path)
 
-    def update_weights_from_tensor(
-        self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], **options: Any
-    ) -> dict[str, Any]:
-        """Synchronous async_update_weights_from_tensor."""
-        self._loop_thread.start_thread()
-        return self._loop_thread.run(
-            self.async_update_weights_from_tensor(named_tensors, **options)
-        )
-
     async def async_update_weights_from_tensor(
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
         selector: str | None = None,
-        **options: Any,
+        **options: Unpack[UpdateOptions],
     ) -> dict[str, Any]:
         """Replace some weights by arrays of numpy or jax (or torch, through DLPack).
 
@@ -209,12 +199,12 @@ class LiveWeights:
 
         try:
             if in_flight is InFlight.WAIT:
-                self._may_submit.clear()
+                self.may_submit.clear()
                 await self._until_idle()
             await loop.between_steps(visit)
             return len(loop.request_ids)
         finally:
-            self._may_submit.set()
+            self.may_submit.set()
 
     async def _until_idle(self) -> None:
         while self._loop.request_ids:
@@ -226,15 +216,6 @@ class LiveWeights:
                     "would never end; expected it false"
                 )
             await asyncio.sleep(POLL_SECONDS)
-
-    def get_weights_by_name(
-        self, name: str, truncate_size: int = 100, *, selector: str | None = None
-    ) -> list[Any]:
-        """Synchronous async_get_weights_by_name."""
-        self._loop_thread.start_thread()
-        return self._loop_thread.run(
-            self.async_get_weights_by_name(name, truncate_size, selector=selector)
-        )
 
     async def async_get_weights_by_name(
         self, name: str, truncate_size: int = 100, *, selector: str | None = None

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -45,16 +45,22 @@ from jspec.serving.trace import TraceKind as TraceKind
 from jspec.serving.weight_update_gate import Visit, WeightUpdateGate
 
 LOGGER = logging.getLogger("jspec.scheduler")
+Ask = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+async def call_here(function: Callable[[], None]) -> None:
+    function()
 
 
 class EngineLoop:
     """Runs `scheduler` against `runner`.
 
-    Call it from one event loop; its task starts on demand. Only chunks may be read elsewhere.
+    Call it from one event loop; its task starts on demand. Only streams may be used elsewhere.
 
     trace: a list to which every call of the runner is appended.
     queue_time_limit: seconds that a call may wait before its first request runs; None: no limit.
     restarts: how often a failed runner is restarted. Streams stay open and go on afterwards.
+    ask: calls a function on this event loop, from that of a reader.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class EngineLoop:
         trace: list[TraceEvent] | None = None,
         queue_time_limit: float | None = None,
         restarts: RestartLimits | None = None,
+        ask: Ask = call_here,
     ) -> None:
         if scheduler.limits != runner.limits:
             raise ConfigError(
@@ -88,6 +95,7 @@ class EngineLoop:
         self._recovery = Recovery(restarts)
         self._loss: RunnerError | None = None
         self._released: Future[None] | None = None
+        self._ask = ask
 
     @property
     def busy_seconds(self) -> float:
@@ -97,11 +105,6 @@ class EngineLoop:
     @property
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
-
-    @property
-    def num_queued(self) -> int:
-        """Number of queued requests; cheaper than `stats`."""
-        return self._scheduler.num_queued
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -213,17 +216,23 @@ class EngineLoop:
         """Empty the prefix cache; False if there are requests (Scheduler.flush_cache)."""
         return self._scheduler.flush_cache()
 
-    def abandon(self, request_id: str, queue: Mailbox) -> None:
-        """Abort the request of a reader that is gone; a later one with the same id stays."""
-        if self._readers.has(request_id, queue):
-            self.abort(request_id)
+    async def abandon(self, request_id: str, queue: Mailbox) -> None:
+        """Abort the request of a reader that is gone, from its event loop.
+
+        Raises EngineClosedError.
+        """
+        await self._ask(partial(self._abandon, request_id, queue))
 
     def abandon_soon(
         self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
     ) -> None:
-        """Call `abandon` from a finaliser, which may run on any thread at any time."""
+        """Like `abandon`, from a finaliser, which may run on any thread at any time."""
         if not event_loop.is_closed():
-            event_loop.call_soon_threadsafe(self.abandon, request_id, queue)
+            event_loop.call_soon_threadsafe(self._abandon, request_id, queue)
+
+    def _abandon(self, request_id: str, queue: Mailbox) -> None:
+        if self._readers.has(request_id, queue):  # a later one with the same id stays
+            self.abort(request_id)
 
     async def close(self) -> None:
         """End every stream with EngineClosedError, wait for the steps in flight, and stop.

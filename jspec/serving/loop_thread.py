@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from jspec.errors import EngineClosedError, RequestError
-from jspec.messages.request import StreamChunk
-from jspec.serving.chunk_stream import ChunkStream
 
 T = TypeVar("T")
+S = TypeVar("S")
+R = TypeVar("R")
+P = ParamSpec("P")
+E = TypeVar("E", bound="OnLoopThread")
 # Seconds that work may take to end when the loop stops, or after it is cancelled.
 PATIENCE = 5.0
 WOULD_BLOCK = (
@@ -202,36 +205,42 @@ async def _drain_and_stop() -> None:
     loop.call_soon(loop.stop)  # after the callbacks that notify callers of finished tasks
 
 
-class EngineStream(AsyncIterator[StreamChunk]):
-    """The chunks of one submitted request, readable from any event loop.
+class OnLoopThread(Protocol):
+    """An object whose asynchronous methods run on a LoopThread."""
 
-    Closing it, or dropping the last reference to it, aborts the request unless it is finished.
+    _loop_thread: LoopThread
+
+
+def mirrored(
+    call: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[E, P], R]:
+    """Return the synchronous form of a method `async_...`.
+
+    An asynchronous generator that it returns becomes an iterator.
     """
+    name = call.__name__.removeprefix("async_")
 
-    def __init__(self, loop_thread: LoopThread, stream: ChunkStream) -> None:
-        self._loop_thread = loop_thread
-        self._stream = stream
+    @functools.wraps(call)
+    def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        thread = self._loop_thread
+        thread.start_thread()
+        found: Any = thread.run(call(self, *args, **kwargs))
+        if isinstance(found, AsyncGenerator):
+            found = thread.iterate(found)
+        return cast(R, found)
 
-    async def __anext__(self) -> StreamChunk:
-        try:
-            chunk = await self._stream.receive()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if chunk is None:
-            raise StopAsyncIteration
-        return chunk
+    run.__name__, run.__qualname__ = name, name
+    return run
 
-    def ready(self) -> list[StreamChunk]:
-        """Return further chunks that are already available."""
-        return self._stream.ready()
 
-    async def aclose(self) -> None:
-        """Close the stream. May be called twice, and after the engine was closed."""
-        if self._loop_thread.is_running and not self._stream.is_done:
-            # Shielded: the closing task is often being cancelled, but must still abort the request.
-            with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
-                await asyncio.shield(self._loop_thread.call(self._stream.aclose()))
+def forwarded(part: str, call: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that calls `call` of the object's attribute `part`."""
+
+    @functools.wraps(call)
+    def forward(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return call(getattr(self, part), *args, **kwargs)
+
+    return forward
 
 
 async def next_or_none(stream: AsyncIterator[T]) -> T | None:

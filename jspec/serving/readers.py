@@ -33,9 +33,6 @@ class Readers:
     def __len__(self) -> int:
         return len(self._mailboxes)
 
-    def __getitem__(self, name: str) -> Mailbox:
-        return self._mailboxes[name]
-
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._mailboxes)

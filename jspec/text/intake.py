@@ -17,10 +17,15 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
-from jspec.messages.request import MAX_CHOICES, Request, SamplingParams
+from jspec.messages.request import (
+    MAX_CHOICES,
+    MAX_MASKED_STOP_IDS,
+    Request,
+    SamplingParams,
+)
 from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.template.chat_messages import check_messages
@@ -48,27 +53,40 @@ GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSource:
-    """One prompt of a list as given: text or ids, and its sampling parameters."""
+class Prompt:
+    """One prompt of a call, text or input_ids, and all that its requests need.
 
-    prompt: Any = None
+    sampling: checked parameters, or fields and their values
+    request_id: the id of its first choice; None: one is made
+    extra_key: prompts with different keys share no cached prefix
+    priority: higher is scheduled first
+    reasoning: marks of the reasoning that may precede a grammar's text
+    shown_ids: see Request
+    """
+
+    text: Any = None
     input_ids: Any = None
-    sampling_params: Params = None
-
-    @classmethod
-    def of(cls, prompt: str | tuple[int, ...], sampling_params: Params) -> PromptSource:
-        if isinstance(prompt, str):
-            return cls(prompt=prompt, sampling_params=sampling_params)
-        return cls(input_ids=prompt, sampling_params=sampling_params)
+    sampling: Params = None
+    request_id: str | None = None
+    extra_key: str | None = None
+    priority: int = 0
+    reasoning: ReasoningMarks | None = None
+    shown_ids: frozenset[int] = frozenset()
 
     @property
     def num_choices(self) -> int:
         """Its n; 1 if n is invalid."""
-        given = self.sampling_params
+        given = self.sampling
         if isinstance(given, SamplingParams):
             return given.n
         n = plain(given.get("n")) if isinstance(given, Mapping) else None
         return n if isinstance(n, int) and 0 < n <= MAX_CHOICES else 1
+
+    @property
+    def num_chars(self) -> int:
+        """Characters to tokenize, or to prepare stopping for."""
+        stop = self.sampling.stop if isinstance(self.sampling, SamplingParams) else ()
+        return (len(self.text) if isinstance(self.text, str) else 0) + sum(map(len, stop))
 
 
 class Intake:
@@ -104,38 +122,11 @@ class Intake:
         self._latest: tuple[tuple[tuple[str, ...], tuple[str, ...]], StopAutomaton]
         self._latest = ((), ()), StopAutomaton.from_strings(())
 
-    def requests(
-        self,
-        prompt: str | None = None,
-        input_ids: Ids | None = None,
-        sampling_params: Params = None,
-        *,
-        request_id: str | None = None,
-        extra_key: str | None = None,
-        priority: int = 0,
-        reasoning: ReasoningMarks | None = None,
-        shown_ids: frozenset[int] = frozenset(),
-        trial: bool = False,
-    ) -> tuple[Request, ...]:
-        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError.
-
-        extra_key: requests with different keys share no cached prefix
-        priority: higher is scheduled first
-        reasoning: marks of the reasoning that may precede a grammar's text
-        shown_ids: as in Request
-        trial: only check them, without advancing the order of arrival
-        """
-        sampling = self.sampling(sampling_params)
-        ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
-        self.check_ids("stop_token_ids", sampling.stop_token_ids)
-        self.check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        self.check_ids("token_ids_logprob", sampling.token_ids_logprob)
-        texts = sampling.stop or sampling.stop_regex
-        if self._tokenizer is None and texts:
-            name = "stop" if sampling.stop else "stop_regex"
-            raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
-        name = request_id if request_id is not None else f"jspec-{next(self._names)}"
-        seed = 0 if trial else self._seed(sampling)
+    def requests(self, prompt: Prompt) -> tuple[Request, ...]:
+        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        ids, sampling = self.read(prompt)
+        name = prompt.request_id if prompt.request_id is not None else f"jspec-{next(self._names)}"
+        seed = self._seed(sampling)
         automaton = self._automaton(sampling.stop, sampling.stop_regex)
         return tuple(
             Request(
@@ -145,13 +136,36 @@ class Intake:
                 seed=choice_seed(seed, i),
                 eos_token_ids=self._eos_token_ids,
                 stop_matching=automaton,
-                extra_key=extra_key,
-                priority=priority,
-                reasoning=reasoning,
-                shown_ids=shown_ids,
+                extra_key=prompt.extra_key,
+                priority=prompt.priority,
+                reasoning=prompt.reasoning,
+                shown_ids=prompt.shown_ids,
             )
             for i in range(sampling.n)
         )
+
+    def read(self, prompt: Prompt) -> tuple[tuple[int, ...], SamplingParams]:
+        """Return a prompt's ids and parameters, checked. Raises RequestError."""
+        sampling = self.sampling(prompt.sampling)
+        ids = self._prompt_ids(
+            prompt.text, prompt.input_ids, emits_nothing=sampling.max_new_tokens == 0
+        )
+        self.check_ids("stop_token_ids", sampling.stop_token_ids)
+        self.check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        self.check_ids("token_ids_logprob", sampling.token_ids_logprob)
+        texts = sampling.stop or sampling.stop_regex
+        if self._tokenizer is None and texts:
+            name = "stop" if sampling.stop else "stop_regex"
+            raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
+        if not isinstance(prompt.priority, int) or isinstance(prompt.priority, bool):
+            raise RequestError(f"priority is {shown(prompt.priority)}; expected an integer")
+        num_stop_ids = len(sampling.stop_ids(self._eos_token_ids))
+        if sampling.min_new_tokens and num_stop_ids > MAX_MASKED_STOP_IDS:
+            raise RequestError(
+                f"min_new_tokens is {sampling.min_new_tokens} with {num_stop_ids} stop token ids "
+                f"(EOS included); expected at most {MAX_MASKED_STOP_IDS} of them"
+            )
+        return ids, sampling
 
     def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
         named: dict[str, Any] = {**logprobs}
@@ -169,28 +183,13 @@ class Intake:
             return given
         return SamplingParams.from_mapping({} if given is None else given, defaults=self.defaults)
 
-    def batch(
+    def prompts(
         self,
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
         input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
-    ) -> tuple[list[Request], bool]:
-        """Return all Requests of a call, and True if it asked for exactly one sequence."""
-        calls, is_list = self.calls(prompt, sampling_params, input_ids, **logprobs)
-        requests: list[Request] = []
-        for index, call in enumerate(calls):
-            with in_list(index, len(calls)):
-                requests += self.requests(call.prompt, call.input_ids, call.sampling_params)
-        return requests, not is_list and len(requests) == 1
-
-    def calls(
-        self,
-        prompt: str | Sequence[str] | None,
-        sampling_params: Params | Sequence[Params],
-        input_ids: Ids | Sequence[Ids] | None,
-        **logprobs: Unpack[LogprobOptions],
-    ) -> tuple[list[PromptSource], bool]:
+    ) -> tuple[list[Prompt], bool]:
         """Return the prompts of a call, not yet tokenized, and True if they were a list."""
         sources: list[dict[str, Any]]
         if input_ids is not None:
@@ -206,7 +205,7 @@ class Intake:
             sources = [{"input_ids": row} for row in rows]
         else:
             texts, is_list = _texts(prompt)
-            sources = [{"prompt": text} for text in texts]
+            sources = [{"text": text} for text in texts]
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
@@ -217,11 +216,10 @@ class Intake:
             raise RequestError(
                 f"{len(params)} sampling_params for {len(sources)} prompts; expected one each"
             )
-        calls = [
-            PromptSource(**source, sampling_params=own)
-            for source, own in zip(sources, params, strict=True)
+        prompts = [
+            Prompt(**source, sampling=own) for source, own in zip(sources, params, strict=True)
         ]
-        return calls, is_list
+        return prompts, is_list
 
     def chat(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 from jspec.errors import RequestError, shown
 from jspec.messages.plain_values import is_array, listed, plain_items
 from jspec.messages.request import MAX_LOGPROB_IDS, SamplingParams
+from jspec.text.intake import Prompt
 
 MAX_LABELS = 1024
 # Characters or ids in all prompts of a call together; the query is repeated in each.
@@ -70,7 +71,8 @@ class ScoreCall:
         steps = range(0, len(labels), MAX_LOGPROB_IDS)
         return tuple(labels[i : i + MAX_LOGPROB_IDS] for i in steps)
 
-    def requests(self) -> Iterator[tuple[str | tuple[int, ...], SamplingParams]]:
+    def as_prompts(self) -> list[Prompt]:
+        """Return the prompts to run, by prompt, then by part."""
         sampling = tuple(
             SamplingParams(
                 max_new_tokens=1,
@@ -81,7 +83,13 @@ class ScoreCall:
             )
             for part in self.parts
         )
-        return ((prompt, each) for prompt in self.prompts for each in sampling)
+        return [
+            Prompt(text=prompt, sampling=each)
+            if isinstance(prompt, str)
+            else Prompt(input_ids=prompt, sampling=each)
+            for prompt in self.prompts
+            for each in sampling
+        ]
 
     def scores(self, logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return one list per prompt, one score per label. logprobs: one list per request."""

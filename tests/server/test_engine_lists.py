@@ -16,6 +16,7 @@ import pytest
 import jspec
 from jspec.messages.request import Request
 from jspec.serving.engine import Engine
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 from .helpers import ask, wait_idle
 
@@ -98,9 +99,8 @@ def test_a_long_list_is_never_there_as_a_whole(
 
     def counting(*args: Any, **options: Any) -> tuple[Request, ...]:
         nonlocal most, num_made
-        if not options["trial"]:
-            num_made += 1
-            most = max(most, num_made - (engine.stats.num_finished - before))
+        num_made += 1
+        most = max(most, num_made - (engine.stats.num_finished - before))
         return make(*args, **options)
 
     monkeypatch.setattr(engine._intake, "requests", counting)
@@ -113,25 +113,28 @@ def test_a_long_list_is_never_there_as_a_whole(
     wait_idle(engine)
 
 
-def test_one_prompt_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list is checked as a whole first, and then made again; one is checked as it is queued."""
-    made, make = [], engine._intake.requests
+def test_a_text_is_tokenized_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a list, which is checked as a whole before the first request is made."""
+    tokenized, tokenize = [], Tokenizer.encode
 
-    def counting(*args: Any, **options: Any) -> tuple[Request, ...]:
-        made.append(options["trial"])
-        return make(*args, **options)
+    def counting(tokenizer: Tokenizer, text: str, **options: Any) -> tuple[int, ...]:
+        tokenized.append(text)
+        return tokenize(tokenizer, text, **options)
 
-    monkeypatch.setattr(engine._intake, "requests", counting)
+    monkeypatch.setattr(Tokenizer, "encode", counting)
     params = {"max_new_tokens": 1, "temperature": 0}
-    for prompts, trials in (("a", []), (["a"], []), (["a", "b"], [True, True])):
-        made.clear()
-        engine.generate(prompts, params)
-        assert made == trials + [False] * max(len(trials), 1)
-    made.clear()
-    engine.generate("a", {**params, "n": 2})
-    assert made == [True, False]
+    for prompts in ("a", ["a"], ["a", "b"]):
+        for stream in (False, True):
+            tokenized.clear()
+            list(engine.generate(prompts, {**params, "n": 2}, stream=stream))
+            assert tokenized == [*prompts]
     with pytest.raises(jspec.RequestError, match=r"tokens.*context"):
         engine.generate(["b" * 20000], params)
+    num_requests = engine.stats.num_requests
+    long = {**params, "max_new_tokens": 10**6}
+    with pytest.raises(jspec.RequestError, match=r"max_new_tokens is 1000000 .*\(prompt 1 of 2, c"):
+        engine.generate(["a", "b"], [params, long])
+    assert engine.stats.num_requests == num_requests
     wait_idle(engine)
 
 
@@ -173,16 +176,16 @@ def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool
 def test_a_list_of_one_is_a_list(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, *, streams: bool
 ) -> None:
-    submit, num_full = engine.submit, 3
+    submit, num_full = engine._loop.submit, 3
 
-    async def full_at_first(*arguments: Any, **options: Any) -> Any:
+    def full_at_first(*arguments: Any, **options: Any) -> Any:
         nonlocal num_full
         num_full -= 1
         if num_full >= 0:
             raise jspec.QueueFullError("full")
-        return await submit(*arguments, **options)
+        return submit(*arguments, **options)
 
-    monkeypatch.setattr(engine, "submit", full_at_first)
+    monkeypatch.setattr(engine._loop, "submit", full_at_first)
     (*_, last) = engine.generate(["x"], GREEDY, stream=streams)
     assert last["meta_info"]["completion_tokens"] == 8
     num_full = 1

@@ -18,10 +18,10 @@ import pytest
 from jspec.errors import RequestError
 from jspec.messages.request import SamplingParams
 from jspec.server.app import create_app
-from jspec.server.native.generate_schema import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
 from jspec.serving.engine import Engine
+from jspec.text.intake import Prompt
 
 from .helpers import ENDLESS, ask, events_of, wait_idle, wait_running, wait_taken
 
@@ -334,7 +334,7 @@ def test_a_rid_is_free_once_its_stream_ended(client: httpx.Client, path: str) ->
 def test_closing_twice_leaves_a_later_call_of_that_rid(engine: Engine) -> None:
     service = Service(engine, ServerArgs())
     sampling = SamplingParams(max_new_tokens=16000, ignore_eos=True)
-    prompt = PromptCall(text="x", sampling=sampling, rid="twice")
+    prompt = Prompt(text="x", sampling=sampling, request_id="twice")
 
     async def run() -> int:
         first = await service.submit([prompt])

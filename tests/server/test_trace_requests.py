@@ -8,11 +8,11 @@ import pytest
 
 from jspec.errors import QueueFullError, RequestError
 from jspec.messages.request import SamplingParams
-from jspec.server.native.generate_schema import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
 from jspec.serving.engine import Engine
 from jspec.serving.request_trace import RequestTrace
+from jspec.text.intake import Prompt
 
 from .helpers import wait_idle
 
@@ -25,9 +25,9 @@ def test_refused_requests_are_forgotten_and_do_not_disturb_others(
     monkeypatch.setattr("jspec.server.service.open_trace", lambda _: trace)
     service = Service(engine, ServerArgs(trace_requests="trace.jsonl"))
 
-    def call(rid: str, num_tokens: int = 4) -> PromptCall:
+    def call(rid: str, num_tokens: int = 4) -> Prompt:
         sampling = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        return PromptCall(sampling=sampling, input_ids=(1, 2, 3), rid=rid)
+        return Prompt(sampling=sampling, input_ids=(1, 2, 3), request_id=rid)
 
     async def run() -> None:
         most = engine.limits.max_queued_requests

@@ -235,16 +235,10 @@ class FakeWeights:
 
 
 class Holder(LiveWeights):
-    """What LiveWeights needs of an engine."""
+    """Weights with a thread of their own."""
 
     def __init__(self, loop: EngineLoop, weights: FakeWeights) -> None:
-        self._loop_thread = LoopThread()
-        self._loop = loop
-        self._init_weights(weights)
-
-    @property
-    def may_submit(self) -> bool:
-        return self._may_submit.is_set()
+        super().__init__(LoopThread(), loop, weights)
 
     async def close(self) -> None:
         await self._loop_thread.call(self._loop.close())
@@ -270,13 +264,13 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
             updating = asyncio.ensure_future(
                 holder.async_update_weights_from_tensor({"x": 1}, wait_for_requests=True)
             )
-            while holder.may_submit:
+            while holder.may_submit.is_set():
                 await asyncio.sleep(0.001)
             assert not weights.switched
             check_output(request, [first, *await read(stream)])
             assert (await updating)["num_paused_requests"] == 0
             assert weights.switched == [ArrayUpdate(arrays={"x": 1})]
-            assert holder.may_submit
+            assert holder.may_submit.is_set()
 
         await holder.on_the_loop(wait_for_one)
 
@@ -285,7 +279,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
             loop.pause()
             with pytest.raises(RequestError, match="paused and 1 request is there, which would"):
                 await holder.async_update_weights_from_tensor({"x": 1}, wait_for_requests=True)
-            assert holder.may_submit
+            assert holder.may_submit.is_set()
             loop.resume()
             await read(stream)
 

@@ -6,6 +6,7 @@ tokens like speculation. It has no weights and no configuration.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import threading
@@ -19,11 +20,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jspec.engine.programs.compilation import Progress
 from jspec.engine.runner import DeviceRunner
-from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.grammar import GrammarKind, GrammarSource, ReasoningMarks
-from jspec.messages.request import Request
+from jspec.messages.protocols import Weights
+from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.engine import Engine
+from jspec.serving.submission import Preparation
 from jspec.text.intake import Intake
 from jspec.text.stream import stream_of
 from jspec.text.template.chat_templates import ChatTemplates
@@ -48,6 +50,27 @@ def write_text_files(directory: Path, *, special: Sequence[str] = (), template: 
     (directory / "tokenizer_config.json").write_text(config, encoding="utf-8")
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     return directory
+
+
+class Heard(Preparation):
+    """Remembers grammars and reasoning, which the text does not follow."""
+
+    def __init__(
+        self, grammars: list[GrammarSource | None], reasoning: list[ReasoningMarks | None]
+    ) -> None:
+        self.grammars, self.reasoning = grammars, reasoning
+        self.may_end: threading.Event | None = None
+
+    async def check(self, sampling: SamplingParams) -> None:
+        pass
+
+    async def run(self, requests: Sequence[Request]) -> Sequence[Request]:
+        self.reasoning += (request.reasoning for request in requests)
+        self.grammars += (request.sampling.grammar for request in requests)
+        if self.may_end is not None:
+            await asyncio.to_thread(self.may_end.wait)
+        free: dict[str, Any] = dict.fromkeys(kind.value for kind in GrammarKind)
+        return [replace(each, sampling=replace(each.sampling, **free)) for each in requests]
 
 
 class SpeakingEngine(Engine):
@@ -75,7 +98,7 @@ class SpeakingEngine(Engine):
         self._directory = directory
         super().__init__()
 
-    def _start(self, progress: Progress | None) -> None:
+    def _start(self, progress: Progress | None) -> Weights:
         del progress
         tokenizer = self._tokenizer = Tokenizer.from_directory(self._directory)
         self.eos_token_ids = tokenizer.eos_token_ids
@@ -89,7 +112,6 @@ class SpeakingEngine(Engine):
             may_restart=self._may_restart,
         )
         self._runner = cast(DeviceRunner, runner)
-        self._init_weights(cast(ServedWeights, None))  # there are no weights
         self._intake = Intake(
             tokenizer,
             vocab_size=tokenizer.vocab_size,
@@ -97,14 +119,10 @@ class SpeakingEngine(Engine):
             context_length=self._limits.context_length,
             chat_templates=ChatTemplates.from_directory(self._directory),
         )
+        self._preparation = Heard(self.grammars, self.reasoning)
         make_stream = functools.partial(stream_of, self._tokenizer)
         self._scheduler = Scheduler(self._limits, make_stream=make_stream)
-
-    async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
-        self.reasoning += (request.reasoning for request in requests)
-        self.grammars += (request.sampling.grammar for request in requests)
-        free: dict[str, Any] = dict.fromkeys(kind.value for kind in GrammarKind)
-        return [replace(each, sampling=replace(each.sampling, **free)) for each in requests]
+        return cast(Weights, None)  # there are none
 
     def _token_at(self, request: Request, position: int) -> int:
         index = position - len(request.prompt_ids)

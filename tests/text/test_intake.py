@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.errors import RequestError
-from jspec.text.intake import Intake
+from jspec.messages.request import MAX_MASKED_STOP_IDS
+from jspec.text.intake import Intake, Prompt
 from jspec.text.stream import TokenizedStream
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
@@ -31,16 +32,16 @@ def is_id(x: Any) -> bool:
 def test_the_first_odd_id_is_named(prompt: list[Any]) -> None:
     wrong = [x for x in prompt if not is_id(x)]
     if not wrong:
-        assert INTAKE.requests(input_ids=prompt)[0].prompt_ids == tuple(prompt)
+        assert INTAKE.requests(Prompt(input_ids=prompt))[0].prompt_ids == tuple(prompt)
         return
     with pytest.raises(RequestError) as raised:
-        INTAKE.requests(input_ids=prompt)
+        INTAKE.requests(Prompt(input_ids=prompt))
     assert f"input_ids holds {wrong[0]!r}; expected ids from 0 to 319" in str(raised.value)
 
 
 @given(st.lists(ids, min_size=1))
 def test_ids_in_range_are_taken_as_they_are(prompt: list[int]) -> None:
-    assert INTAKE.requests(input_ids=prompt)[0].prompt_ids == tuple(prompt)
+    assert INTAKE.requests(Prompt(input_ids=prompt))[0].prompt_ids == tuple(prompt)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
@@ -48,7 +49,7 @@ def test_an_array_is_a_prompt(kind: Any) -> None:
     as_array = (jnp if kind is jnp.int32 else np).asarray
     lists = () if kind is jnp.int32 else ([kind(5), 6], (kind(5), kind(6)))
     for prompt in (as_array([5, 6], dtype=kind), *lists):
-        (request,) = INTAKE.requests(input_ids=prompt)
+        (request,) = INTAKE.requests(Prompt(input_ids=prompt))
         assert request.prompt_ids == (5, 6)
         assert {type(x) for x in request.prompt_ids} == {int}
 
@@ -62,9 +63,9 @@ def test_a_list_of_arrays_and_an_array_of_rows_are_lists_of_prompts() -> None:
         ([np.int64(7)], [(7,)], False),
     ]
     for given_ids, prompts, is_list in cases:
-        requests, is_single = INTAKE.batch(None, None, given_ids)
-        assert [request.prompt_ids for request in requests] == prompts
-        assert is_single == (not is_list)
+        found, was_list = INTAKE.prompts(None, None, given_ids)
+        assert [INTAKE.read(each)[0] for each in found] == prompts
+        assert was_list == is_list
 
 
 @pytest.mark.parametrize(
@@ -81,29 +82,45 @@ def test_a_list_of_arrays_and_an_array_of_rows_are_lists_of_prompts() -> None:
     ],
 )
 def test_an_array_of_what_is_no_id_is_refused(prompt: Any, message: str) -> None:
+    def read() -> None:
+        for each in INTAKE.prompts(None, None, prompt)[0]:
+            INTAKE.read(each)
+
     with pytest.raises(RequestError, match=message):
-        INTAKE.batch(None, None, prompt)
+        read()
 
 
 @given(st.lists(ids, max_size=4), odd)
 def test_stop_ids_are_checked_alike(stops: list[int], last: Any) -> None:
     params = {"stop_token_ids": [*stops, last]}
     with pytest.raises(RequestError):
-        INTAKE.requests(input_ids=[1], sampling_params=params)
+        INTAKE.requests(Prompt(input_ids=[1], sampling=params))
 
 
 @pytest.mark.parametrize("params", [5, 0, "x", ["temperature"]])
 def test_params_that_are_no_fields_are_refused(params: Any) -> None:
     with pytest.raises(RequestError, match=r"sampling_params is .*; expected fields"):
-        INTAKE.requests(input_ids=[1], sampling_params=params)
+        INTAKE.requests(Prompt(input_ids=[1], sampling=params))
+
+
+def test_a_priority_is_an_integer_and_few_stop_ids_can_be_masked() -> None:
+    for priority in (1.5, "1", True):
+        with pytest.raises(RequestError, match=f"priority is {priority!r}; expected an integer"):
+            INTAKE.read(Prompt(input_ids=[1], priority=priority))  # type: ignore[arg-type]
+    most = list(range(1, MAX_MASKED_STOP_IDS))  # beside the end of sequence
+    params: dict[str, Any] = {"min_new_tokens": 1, "stop_token_ids": most}
+    assert INTAKE.read(Prompt(input_ids=[1], sampling=params))[0] == (1,)
+    params["stop_token_ids"] = [*most, 300]
+    with pytest.raises(RequestError, match=r"min_new_tokens is 1 with 17 stop token ids \(EOS"):
+        INTAKE.read(Prompt(input_ids=[1], sampling=params))
 
 
 def test_all_sequences_that_stop_alike_share_what_is_made_of_the_strings(
     byte_level: Tokenizer,
 ) -> None:
     intake = Intake(byte_level, vocab_size=10**6, eos_token_ids=(0,), context_length=64)
-    calls = [intake.requests(prompt="a", sampling_params={"stop": ["xy"], "n": 3}) for _ in "ab"]
-    other = intake.requests(prompt="a", sampling_params={"stop": ["z"]})[0]
+    calls = [intake.requests(Prompt(text="a", sampling={"stop": ["xy"], "n": 3})) for _ in "ab"]
+    other = intake.requests(Prompt(text="a", sampling={"stop": ["z"]}))[0]
     made = [request.stop_matching for call in calls for request in call]
     assert all(one is made[0] for one in made)
     assert other.stop_matching is not made[0]
@@ -115,6 +132,6 @@ def test_a_text_whose_tokens_the_model_has_not_is_refused(byte_level: Tokenizer)
     highest = max(byte_level.encode("some text"))
     intake = Intake(byte_level, vocab_size=highest, eos_token_ids=(0,), context_length=64)
     with pytest.raises(RequestError, match=rf"makes {highest} of the prompt; expected ids from 0"):
-        intake.requests("some text")
+        intake.requests(Prompt(text="some text"))
     intake = Intake(byte_level, vocab_size=highest + 1, eos_token_ids=(0,), context_length=64)
-    assert max(intake.requests("some text")[0].prompt_ids) == highest
+    assert max(intake.requests(Prompt(text="some text"))[0].prompt_ids) == highest

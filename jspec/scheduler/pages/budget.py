@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 from jspec.config.limits import PriorityOrder, ServeLimits
 from jspec.errors import QueueFullError, RequestError
-from jspec.messages.request import DEFAULT_NEW_TOKENS, Request
+from jspec.messages.request import DEFAULT_NEW_TOKENS, Request, SamplingParams
 from jspec.spec import indexing
 
 # A request admitted while rows run must leave them pages for this many more rounds; otherwise it
@@ -95,29 +95,37 @@ def check_batch(
 
 
 def check_request(limits: ServeLimits, request: Request) -> int:
-    """Return max_new_tokens, clipped (`clip_max_new_tokens`).
+    """Return max_new_tokens, clipped (`check_prompt`).
 
-    Raises RequestError for a request that can never run here, because of its length or because no
-    program supports it.
+    Raises RequestError for a request that can never run here.
     """
     if request.priority and limits.priority_order is PriorityOrder.OFF:
         raise RequestError(
             f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
             f"an engine with enable_priority_scheduling"
         )
-    if request.sampling.return_logprob and not limits.logprobs:
+    if request.sampling.grammar is not None and request.grammar is None:
+        kind = request.sampling.grammar.kind.value
+        raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
+    return check_prompt(limits, len(request.prompt_ids), request.sampling)
+
+
+def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:
+    """Return max_new_tokens, clipped (`clip_max_new_tokens`).
+
+    Raises RequestError for a prompt that can never run here, because of its length or because no
+    program supports its parameters.
+    """
+    if sampling.return_logprob and not limits.logprobs:
         raise RequestError(
             "return_logprob is true; expected false, since the engine was started with "
             "disable_logprobs"
         )
-    if request.sampling.return_hidden_states and limits.hidden is None:
+    if sampling.return_hidden_states and limits.hidden is None:
         raise RequestError(
             "return_hidden_states is true; expected false, since this engine has no programs for it"
         )
-    if request.sampling.grammar is not None and request.grammar is None:
-        kind = request.sampling.grammar.kind.value
-        raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
-    return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
+    return clip_max_new_tokens(limits, prompt_len, sampling.max_new_tokens)
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:

@@ -27,7 +27,8 @@ from jspec.server.http.fields import (
     without_neutral,
 )
 from jspec.server.openai.chat_schema import parse_chat
-from jspec.server.service import INLINE_CHARS, Service
+from jspec.server.service import Service
+from jspec.serving.generation import INLINE_CHARS
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.tokenizer.tokenizer import LARGE_CHARS
 

@@ -69,7 +69,7 @@ class WeightEndpoints:
     async def update_from_disk(self, request: Request) -> Response:
         """POST /update_weights_from_disk {"model_path", "abort_all_requests", ...}."""
         values = await self._read(request, read=DISK, neutral=NEUTRAL_DISK)
-        paths = {
+        paths: dict[str, Any] = {
             name: check_text(name, values[name])
             for name in ("model_path", "speculative_draft_model_path", "load_format")
             if values.get(name) is not None

@@ -8,7 +8,6 @@ from typing import Any
 
 from jspec.config.peer_parameters import PEER_PARAMETERS
 from jspec.errors import RequestError
-from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.http.fields import (
     EXTRA_KEYS,
@@ -28,7 +27,7 @@ from jspec.server.http.fields import (
     shorten,
     without_neutral,
 )
-from jspec.text.intake import in_list
+from jspec.text.intake import Prompt, in_list
 
 # Sampling parameters at the top level of a body: one value, or a list with one per prompt.
 OUTPUT_FIELDS = (
@@ -111,25 +110,6 @@ GENERATE_HINTS: Hints = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptCall:
-    """One prompt of a call: text or input_ids, sampling parameters, and its id if it has one.
-
-    priority: scheduling priority, if the engine has priorities.
-    extra_key: prompts with different keys share no cached prefix.
-    shown_ids: special tokens to detokenize anyway.
-    """
-
-    sampling: SamplingParams
-    text: str | None = None
-    input_ids: tuple[int, ...] | None = None
-    rid: str | None = None
-    priority: int = 0
-    extra_key: str | None = None
-    reasoning: ReasoningMarks | None = None
-    shown_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """A checked POST /generate.
 
@@ -137,7 +117,7 @@ class GenerateCall:
     group: id of the whole call, if the client gave one id for a list.
     """
 
-    prompts: tuple[PromptCall, ...]
+    prompts: tuple[Prompt, ...]
     is_list: bool
     stream: bool
     return_spec_tokens: bool
@@ -161,7 +141,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     rid, common = values.get("rid"), common_fields(values)
     return GenerateCall(
         prompts=tuple(
-            PromptCall(**source, sampling=params, rid=name, **common)
+            Prompt(**source, sampling=params, request_id=name, **common)
             for source, params, name in zip(sources, sampling, rids, strict=True)
         ),
         is_list=is_list,
@@ -173,7 +153,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
 
 
 def common_fields(values: JsonObject) -> dict[str, Any]:
-    """Return PromptCall fields with one value per call. Raises RequestError."""
+    """Return Prompt fields with one value per call. Raises RequestError."""
     return {"priority": get_priority(values), "extra_key": get_extra_key(values)}
 
 

@@ -20,7 +20,6 @@ from jspec.server.http.fields import (
     get_bool,
     without_neutral,
 )
-from jspec.server.native.generate_schema import PromptCall
 from jspec.server.openai import answers
 from jspec.server.service import Service
 from jspec.text.scoring import ScoreCall, label_names
@@ -69,14 +68,8 @@ class ScoreEndpoint:
                 HTTPStatus.NOT_FOUND,
                 f"model is {shown(model)}; expected {self.service.model_name!r} or 'default'",
             )
-        prompts = [
-            PromptCall(text=prompt, sampling=sampling)
-            if isinstance(prompt, str)
-            else PromptCall(input_ids=prompt, sampling=sampling)
-            for prompt, sampling in call.requests()
-        ]
         with label_names():
-            work = await self.service.submit(prompts)
+            work = await self.service.submit(call.as_prompts())
         await work.finish(request.receive)
         found = work.completions()
         for completion in found:

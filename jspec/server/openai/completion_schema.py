@@ -31,8 +31,9 @@ from jspec.server.http.fields import (
     shorten,
     without_neutral,
 )
-from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, PromptCall, common_fields
+from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, common_fields
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS, grammar_parameters
+from jspec.text.intake import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
@@ -124,7 +125,7 @@ class AnswerOptions:
 class CompletionCall:
     """A checked POST /v1/completions."""
 
-    prompts: tuple[PromptCall, ...]
+    prompts: tuple[Prompt, ...]
     options: AnswerOptions
     group: str | None
 
@@ -151,7 +152,7 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     return CompletionCall(
         prompts=tuple(
-            PromptCall(**source, sampling=sampling, rid=name, **common_fields(values))
+            Prompt(**source, sampling=sampling, request_id=name, **common_fields(values))
             for source, name in zip(sources, names, strict=True)
         ),
         options=options,

@@ -10,7 +10,6 @@ from typing import Any
 from jspec.errors import RequestError
 from jspec.messages.request import FinishKind, FinishReason, SamplingParams
 from jspec.messages.response import Completion
-from jspec.server.native.generate_schema import PromptCall
 from jspec.server.openai.answers import ChatShape, ending
 from jspec.server.openai.chat_schema import ChatCall
 from jspec.text.calls.events import (
@@ -24,6 +23,7 @@ from jspec.text.calls.events import (
 )
 from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
 from jspec.text.calls.tools import ToolUse, calls_schema
+from jspec.text.intake import Prompt
 from jspec.text.tokenizer.token_texts import TokenTexts, num_tokens_in
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
@@ -68,14 +68,15 @@ def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
 
 
 def prepare(
-    call: ChatCall, prompt: PromptCall, style: AnswerFormat, tokenizer: Tokenizer
-) -> tuple[PromptCall, ChatReading | None]:
+    call: ChatCall, prompt: Prompt, style: AnswerFormat, tokenizer: Tokenizer
+) -> tuple[Prompt, ChatReading | None]:
     """Return the prompt to run, and how to read its answers; None: as plain text."""
     use = call.tools
     goes_on = bool(call.template_options["continue_final_message"])
     splits = call.separate_reasoning and not goes_on
     has_reasoning = splits and style.reasoning is not None
     sampling = prompt.sampling
+    assert isinstance(sampling, SamplingParams)
     end = tokenizer.decode((prompt.input_ids or ())[-PROMPT_END_IDS:], skip_special_tokens=False)
     marks = None if goes_on else style.reasoning_marks(end)
     if use.is_forced or sampling.grammar is not None:
