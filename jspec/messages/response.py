@@ -6,6 +6,7 @@ and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from jspec.messages.request import (
 
 LOGPROB_LISTS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 TokenText = Callable[[int], str]
+SpecTokens = Callable[[StreamChunk], list[dict[str, Any]]]
 # Lists of meta_info that grow with every token.
 GROWING = frozenset(
     {
@@ -36,11 +38,12 @@ GROWING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How much of a sequence was already sent: output ids, draft trees, prompt ids."""
+    """How much of a sequence was already sent: output ids, draft trees, ..."""
 
     ids: int = 0
     trees: int = 0
     prompt_ids: int = 0
+    spec_tokens: int = 0
 
 
 NOTHING_TOLD = Told()
@@ -105,9 +108,13 @@ class LogprobForm:
 class Completion:
     """One sequence so far: all chunks up to now, folded. `add` takes time linear in the chunk.
 
+    Responses and metrics derive from it. `take` separates what a stream has sent from what is new.
+
     logprobs: form of the log-probabilities, if requested
     seed: the final seed, which reproduces the text
     token_text: returns the text of a draft tree's node; None: no texts
+    spec_tokens: splits a chunk's text by origin (text/spec_tokens.py); None: not requested
+    started: time of `clock` from which latencies count; None: now
     reasoning_tokens: set by an endpoint that separates reasoning
     """
 
@@ -118,6 +125,9 @@ class Completion:
         logprobs: LogprobForm | None = None,
         seed: int | None = None,
         token_text: TokenText | None = None,
+        spec_tokens: SpecTokens | None = None,
+        started: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
         self.draft_trees: list[dict[str, Any]] = []
@@ -135,15 +145,45 @@ class Completion:
         self.weight_version = DEFAULT_VERSION
         self.counters = SpecCounters()
         self.texts: list[str] = []
+        self._new_texts: list[str] = []
+        self._told = NOTHING_TOLD
+        self._split_text = spec_tokens
+        self._spec_tokens: list[dict[str, Any]] = []
+        self._clock = clock
+        self.started = clock() if started is None else started
+        self.first_token = self.last_token = 0.0  # when they came; 0 until then
 
     @classmethod
-    def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
-        """Build an empty completion. token_text: for log-probabilities and draft trees."""
-        form = LogprobForm.of(request.sampling, token_text=token_text)
-        return cls(request.request_id, logprobs=form, seed=request.seed, token_text=token_text)
+    def of(
+        cls,
+        request: Request,
+        *,
+        token_text: TokenText | None = None,
+        node_text: TokenText | None = None,
+        spec_tokens: SpecTokens | None = None,
+        started: float | None = None,
+    ) -> Completion:
+        """Build an empty completion.
+
+        token_text: for log-probabilities and draft trees. node_text: for draft trees alone.
+        """
+        return cls(
+            request.request_id,
+            logprobs=LogprobForm.of(request.sampling, token_text=token_text),
+            seed=request.seed,
+            token_text=node_text or token_text,
+            spec_tokens=spec_tokens,
+            started=started,
+        )
 
     def add(self, chunk: StreamChunk) -> None:
+        if chunk.new_ids:
+            self.last_token = self._clock()
+            self.first_token = self.first_token or self.last_token
+        if self._split_text is not None:
+            self._spec_tokens += self._split_text(chunk)
         self.texts.append(chunk.text)
+        self._new_texts.append(chunk.text)
         if chunk.draft_tree is not None:
             self._add_tree(chunk)
         self.output_ids += chunk.new_ids
@@ -174,23 +214,42 @@ class Completion:
             self.texts[:] = ["".join(self.texts)]
         return self.texts[0]
 
-    def to_json(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
-        """Return SGLang's response object; speculation fields only once finished and verified."""
-        return {
+    @property
+    def num_new_ids(self) -> int:
+        """Ids since the last `take`."""
+        return len(self.output_ids) - self._told.ids
+
+    def take(self) -> tuple[str, Told]:
+        """Return the text since the last call, and how much had been sent by then."""
+        text, told = "".join(self._new_texts), self._told
+        self._new_texts.clear()
+        self._told = Told(
+            ids=len(self.output_ids),
+            trees=len(self.draft_trees),
+            prompt_ids=len(self.prompt_logprobs),
+            spec_tokens=len(self._spec_tokens),
+        )
+        return text, told
+
+    def spec_tokens(self, *, told: Told = NOTHING_TOLD) -> list[dict[str, Any]] | None:
+        """Return the text split by origin, without the part already sent; None: not requested."""
+        return None if self._split_text is None else self._spec_tokens[told.spec_tokens :]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return SGLang's response object with everything so far."""
+        body = {
             "text": self.text,
             "output_ids": list(self.output_ids),
-            "meta_info": self.meta_info(e2e_latency=e2e_latency),
+            "meta_info": self.meta_info(),
         }
+        pieces = self.spec_tokens()
+        return body if pieces is None else {**body, "spec_tokens": pieces}
 
-    @property
-    def so_far(self) -> Told:
-        """All that can be sent now."""
-        return Told(len(self.output_ids), len(self.draft_trees), len(self.prompt_logprobs))
+    def meta_info(self, *, told: Told = NOTHING_TOLD) -> dict[str, Any]:
+        """Return meta_info; the lists named in GROWING without the part already sent (`told`).
 
-    def meta_info(
-        self, *, e2e_latency: float | None = None, told: Told = NOTHING_TOLD
-    ) -> dict[str, Any]:
-        """Return meta_info; the lists named in GROWING without the part already sent (`told`)."""
+        It has speculation fields once finished, or with spec_tokens, and verified.
+        """
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -203,8 +262,7 @@ class Completion:
         }
         if self.seed is not None:
             meta["sampling_seed"] = self.seed
-        if e2e_latency is not None:
-            meta["e2e_latency"] = e2e_latency
+        meta["e2e_latency"] = self._clock() - self.started
         if self.logprob_form is not None:
             ids, known = self.output_ids[told.ids :], self.logprobs[told.ids :]
             of_prompt = self.prompt_logprobs[told.prompt_ids :]
@@ -213,7 +271,8 @@ class Completion:
             meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
         if self.draft_trees:
             meta["draft_trees"] = self.draft_trees[told.trees :]
-        if self.finish is not None and self.counters.verify_ct > 0:
+        is_told = self.finish is not None or self._split_text is not None
+        if is_told and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
         return meta
 

@@ -25,6 +25,7 @@ from jspec.server.control.control_endpoints import ControlEndpoints
 from jspec.server.control.weight_endpoints import WeightEndpoints
 from jspec.server.hardening.origins import OriginGuard
 from jspec.server.http import openapi
+from jspec.server.http.event_json import EventJson
 from jspec.server.http.exchange import (
     HANDLERS,
     INTERNAL,
@@ -34,13 +35,12 @@ from jspec.server.http.exchange import (
     read_call,
 )
 from jspec.server.http.page import CONTENT_SECURITY_POLICY, page
-from jspec.server.http.streaming import SequenceFold
-from jspec.server.native.generate_schema import GenerateCall, parse_abort, parse_generate
+from jspec.server.native.generate_schema import parse_abort, parse_generate
 from jspec.server.native.score_endpoint import ScoreEndpoint
 from jspec.server.openai.endpoints import OpenAIEndpoints
 from jspec.server.openai.responses_endpoints import ResponsesEndpoints
 from jspec.server.server_args import ServerArgs
-from jspec.server.service import Service, Work, answer_stream
+from jspec.server.service import Service, answer_stream
 from jspec.serving.engine import Engine
 
 
@@ -133,20 +133,17 @@ class Endpoints:
             received=received,
             return_text_in_logprobs=call.return_text_in_logprobs,
         )
-        is_list = call.is_list or len(work.folds) > 1
+        is_list = call.is_list or len(work.completions) > 1
         if call.stream:
-            return self._generate_stream(call, work, has_index=is_list)
+            keeps_all = not self._args.incremental_streaming_output
+            events = [
+                EventJson(completion, keeps_all=keeps_all, index=index if is_list else None)
+                for index, completion in enumerate(work.completions)
+            ]
+            return answer_stream(work, lambda index, _: events[index].take())
         await work.finish(request.receive)
-        results = [fold.to_json() for fold in work.folds]
+        results = [completion.to_json() for completion in work.completions]
         return JSONResponse(results if is_list else results[0])
-
-    def _generate_stream(self, _: GenerateCall, work: Work, *, has_index: bool) -> Response:
-        incremental = self._args.incremental_streaming_output
-
-        def event(index: int, fold: SequenceFold) -> bytes:
-            return fold.take_event(incremental=incremental, index=index if has_index else None)
-
-        return answer_stream(work, event)
 
     # Models and state.
 

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,8 +24,8 @@ from jspec.errors import (
     RequestError,
     reason_of,
 )
-from jspec.messages.request import Request
-from jspec.messages.response import Completion, LogprobForm
+from jspec.messages.request import Request, StreamChunk
+from jspec.messages.response import Completion, SpecTokens
 from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metrics import RateMeter, ServerMetrics
@@ -33,11 +34,10 @@ from jspec.server.http.exchange import unless_gone
 from jspec.server.http.streaming import (
     DONE,
     EventStream,
-    SequenceFold,
     close_all,
+    events_of,
     failure_event,
-    fold_all,
-    fold_events,
+    grown,
 )
 from jspec.server.openai.chat_schema import ChatCall
 from jspec.server.server_args import ServerArgs
@@ -47,12 +47,13 @@ from jspec.serving.generation import INLINE_CHARS
 from jspec.serving.request_trace import Border, RequestTrace
 from jspec.text.intake import Prompt
 from jspec.text.spec_tokens import SpecTokenTracker
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_SECONDS = 1.0
 LOGGER = logging.getLogger("jspec.server")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Work:
     """The sequences of one accepted call: prompt by prompt, choice by choice.
 
@@ -62,48 +63,54 @@ class Work:
     """
 
     streams: tuple[ChunkStream, ...]
-    folds: tuple[SequenceFold, ...]
+    completions: tuple[Completion, ...]
     prompt_idxs: tuple[int, ...]
     service: Service
     names: Mapping[str, tuple[str, ...]]
+    is_closed: bool = False
 
     async def close(self) -> None:
         """Abort what is not finished and forget the call. May be awaited twice."""
-        self.service.forget(self.names)
-        for fold in self.folds:
-            fold.end_trace()
+        if not self.is_closed:  # else its names may be those of a later call
+            self.is_closed = True
+            self.service.forget(self.names, self.completions)
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
         """Wait for all sequences and close; a disconnect of the client ends them."""
         try:
-            await unless_gone(receive, fold_all(self.streams, self.folds))
+            await unless_gone(receive, self._read())
         except QueueTimeoutError as error:
             error.retry_after_seconds = self.service.retry_after_wait(len(self.streams))
             raise
         finally:
             await self.close()
 
-    def completions(self) -> list[Completion]:
-        return [fold.completion for fold in self.folds]
+    async def _read(self) -> None:
+        async with aclosing(grown(self.streams, self.completions, self.service.observe)) as growth:
+            async for _ in growth:
+                pass
 
 
 def answer_stream(
     work: Work,
-    event: Callable[[int, SequenceFold], dict[str, Any] | bytes | None],
+    event: Callable[[int, Completion], dict[str, Any] | bytes | None],
     last: Callable[[], dict[str, Any] | None] = lambda: None,
     *,
     failure: Callable[[JspecError], bytes] = failure_event,
     done: bytes = DONE,
 ) -> EventStream:
-    """Return the answer as events made by `event` and `failure`, then `done`; see fold_events."""
-    events = fold_events(
+    """Return the answer as events made by `event` and `failure`, then `done`; see events_of."""
+    service = work.service
+    events = events_of(
         work.streams,
-        work.folds,
-        interval=work.service.args.stream_interval,
+        work.completions,
+        interval=service.args.stream_interval,
         event=event,
         last=last,
         failure=failure,
+        observe=service.observe,
+        sent=service.sent,
     )
     return EventStream(events, close=work.close, done=done)
 
@@ -177,31 +184,35 @@ class Service:
         streams = await self._queue(requests, names)
         for request in requests:
             self._say_if_cut(request)
-        folds = tuple(
-            SequenceFold(
-                request.request_id,
-                clock=self.metrics.clock(started=started),
-                trace=self._trace,
-                tracker=None
-                if tokenizer is None
-                else SpecTokenTracker(
-                    tokenizer,
-                    skip_special_tokens=request.sampling.skip_special_tokens,
-                    shown_ids=request.shown_ids,
-                ),
-                logprobs=LogprobForm.of(request.sampling, token_text=token_text),
-                seed=request.seed,
-                token_text=node_text,
+        completions = tuple(
+            Completion.of(
+                request,
+                token_text=token_text,
+                node_text=node_text,
+                spec_tokens=None if tokenizer is None else _split_text(tokenizer, request),
+                started=started,
             )
-            for _, request in indexed
+            for request in requests
         )
         return Work(
             streams=streams,
-            folds=folds,
+            completions=completions,
             prompt_idxs=tuple(index for index, _ in indexed),
             service=self,
             names=names,
         )
+
+    def observe(self, completion: Completion, chunk: StreamChunk) -> None:
+        """Record that a chunk was read."""
+        if self._trace is not None and chunk.new_ids:
+            self._trace.mark((chunk.request_id,), Border.READ, time.monotonic())
+        self.metrics.observe(completion, chunk)
+
+    def sent(self, completion: Completion) -> None:
+        """Record that an event was sent."""
+        if self._trace is not None and completion.output_ids:
+            self._trace.mark((completion.request_id,), Border.SENT, time.monotonic())
+            self._trace.end(completion.request_id)
 
     async def _tokenized(self, prompts: Sequence[Prompt]) -> list[tuple[int, Request]]:
         # Check first: tokenizing is slow, and wasted on a call that will be refused.
@@ -273,11 +284,15 @@ class Service:
                 *(wanted, most, prompt_len, self.engine.limits.max_total_tokens),
             )
 
-    def forget(self, names: Mapping[str, tuple[str, ...]]) -> None:
-        """Release the names of a finished call, unless a later call uses them."""
-        for name, request_ids in names.items():
-            if self._groups.get(name) is request_ids:
-                del self._groups[name]
+    def forget(
+        self, names: Mapping[str, tuple[str, ...]], completions: Sequence[Completion] = ()
+    ) -> None:
+        """Release the names of a call that is over, and end its traces."""
+        for name in names:
+            del self._groups[name]
+        if self._trace is not None:
+            for completion in completions:
+                self._trace.end(completion.request_id)
 
     async def abort(self, rid: str) -> int:
         """Abort the sequences of one call, of one prompt, or one by its own id."""
@@ -317,6 +332,15 @@ class Service:
         )
         throughput = f"gen throughput (token/s): {rates.gen_throughput:.1f}"
         return f"Decode batch, {load}, {accepted}{throughput}"
+
+
+def _split_text(tokenizer: Tokenizer, request: Request) -> SpecTokens:
+    tracker = SpecTokenTracker(
+        tokenizer,
+        skip_special_tokens=request.sampling.skip_special_tokens,
+        shown_ids=request.shown_ids,
+    )
+    return tracker.to_json
 
 
 def open_trace(path: str) -> RequestTrace:

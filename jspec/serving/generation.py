@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, closing, nullcontext
 from dataclasses import replace
@@ -210,22 +209,21 @@ class Generation:
     ) -> dict[str, Any]:
         (stream,) = await self._engine.submit((request,), wait=waits)
         async with aclosing(stream):
-            started = time.monotonic()
             completion = Completion.of(request, token_text=text)
             async for chunk in stream:
                 completion.add(chunk)
-            return completion.to_json(e2e_latency=time.monotonic() - started)
+            return completion.to_json()
 
     async def _stream(
         self, request: Request, text: TokenText | None, *, waits: bool
     ) -> AsyncGenerator[dict[str, Any]]:
         (stream,) = await self._engine.submit((request,), wait=waits)
-        started, completion = time.monotonic(), Completion.of(request, token_text=text)
+        completion = Completion.of(request, token_text=text)
         async with aclosing(stream):
             async for chunk in stream:
                 for each in (chunk, *stream.ready()):  # a slow reader gets fewer, longer ones
                     completion.add(each)
-                yield completion.to_json(e2e_latency=time.monotonic() - started)
+                yield completion.to_json()
 
     async def _stream_one(
         self, prompt: Prompt, text: TokenText | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jspec.messages.request import FinishKind, SpecCounters, StreamChunk
 from jspec.text.tokenizer.detokenizer import new_detokenizer
@@ -20,7 +20,7 @@ class SpecToken:
     step: int = 0
     proposed: int = 0  # drafts in that verification
 
-    def to_json(self) -> dict[str, str | bool | int]:
+    def to_json(self) -> dict[str, Any]:
         origin = {"accepted": self.accepted, "step": self.step, "proposed": self.proposed}
         return {"text": self.text, **origin}
 
@@ -73,6 +73,9 @@ class SpecTokenTracker:
         if finish is not None:
             self._queued.append((len(self._detokenizer.flush()), False, self._step))
         return self._take(chunk.text)
+
+    def to_json(self, chunk: StreamChunk) -> list[dict[str, Any]]:
+        return [piece.to_json() for piece in self.push(chunk)]
 
     def _step_of(self, counters: SpecCounters) -> _Step:
         before, self._counters = self._counters, counters

@@ -19,9 +19,10 @@ from jspec.messages.request import (
     StreamChunk,
     TokenLogprob,
 )
-from jspec.messages.response import GROWING, LogprobForm
+from jspec.messages.response import GROWING, Completion, LogprobForm
 from jspec.messages.verified_tree import VerifiedTree
-from jspec.server.http.streaming import SequenceFold, fold_events
+from jspec.server.http.event_json import EventJson
+from jspec.server.http.streaming import events_of
 from jspec.serving.engine import Engine
 
 from .helpers import wait_idle
@@ -29,13 +30,8 @@ from .helpers import wait_idle
 NUM_CHUNKS = 400
 
 
-class Clock:
-    """Measures nothing."""
-
-    elapsed = 0.0
-
-    def observe(self, chunk: StreamChunk) -> None:
-        pass
+def no_clock() -> float:
+    return 0.0
 
 
 def chunk_of(index: int) -> StreamChunk:
@@ -77,17 +73,13 @@ class Source:
         pass
 
 
-def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]], SequenceFold]:
+def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]], Completion]:
     """The events that a reader sees which is away for so many turns of the loop after each."""
-    fold = SequenceFold("r", clock=Clock())  # type: ignore[arg-type]
+    completion = Completion("r", clock=no_clock)
+    written = EventJson(completion, keeps_all=not incremental, index=None)
 
     async def run() -> list[dict[str, Any]]:
-        events = fold_events(
-            [Source()],
-            [fold],
-            interval=1,
-            event=lambda _, fold: fold.take_event(incremental=incremental, index=None),
-        )
+        events = events_of([Source()], [completion], interval=1, event=lambda *_: written.take())
         found = []
         async for event in events:
             found.append(json.loads(event.removeprefix(b"data: ")))
@@ -95,16 +87,16 @@ def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]],
                 await asyncio.sleep(0)
         return found
 
-    return asyncio.run(run()), fold
+    return asyncio.run(run()), completion
 
 
 def test_an_incremental_stream_builds_each_character_once() -> None:
-    events, fold = read_events(incremental=True, turns=0)
+    events, completion = read_events(incremental=True, turns=0)
     assert len(events) > NUM_CHUNKS // 2
     assert "".join(event["text"] for event in events) == "abc" * NUM_CHUNKS
     assert sum(len(event["output_ids"]) for event in events) == 3 * NUM_CHUNKS
-    assert len(fold.completion.texts) == NUM_CHUNKS  # nobody joined what was sent before
-    assert fold.completion.text == "abc" * NUM_CHUNKS
+    assert len(completion.texts) == NUM_CHUNKS  # nobody joined what was sent before
+    assert completion.text == "abc" * NUM_CHUNKS
 
 
 def test_a_slow_reader_of_a_cumulative_stream_gets_few_events() -> None:
@@ -133,14 +125,14 @@ def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
     assert results[-1]["text"] == whole["text"]
 
 
-def fold_of(*, token_text: Callable[[int], str] | None = None) -> SequenceFold:
+def rich_completion(*, token_text: Callable[[int], str] | None = None) -> Completion:
     """Of a request that asks for everything of which a stream tells more with each event."""
     sampling = SamplingParams(
         return_logprob=True, logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)
     )
-    return SequenceFold(
+    return Completion(
         'r"1',
-        clock=Clock(),  # type: ignore[arg-type]
+        clock=no_clock,
         logprobs=LogprobForm.of(sampling, token_text=token_text),
         token_text=token_text,
     )
@@ -166,35 +158,37 @@ def everything_of(number: int, *, is_last: bool = False) -> StreamChunk:
 @pytest.mark.parametrize("index", [None, 3])
 def test_events_are_those_that_json_would_write(index: int | None, asks_more: bool) -> None:
     texts = ["a", "", 'say "hi"\\\n', "日本\u2028", "\x00\x1f\x7f", "\ufffd🙂"]
-    fold = fold_of() if asks_more else SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
+    completion = rich_completion() if asks_more else Completion('r"1', clock=no_clock)
+    written = EventJson(completion, keeps_all=True, index=index)
     for number, text in enumerate(texts):
         chunk = everything_of(number, is_last=number == len(texts) - 1)
         if not asks_more:
             chunk = replace(chunk, logprobs=(), prompt_logprobs=(), draft_tree=None)
-        fold.add(replace(chunk, text=text))
+        completion.add(replace(chunk, text=text))
         if number == 2:
             continue  # two chunks in one event
-        body = fold.to_json()
+        body = completion.to_json()
         expected = json.dumps(
             body if index is None else {"index": index, **body}, ensure_ascii=False
         )
-        event = fold.take_event(incremental=False, index=index)
+        event = written.take()
         assert event == b"data: " + expected.encode() + b"\n\n"
 
 
 def test_incremental_events_add_up_to_the_whole() -> None:
-    fold = fold_of()
+    completion = rich_completion()
+    written = EventJson(completion, keeps_all=False, index=None)
     told: dict[str, Any] = {}
     for number in range(6):
-        fold.add(everything_of(number, is_last=number == 5))
-        event = json.loads(fold.take_event(incremental=True, index=None).removeprefix(b"data: "))
+        completion.add(everything_of(number, is_last=number == 5))
+        event = json.loads(written.take().removeprefix(b"data: "))
         meta = event["meta_info"]
         assert meta["output_token_logprobs_length"] == len(event["output_ids"])
         for name in ("text", "output_ids"):
             told[name] = told[name] + event[name] if number else event[name]
         for name in GROWING.intersection(meta):
             told[name] = told.get(name, []) + meta[name]
-    whole = json.loads(json.dumps(fold.to_json()))
+    whole = json.loads(json.dumps(completion.to_json()))
     for name, value in told.items():
         assert value == whole.get(name, whole["meta_info"].get(name)), name
     assert set(told) >= GROWING
@@ -208,10 +202,11 @@ def test_an_event_with_log_probabilities_costs_what_is_new(incremental: bool) ->
         named.append(token_id)
         return "t"
 
-    fold = fold_of(token_text=text_of)
+    completion = rich_completion(token_text=text_of)
+    written = EventJson(completion, keeps_all=not incremental, index=None)
     for number in range(NUM_CHUNKS):
-        fold.add(everything_of(number))
-        fold.take_event(incremental=incremental, index=None)
-    num_ids = len(fold.completion.output_ids)
+        completion.add(everything_of(number))
+        written.take()
+    num_ids = len(completion.output_ids)
     # A token, its two likeliest, the watched one; a tree of two nodes for two tokens; the prompt.
     assert len(named) <= num_ids * (1 + 2 + 1 + 1) + 2 * 4

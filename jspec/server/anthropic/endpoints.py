@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jspec.messages.response import Completion
 from jspec.server.anthropic.answers import MessageBlocks, message_error
 from jspec.server.anthropic.schema import parse_count, parse_message
 from jspec.server.http.exchange import status_of, told
-from jspec.server.http.streaming import SequenceFold
 from jspec.server.openai.completion_schema import openai_names
 from jspec.server.openai.endpoints import OpenAIEndpoints
 from jspec.server.openai.parsed_chat import PLAIN_READING, AnswerParts, check_answerable, prepare
@@ -44,13 +44,14 @@ class MessagesEndpoints(OpenAIEndpoints):
         if chat.options.stream:
             return answer_stream(
                 work,
-                lambda _, fold: named_events(answer.take(fold)) or None,
+                lambda _, completion: named_events(answer.take(completion)) or None,
                 failure=lambda error: named_events([message_error(told(error), status_of(error))]),
                 done=b"",
             )
         await work.finish(request.receive)
-        answer.take(work.folds[0])
-        return JSONResponse(blocks.to_json(work.folds[0].completion))
+        (completion,) = work.completions
+        answer.take(completion)
+        return JSONResponse(blocks.to_json(completion))
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens: tokens of the prompt that /v1/messages would run."""
@@ -67,10 +68,10 @@ class _Message:
         self._blocks, self._parts = blocks, parts
         self._has_begun = False
 
-    def take(self, fold: SequenceFold) -> list[dict[str, Any]]:
+    def take(self, completion: Completion) -> list[dict[str, Any]]:
         """Return the events of the text that came since the last call."""
-        begun = [] if self._has_begun else list(self._blocks.begin(fold.completion))
-        self._has_begun = True
-        said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
+        begun = [] if self._has_begun else list(self._blocks.begin(completion))
+        self._has_begun, is_last = True, completion.finish is not None
+        said = self._parts.take(completion.take()[0], is_last=is_last)
         events = [*begun, *self._blocks.add((event, self._parts.new_id()) for _, event in said)]
-        return [*events, *self._blocks.end(fold.completion)] if fold.is_finished else events
+        return [*events, *self._blocks.end(completion)] if is_last else events

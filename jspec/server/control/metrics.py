@@ -16,7 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from jspec.config.limits import ServeLimits
-from jspec.messages.request import FinishReason, StreamChunk
+from jspec.messages.request import StreamChunk
+from jspec.messages.response import Completion
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
 
@@ -116,8 +117,30 @@ class ServerMetrics(Collector):
         """Return the exposition text, version 0.0.4."""
         return generate_latest(self._registry)
 
-    def clock(self, *, started: float) -> RequestClock:
-        return RequestClock(self._observed, started=started)
+    def observe(self, completion: Completion, chunk: StreamChunk) -> None:
+        """Record the latencies of a chunk that `completion` does not have yet.
+
+        An interval between chunks counts once per token in it.
+        """
+        observed, now = self._observed, time.monotonic()
+        first, last = completion.first_token, completion.last_token
+        if chunk.new_ids:
+            if last:
+                num_ids = len(chunk.new_ids)
+                observed.itl.observe((now - last) / num_ids, count=num_ids)
+            else:
+                first = now
+                observed.ttft.observe(now - completion.started)
+            last = now
+        if chunk.finish is not None:
+            num_ids = chunk.completion_tokens
+            observed.num_finished[chunk.finish.kind] += 1
+            observed.e2e.observe(now - completion.started)
+            observed.prompt_tokens.observe(chunk.prompt_tokens)
+            observed.output_tokens.observe(num_ids)
+            if num_ids > 1:
+                observed.decode.observe(last - first)
+                observed.tpot.observe((last - first) / (num_ids - 1))
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; the registry calls it at a scrape."""
@@ -130,39 +153,3 @@ class ServerMetrics(Collector):
         )
         for row in METRICS:
             yield from row.metrics(snapshot, self._labels)
-
-
-class RequestClock:
-    """Latencies of one sequence; an interval between chunks counts once per token in it."""
-
-    def __init__(self, observed: Observed, *, started: float) -> None:
-        self._observed = observed
-        self._started = started
-        self._first = self._last = 0.0  # 0 until there is a token
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._started
-
-    def observe(self, chunk: StreamChunk) -> None:
-        now = time.monotonic()
-        if chunk.new_ids:
-            if self._last:
-                num_ids = len(chunk.new_ids)
-                self._observed.itl.observe((now - self._last) / num_ids, count=num_ids)
-            else:
-                self._first = now
-                self._observed.ttft.observe(now - self._started)
-            self._last = now
-        if chunk.finish is not None:
-            self._end(chunk, chunk.finish, now)
-
-    def _end(self, chunk: StreamChunk, finish: FinishReason, now: float) -> None:
-        observed, num_ids = self._observed, chunk.completion_tokens
-        observed.num_finished[finish.kind] += 1
-        observed.e2e.observe(now - self._started)
-        observed.prompt_tokens.observe(chunk.prompt_tokens)
-        observed.output_tokens.observe(num_ids)
-        if num_ids > 1:
-            observed.decode.observe(self._last - self._first)
-            observed.tpot.observe((self._last - self._first) / (num_ids - 1))

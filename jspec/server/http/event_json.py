@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from jspec.messages.response import GROWING
+from jspec.messages.response import GROWING, Completion
 
 # json.dumps would make an encoder for every call with options.
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -24,38 +24,34 @@ def encode_event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventJson:
-    """The growing JSON of one sequence. keeps_all: events are cumulative, else only new output.
+    """The events of one sequence.
+
+    keeps_all: events are cumulative, else only new output.
+    index: of the sequence in its call, if there are several.
 
     {"index": 0, "text": "ab", "output_ids": [1, 2], "meta_info": {...}}
     """
 
-    def __init__(self, *, keeps_all: bool) -> None:
-        self._keeps_all = keeps_all
+    def __init__(self, completion: Completion, *, keeps_all: bool, index: int | None) -> None:
+        self._completion, self._keeps_all, self._index = completion, keeps_all, index
         self._text = bytearray()
         self._ids = bytearray()
         self._lists: dict[str, bytearray] = {}
 
-    def add(self, text: str, ids: Sequence[int]) -> None:
-        if text:
-            self._text += encode_basestring(text)[1:-1].encode("utf-8")
-        if ids:
-            if self._ids:
-                self._ids += b", "
-            self._ids += str(list(ids))[1:-1].encode("ascii")
-
-    def event(
-        self,
-        meta_info: Mapping[str, Any],
-        *,
-        index: int | None,
-        spec_tokens: Sequence[Any] | None = None,
-    ) -> bytes:
-        """Return the event; spec_tokens and the GROWING lists of meta_info contain only what is
-        new. index: of the sequence in its call, if there are several."""
-        named = b"" if index is None else b'"index": %d, ' % index
+    def take(self) -> bytes:
+        """Return the sequence so far as an event, or what is new. Costs as much as what is new."""
+        completion = self._completion
+        text, told = completion.take()
+        self._add(text, completion.output_ids[told.ids :])
+        meta = completion.meta_info(told=told)
+        if self._keeps_all and completion.logprob_form is not None:
+            # count the cumulative list of this event
+            meta["output_token_logprobs_length"] += told.ids
+        named = b"" if self._index is None else b'"index": %d, ' % self._index
         parts: list[bytes | bytearray] = [b"data: {", named, b'"text": "', self._text]
         parts += (b'", "output_ids": [', self._ids)
-        parts += (b'], "meta_info": ', *self._meta(meta_info))
+        parts += (b'], "meta_info": ', *self._meta(meta))
+        spec_tokens = completion.spec_tokens(told=told)
         if spec_tokens is not None:
             parts += (b', "spec_tokens": ', *self._grown("spec_tokens", spec_tokens))
         event = b"".join((*parts, b"}\n\n"))
@@ -64,6 +60,14 @@ class EventJson:
             self._ids.clear()
             self._lists.clear()
         return event
+
+    def _add(self, text: str, ids: Sequence[int]) -> None:
+        if text:
+            self._text += encode_basestring(text)[1:-1].encode("utf-8")
+        if ids:
+            if self._ids:
+                self._ids += b", "
+            self._ids += str(list(ids))[1:-1].encode("ascii")
 
     def _meta(self, meta_info: Mapping[str, Any]) -> list[bytes | bytearray]:
         if GROWING.isdisjoint(meta_info):

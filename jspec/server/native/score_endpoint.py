@@ -71,7 +71,7 @@ class ScoreEndpoint:
         with label_names():
             work = await self.service.submit(call.as_prompts())
         await work.finish(request.receive)
-        found = work.completions()
+        found = work.completions
         for completion in found:
             if not completion.logprobs:  # it was aborted
                 message = "the request was aborted before its scores were known"

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from jspec.errors import shown
 from jspec.messages.request import PromptToken
+from jspec.messages.response import Completion
 from jspec.server.http.exchange import read_call
-from jspec.server.http.streaming import SequenceFold
 from jspec.server.openai import answers
 from jspec.server.openai.answers import AnswerHead, AnswerShape, ChatShape, TextShape
 from jspec.server.openai.chat_schema import parse_chat
@@ -114,18 +114,17 @@ class OpenAIEndpoints:
             return _stream(answer, head)
         await work.finish(request.receive)
         choices = []
-        for index, fold in enumerate(work.folds):
-            completion = fold.completion
+        for index, completion in enumerate(work.completions):
             text = answer.echo(index) + completion.text
             choice = shape.choice(index, text, completion.finish)
             answer.count_reasoning(index)
             choice["logprobs"] = answer.logprobs(index, first_id=0)
             choice["seed"] = completion.seed
             if options.return_meta_info:
-                choice["meta_info"] = fold.to_json()["meta_info"]
+                choice["meta_info"] = completion.meta_info()
             choices.append(choice)
         body = head.to_json(choices)
-        body["usage"] = answers.usage_of(work.completions(), work.prompt_idxs)
+        body["usage"] = answers.usage_of(work.completions, work.prompt_idxs)
         if options.return_spec_tokens_details:
             body["sglext"] = {"spec_tokens_details": _details(work)}
         return JSONResponse(body)
@@ -152,7 +151,7 @@ class OpenAIEndpoints:
 
 
 def _details(work: Work) -> Any:
-    details = answers.spec_details(work.completions())
+    details = answers.spec_details(work.completions)
     return details if len(details) > 1 else details[0]
 
 
@@ -173,7 +172,7 @@ class _Answer:
     ) -> None:
         self.options, self.work, self.shape = options, work, shape
         self._texts, self._echoes = texts, echoes
-        self._offsets = [0] * len(work.folds)  # characters of the tokens answered so far
+        self._offsets = [0] * len(work.completions)  # characters of the tokens answered so far
 
     def echo(self, index: int) -> str:
         return self._echoes[self.work.prompt_idxs[index]] if self._echoes else ""
@@ -181,7 +180,7 @@ class _Answer:
     def count_reasoning(self, index: int) -> None:
         if passages := self.shape.reasoning(index):
             texts = self.work.service.engine.token_texts
-            note_reasoning(self.work.folds[index].completion, passages, texts)
+            note_reasoning(self.work.completions[index], passages, texts)
 
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
         """Return a sequence's log-probabilities from `first_id` on; None if not requested.
@@ -191,7 +190,7 @@ class _Answer:
         """
         if self._texts is None:
             return None
-        completion = self.work.folds[index].completion
+        completion = self.work.completions[index]
         ids, known = completion.output_ids[first_id:], completion.logprobs[first_id:]
         tokens: list[PromptToken] = [] if first_id else list(completion.prompt_logprobs)
         tokens += zip(ids, known, strict=True)
@@ -204,9 +203,9 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
     options, work, shape = answer.options, answer.work, answer.shape
     begun: set[int] = set()  # sequences with at least one event
 
-    def event(index: int, fold: SequenceFold) -> dict[str, Any] | None:
-        first_id, is_first = fold.num_taken_ids, index not in begun
-        text, finish = fold.take_text(), fold.completion.finish
+    def event(index: int, completion: Completion) -> dict[str, Any] | None:
+        is_first, finish = index not in begun, completion.finish
+        text, told = completion.take()
         text = answer.echo(index) + text if is_first else text
         if not (text or finish is not None or options.logprobs):
             return None  # ids whose text is pending: no event in this shape
@@ -215,16 +214,16 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
             if not options.logprobs:
                 return None
             choice = {"index": index, "delta": {}, "finish_reason": None, "matched_stop": None}
-        choice["logprobs"] = answer.logprobs(index, first_id=first_id)
+        choice["logprobs"] = answer.logprobs(index, first_id=told.ids)
         begun.add(index)
         if finish is not None:
             answer.count_reasoning(index)
-            choice["seed"] = fold.completion.seed
+            choice["seed"] = completion.seed
         if options.return_meta_info and finish is not None:
-            choice["meta_info"] = fold.to_json()["meta_info"]
+            choice["meta_info"] = completion.meta_info()
         body = head.to_json([choice])
         if options.continuous_usage:
-            return {**body, "usage": answers.usage_of([fold.completion], [0])}
+            return {**body, "usage": answers.usage_of([completion], [0])}
         return {**body, "usage": None} if options.include_usage else body
 
     def last() -> dict[str, Any] | None:
@@ -232,7 +231,7 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
             return None
         body = head.to_json([])
         if options.include_usage:
-            body["usage"] = answers.usage_of(work.completions(), work.prompt_idxs)
+            body["usage"] = answers.usage_of(work.completions, work.prompt_idxs)
         if options.return_spec_tokens_details:
             body["sglext"] = {"spec_tokens_details": _details(work)}
         return body

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jspec.server.http.streaming import SequenceFold
+from jspec.messages.response import Completion
 from jspec.server.openai.completion_schema import openai_names
 from jspec.server.openai.endpoints import OpenAIEndpoints
 from jspec.server.openai.parsed_chat import (
@@ -46,7 +46,7 @@ class ResponsesEndpoints(OpenAIEndpoints):
         if chat.options.stream:
             return answer.stream(work)
         await work.finish(request.receive)
-        return JSONResponse(answer.whole(work.folds[0]))
+        return JSONResponse(answer.whole(work.completions[0]))
 
     def _head(self, call: ResponseCall) -> dict[str, Any]:
         return {
@@ -63,20 +63,22 @@ class _Response:
         self._items, self._parts, self._texts = items, parts, texts
         self._has_begun = False
 
-    def _take(self, fold: SequenceFold) -> list[dict[str, Any]]:
+    def _take(self, completion: Completion) -> list[dict[str, Any]]:
         begun = [] if self._has_begun else list(self._items.begin())
         self._has_begun = True
-        said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
+        said = self._parts.take(completion.take()[0], is_last=completion.finish is not None)
         grown = self._items.add((event, self._parts.new_id()) for _, event in said)
         events = [*begun, *grown]
-        if not fold.is_finished:
+        if completion.finish is None:
             return events
-        note_reasoning(fold.completion, self._parts.reasoning, self._texts)
-        return [*events, *self._items.end(fold.completion)]
+        note_reasoning(completion, self._parts.reasoning, self._texts)
+        return [*events, *self._items.end(completion)]
 
-    def whole(self, fold: SequenceFold) -> dict[str, Any]:
-        self._take(fold)
-        return self._items.to_json(fold.completion)
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        self._take(completion)
+        return self._items.to_json(completion)
 
     def stream(self, work: Work) -> Response:
-        return answer_stream(work, lambda _, fold: named_events(self._take(fold)) or None)
+        return answer_stream(
+            work, lambda _, completion: named_events(self._take(completion)) or None
+        )
