@@ -1,6 +1,8 @@
 """Requests and their results: frozen, picklable, without jax.
 
-`SamplingParams` uses SGLang's field names. Requests are validated here, once, on entry.
+`SamplingParams` uses SGLang's field names. Its constructor is the only place that converts and
+checks them; what depends on the model is checked by `text.intake`, what depends on the engine's
+limits by `scheduler.pages.budget`.
 """
 
 from __future__ import annotations
@@ -251,16 +253,14 @@ class SamplingParams:
             raise RequestError(
                 f"sampling_params is {shown(values)}; expected fields and their values"
             )
-        known = {parameter.name: parameter for parameter in table_of(cls)}
+        known = {parameter.name for parameter in table_of(cls)}
         for name in values:
             if name not in known:
                 hint = PEER_PARAMETERS.get(name, "")
-                raise RequestError(
-                    unknown_field("sampling_params", str(name), set(known), hint=hint)
-                )
+                raise RequestError(unknown_field("sampling_params", str(name), known, hint=hint))
         given = {name: value for name, value in values.items() if value is not None}
         whole = {**(defaults or {}), **given}
-        return cls(**{name: known[name].read(value) for name, value in whole.items()})
+        return cls(**whole)
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ids that end a text: its own and, unless ignored, the model's EOS."""

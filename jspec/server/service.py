@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 from jspec.errors import (
@@ -23,6 +25,7 @@ from jspec.errors import (
     QueueTimeoutError,
     RequestError,
     reason_of,
+    shown,
 )
 from jspec.messages.request import Request, StreamChunk
 from jspec.messages.response import Completion, SpecTokens
@@ -153,10 +156,13 @@ class Service:
         path = self.engine.args.model_path
         return "jspec-bundled" if path is None else path.rstrip("/").rsplit("/", 1)[-1]
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        path = self.engine.args.model_path
-        return (self.model_name, "default", *(() if path is None else (path,)))
+    def check_model(self, name: str | None) -> None:
+        """Raise HTTPException 404 for the name of another model."""
+        if name not in (None, self.model_name, "default", self.engine.args.model_path):
+            raise HTTPException(
+                HTTPStatus.NOT_FOUND,
+                f"model is {shown(name)}; expected {self.model_name!r} or 'default'",
+            )
 
     async def submit(
         self,

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import RequestError, shown
+from jspec.errors import RequestError
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
 from jspec.messages.request import (
@@ -26,12 +26,17 @@ from jspec.messages.request import (
     Request,
     SamplingParams,
 )
+from jspec.messages.sampling_fields import Integer
 from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.template.chat_messages import check_messages
 from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
+MAX_PRIORITY = 2**31 - 1
+PRIORITY = Integer(
+    -MAX_PRIORITY, MAX_PRIORITY, expected=f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+)
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
 Params = Mapping[str, Any] | SamplingParams | None
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -157,8 +162,7 @@ class Intake:
         if self._tokenizer is None and texts:
             name = "stop" if sampling.stop else "stop_regex"
             raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
-        if not isinstance(prompt.priority, int) or isinstance(prompt.priority, bool):
-            raise RequestError(f"priority is {shown(prompt.priority)}; expected an integer")
+        PRIORITY.check("priority", prompt.priority)
         num_stop_ids = len(sampling.stop_ids(self._eos_token_ids))
         if sampling.min_new_tokens and num_stop_ids > MAX_MASKED_STOP_IDS:
             raise RequestError(

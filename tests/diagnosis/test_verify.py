@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jspec.cli.diagnosis.prompts import EXAMPLES, Prompt, examples, first_of, read_prompts
-from jspec.cli.diagnosis.verify import VerifySettings, plain_arguments, verify
+from jspec.cli.diagnosis.verify import VerifySettings, checking_arguments, verify
 from jspec.cli.main import main
 from jspec.cli.verify import text_of
 from jspec.errors import ConfigError
@@ -56,10 +56,11 @@ def test_the_plain_engine_drafts_nothing() -> None:
         "dtype": "float32",
         "disable_logprobs": True,
     }
-    assert plain_arguments(given) == {
+    assert checking_arguments(given) == {
         "model_path": "m",
         "dtype": "float32",
         "speculative_algorithm": "NONE",
+        "disable_logprobs": False,
     }
 
 

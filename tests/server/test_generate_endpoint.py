@@ -251,6 +251,21 @@ def test_who_waits_too_long_gets_a_503_with_retry_after(
     wait_idle(engine)
 
 
+@pytest.mark.parametrize("wrong", [1.5, True, "a", None, 10**6, -1])
+def test_ids_are_checked_in_one_place_for_every_route(client: httpx.Client, wrong: Any) -> None:
+    for path, body, name in (
+        ("/generate", {"input_ids": [1, wrong]}, "input_ids"),
+        ("/generate", {"input_ids": [[1], [1, wrong]]}, "input_ids"),
+        ("/v1/completions", {"prompt": [1, wrong]}, "prompt"),
+        ("/v1/completions", {"prompt": [1, wrong], "echo": True}, "prompt"),
+        ("/detokenize", {"tokens": [1, wrong]}, "tokens"),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        message = answer.json()["message"]
+        assert f"{name} holds {wrong!r}; expected ids from 0 to 319" in message
+
+
 def test_a_priority_needs_an_engine_with_priorities(client: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}]}
     calls = (("/generate", {"text": "x"}), ("/v1/completions", {"prompt": "x"}))

@@ -27,7 +27,7 @@ from jspec.server.openai.completion_schema import COMPLETION_FIELDS, parse_compl
 def test_one_text() -> None:
     call = parse_generate({"text": "hi", "sampling_params": {"temperature": 0}, "rid": "r"})
     (prompt,) = call.prompts
-    assert (prompt.text, prompt.input_ids, prompt.rid) == ("hi", None, "r")
+    assert (prompt.text, prompt.input_ids, prompt.request_id) == ("hi", None, "r")
     assert prompt.sampling == SamplingParams(temperature=0)
     assert (call.is_list, call.stream, call.return_spec_tokens) == (False, False, False)
 
@@ -40,16 +40,16 @@ def test_a_list_of_ids_with_params_each() -> None:
             "rid": ["a", "b"],
         }
     )
-    assert [p.input_ids for p in call.prompts] == [(1, 2), (3,)]
+    assert [p.input_ids for p in call.prompts] == [[1, 2], [3]]
     assert [p.sampling.max_new_tokens for p in call.prompts] == [4, 5]
-    assert [p.rid for p in call.prompts] == ["a", "b"]
+    assert [p.request_id for p in call.prompts] == ["a", "b"]
     assert call.is_list
     assert call.group is None
 
 
 def test_one_rid_for_a_list_names_them_all() -> None:
     call = parse_generate({"text": ["x", "y"], "rid": "r"})
-    assert [p.rid for p in call.prompts] == ["r_0", "r_1"]
+    assert [p.request_id for p in call.prompts] == ["r_0", "r_1"]
     assert call.group == "r"
 
 
@@ -131,9 +131,6 @@ BAD: list[tuple[Any, str]] = [
     ({"text": "\ud800"}, "lone surrogate"),
     ({"input_ids": "abc"}, "expected a list of token ids"),
     ({"input_ids": []}, "input_ids is an empty list"),
-    ({"input_ids": [1, "2"]}, "input_ids holds '2'"),
-    ({"input_ids": [1.5]}, "input_ids holds 1.5"),
-    ({"input_ids": [True]}, "input_ids holds true"),
     ({"input_ids": [[1], 2]}, "input_ids is 2; expected a list"),
     ({"txt": "x"}, "did you mean 'text'?"),
     ({"text": "x", "temperature": 0}, "did you mean 'temperature' in sampling_params?"),

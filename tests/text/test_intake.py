@@ -104,7 +104,7 @@ def test_params_that_are_no_fields_are_refused(params: Any) -> None:
 
 
 def test_a_priority_is_an_integer_and_few_stop_ids_can_be_masked() -> None:
-    for priority in (1.5, "1", True):
+    for priority in (1.5, "1", True, 2**31):
         with pytest.raises(RequestError, match=f"priority is {priority!r}; expected an integer"):
             INTAKE.read(Prompt(input_ids=[1], priority=priority))  # type: ignore[arg-type]
     most = list(range(1, MAX_MASKED_STOP_IDS))  # beside the end of sequence

@@ -19,7 +19,7 @@ from jspec.cli.diagnosis.examination import Examination
 from jspec.cli.diagnosis.prompts import Prompt
 from jspec.cli.diagnosis.records import Diagnosis
 from jspec.cli.diagnosis.texts import make_texts
-from jspec.cli.diagnosis.verify import plain_arguments
+from jspec.cli.diagnosis.verify import checking_arguments
 from jspec.config.engine_args import EngineArgs
 from jspec.errors import ConfigError
 from jspec.serving.engine import Engine
@@ -76,7 +76,7 @@ def examine(
         examination.run([p.given for p in prompts if isinstance(p.given, str)])
         proposing = propose_seconds(engine.served)
     say("starting the engine that does not speculate")
-    with Engine(**plain_arguments(arguments)) as engine:
+    with Engine(**checking_arguments(arguments)) as engine:
         plain_seconds = step_seconds(engine, requests[0])
     return examination.diagnosis(
         step_seconds=spec_seconds, propose_seconds=proposing, plain_step_seconds=plain_seconds

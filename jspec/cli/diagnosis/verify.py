@@ -22,6 +22,7 @@ import numpy as np
 
 from jspec.cli.diagnosis.prompts import Prompt
 from jspec.cli.diagnosis.texts import Text, make_texts
+from jspec.cli.measurement.offline import plain_arguments
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
 from jspec.engine.rescorer import Difference, Rescored, Rescorer
@@ -100,14 +101,9 @@ class VerifyReport:
         }
 
 
-def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
-        name: value
-        for name, value in arguments.items()
-        if "speculative" not in name
-        and name not in ("enable_multi_layer_eagle", "simulate_acceptance", "disable_logprobs")
-    }
-    return {**kept, "speculative_algorithm": "NONE"}
+def checking_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments without speculation, and with log-probabilities."""
+    return {**plain_arguments(arguments), "disable_logprobs": False}
 
 
 def check_speculates(arguments: Mapping[str, Any]) -> None:
@@ -137,7 +133,7 @@ def verify(
         name = f"{engine.config.speculative_algorithm} {spec.num_steps}/{spec.topk}/"
         name += str(spec.num_draft_tokens)
     say("starting the engine that does not")
-    with Engine(**plain_arguments(arguments)) as engine:
+    with Engine(**checking_arguments(arguments)) as engine:
         say("the same texts, twice")
         plain = make_texts(engine, cases)
         company = max(1, engine.limits.num_slots // 2)

@@ -32,7 +32,7 @@ class MessagesEndpoints(OpenAIEndpoints):
         request.state.error_body = message_error
         chat = await self._read(request, parse_message)
         style = self.service.args.answer_format
-        self._check_name(chat.options.model)
+        self.service.check_model(chat.options.model)
         check_answerable(chat, style)
         with openai_names():
             prompt = await self.service.chat_prompt(chat)
@@ -57,7 +57,7 @@ class MessagesEndpoints(OpenAIEndpoints):
         """POST /v1/messages/count_tokens: tokens of the prompt that /v1/messages would run."""
         request.state.error_body = message_error
         chat = await self._read(request, parse_count)
-        self._check_name(chat.options.model)
+        self.service.check_model(chat.options.model)
         with openai_names():
             prompt = await self.service.chat_prompt(chat)
         return JSONResponse({"input_tokens": len(prompt.input_ids or ())})

@@ -21,6 +21,7 @@ from jspec.server.http.fields import (
     as_object,
     check_text,
     get_bool,
+    read_body,
     shorten,
     without_neutral,
 )
@@ -70,14 +71,7 @@ def parse_message(
 
     needs_length: max_tokens is required, as it is by Anthropic for all but count_tokens.
     """
-    where = "the request body"
-    values = without_neutral(
-        where,
-        as_object(body, where),
-        read=MESSAGE_FIELDS,
-        neutral=NEUTRAL_MESSAGE,
-        hints=MESSAGE_HINTS,
-    )
+    values = read_body(body, read=MESSAGE_FIELDS, neutral=NEUTRAL_MESSAGE, hints=MESSAGE_HINTS)
     if needs_length and values.get("max_tokens") is None:
         raise RequestError("max_tokens is missing; expected the most tokens of the answer")
     if values.get("metadata") is not None:

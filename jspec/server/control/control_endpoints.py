@@ -18,13 +18,12 @@ from jspec.errors import RequestError
 from jspec.server.http.exchange import error_response, read_call, unless_gone
 from jspec.server.http.fields import (
     JsonObject,
-    as_object,
-    check_ids,
+    check_list,
     check_number_of_prompts,
     check_text,
     get_bool,
+    read_body,
     shorten,
-    without_neutral,
 )
 from jspec.server.openai.chat_schema import parse_chat
 from jspec.server.service import Service
@@ -32,7 +31,6 @@ from jspec.serving.generation import INLINE_CHARS
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.tokenizer.tokenizer import LARGE_CHARS
 
-BODY = "the request body"
 # The chat fields that affect the prompt.
 CHAT_PROMPT_FIELDS = frozenset(
     {
@@ -94,7 +92,7 @@ class ControlEndpoints:
         return await self._in_turn(request, make, size=num_chars + len(texts))
 
     def _tokenized(self, values: JsonObject, texts: list[str]) -> Response:
-        adds = values.get("add_special_tokens") is None or get_bool(values, "add_special_tokens")
+        adds = get_bool(values, "add_special_tokens", default=True)
         tokenizer = self.service.engine.tokenizer
         rows = [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
         is_list = isinstance(values["prompt"], list)
@@ -162,10 +160,8 @@ class ControlEndpoints:
 
         abort (SGLang's default) ends all requests first; in_place keeps them.
         """
-        body = await read_call(
-            request, self.service.args, partial(as_object, where=BODY), or_empty=True
-        )
-        values = without_neutral(BODY, body, read=frozenset({"mode"}), neutral={})
+        parse = partial(read_body, read=frozenset({"mode"}), neutral={})
+        values = await read_call(request, self.service.args, parse, or_empty=True)
         mode = values.get("mode") or "abort"
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode is {shorten(mode)}; expected one of {', '.join(PAUSE_MODES)}")
@@ -203,9 +199,8 @@ class ControlEndpoints:
 
 
 def _tokenize_fields(body: object) -> JsonObject:
-    values = without_neutral(
-        BODY,
-        as_object(body, BODY),
+    values = read_body(
+        body,
         read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
         neutral={"return_token_strs": (None, False)},
         hints={"text": "'prompt'"},
@@ -220,17 +215,12 @@ def _tokenize_fields(body: object) -> JsonObject:
     return values
 
 
-def _detokenize_fields(body: object) -> tuple[list[tuple[int, ...]], bool, bool]:
-    values = without_neutral(
-        BODY,
-        as_object(body, BODY),
-        read=frozenset({"tokens", "skip_special_tokens", "model"}),
-        neutral={},
-    )
+def _detokenize_fields(body: object) -> tuple[list[list[int]], bool, bool]:
+    values = read_body(body, read=frozenset({"tokens", "skip_special_tokens", "model"}), neutral={})
     tokens: Any = values.get("tokens")
     is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
-    rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
-    skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
+    rows = [check_list("tokens", row) for row in (tokens if is_list else [tokens])]
+    skips = get_bool(values, "skip_special_tokens", default=True)
     return rows, is_list, skips
 
 

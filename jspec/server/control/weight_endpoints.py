@@ -20,16 +20,16 @@ from jspec.errors import CheckpointError, ConfigError, RequestError
 from jspec.models.files.array_tensors import arrays_of_safetensors
 from jspec.server.http.exchange import log_refusal, read_bytes, read_call
 from jspec.server.http.fields import (
+    BODY,
     Neutral,
-    as_object,
     check_text,
     get_bool,
+    read_body,
     shorten,
     without_neutral,
 )
 from jspec.server.service import Service
 
-BODY = "the request body"
 QUERY = "the query"
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 # Options about running requests and the version's name.
@@ -128,7 +128,7 @@ class WeightEndpoints:
             request, read=frozenset({"new_version", "abort_all_requests"}), neutral={}
         )
         version = check_text("new_version", values.get("new_version"))
-        aborts = values.get("abort_all_requests") is None or get_bool(values, "abort_all_requests")
+        aborts = get_bool(values, "abort_all_requests", default=True)
         await self.service.engine.update_weight_version(version, abort_all_requests=aborts)
         message = f"Weight version updated to {version}"
         return JSONResponse({"success": True, "message": message, "new_version": version})
@@ -140,8 +140,8 @@ class WeightEndpoints:
     async def _read(
         self, request: Request, *, read: frozenset[str], neutral: Neutral
     ) -> Mapping[str, Any]:
-        body = await read_call(request, self.service.args, partial(as_object, where=BODY))
-        return without_neutral(BODY, body, read=read, neutral=neutral)
+        parse = partial(read_body, read=read, neutral=neutral)
+        return await read_call(request, self.service.args, parse)
 
 
 async def _answer(request: Request, update: Awaitable[dict[str, Any]]) -> Response:

@@ -17,10 +17,10 @@ Neutral = Mapping[str, tuple[Any, ...]]
 Hints = Mapping[str, str]
 NO_HINTS: Hints = {}
 NO_DEFAULTS: Mapping[str, Any] = {}
+BODY = "the request body"
 MAX_RID_CHARS = 256
 EXTRA_KEYS = ("extra_key", "cache_salt")
 MAX_EXTRA_KEY_CHARS = 1024
-MAX_PRIORITY = 2**31 - 1
 MAX_PROMPTS = 65_536  # the queue's limit is lower
 
 
@@ -54,6 +54,13 @@ def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
     for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
         return repr(near) if near in read else f"{near!r}, which is not implemented"
     return ""
+
+
+def read_body(
+    body: object, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
+) -> dict[str, Any]:
+    """Return the fields to read of a request's body. Raises RequestError."""
+    return without_neutral(BODY, as_object(body, BODY), read=read, neutral=neutral, hints=hints)
 
 
 def without_neutral(
@@ -90,11 +97,11 @@ def shorten(value: object) -> str:
     return to_json(value) if value is None or isinstance(value, bool) else shown(value)
 
 
-def get_bool(body: JsonObject, name: str) -> bool:
-    """Return a boolean; False if absent or null. Raises RequestError."""
+def get_bool(body: JsonObject, name: str, *, default: bool = False) -> bool:
+    """Return a boolean; `default` if absent or null. Raises RequestError."""
     value = body.get(name)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {shorten(value)}; expected true or false")
     return value
@@ -109,6 +116,10 @@ def check_text(name: str, value: object) -> str:
     except UnicodeEncodeError:
         raise RequestError(f"{name} holds a lone surrogate; expected Unicode text") from None
     return value
+
+
+def get_rid(body: JsonObject) -> str | None:
+    return None if body.get("rid") is None else check_rid(body["rid"])
 
 
 def check_rid(value: object) -> str:
@@ -133,14 +144,11 @@ def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
         raise RequestError(f"{name} is a list of {len(items)}; expected at most {MAX_PROMPTS}")
 
 
-def check_ids(name: str, value: object) -> tuple[int, ...]:
-    """Return a list of integers; the engine checks them against the vocabulary."""
+def check_list(name: str, value: object) -> list[Any]:
+    """Return a list of token ids; the engine checks each."""
     if not isinstance(value, list):
         raise RequestError(f"{name} is {shorten(value)}; expected a list of token ids")
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
-    return tuple(value)
+    return value
 
 
 def get_extra_key(body: JsonObject) -> str | None:
@@ -160,16 +168,3 @@ def get_extra_key(body: JsonObject) -> str | None:
             f"{shorten(given['cache_salt'])}; expected one of them"
         )
     return next(iter(given.values()), None)
-
-
-def get_priority(body: JsonObject) -> int:
-    """Return the call's priority; 0 if absent. Raises RequestError."""
-    value = body.get("priority")
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
-        raise RequestError(
-            f"priority is {shorten(value)}; expected an integer from {-MAX_PRIORITY} to "
-            f"{MAX_PRIORITY}"
-        )
-    return value

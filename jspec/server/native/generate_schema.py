@@ -16,14 +16,15 @@ from jspec.server.http.fields import (
     JsonObject,
     Neutral,
     as_object,
-    check_ids,
+    check_list,
     check_number_of_prompts,
     check_rid,
     check_text,
     expand_rid,
     get_bool,
     get_extra_key,
-    get_priority,
+    get_rid,
+    read_body,
     shorten,
     without_neutral,
 )
@@ -127,17 +128,13 @@ class GenerateCall:
 
 def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
     """Parse a body. Raises RequestError naming the field, its value and what was expected."""
-    values = as_object(body, "the request body")
-    where = "the request body"
-    values = without_neutral(
-        where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS
-    )
+    values = read_body(body, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS)
     sources, is_list = _sources(values)
     sampling = _sampling(
         values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
     )
     sampling = _with_outputs(values, sampling, is_list=is_list)
-    rids = _rids(values.get("rid"), len(sources), is_list=is_list)
+    rids = _rids(values, len(sources), is_list=is_list)
     rid, common = values.get("rid"), common_fields(values)
     return GenerateCall(
         prompts=tuple(
@@ -154,7 +151,8 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
 
 def common_fields(values: JsonObject) -> dict[str, Any]:
     """Return Prompt fields with one value per call. Raises RequestError."""
-    return {"priority": get_priority(values), "extra_key": get_extra_key(values)}
+    priority = values.get("priority")
+    return {"priority": 0 if priority is None else priority, "extra_key": get_extra_key(values)}
 
 
 def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
@@ -170,8 +168,8 @@ def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
         raise RequestError(f"input_ids is {shorten(ids)}; expected a list of token ids")
     if not ids or isinstance(ids[0], list):
         _check_number("input_ids", ids)
-        return [{"input_ids": check_ids("input_ids", row)} for row in ids], True
-    return [{"input_ids": check_ids("input_ids", ids)}], False
+        return [{"input_ids": check_list("input_ids", row)} for row in ids], True
+    return [{"input_ids": check_list("input_ids", ids)}], False
 
 
 def _check_number(name: str, items: list[Any]) -> None:
@@ -212,7 +210,7 @@ def _with_outputs(
             raise RequestError(f"{name} is a list of {len(value)}; expected {expected}")
         for own, each in zip(by_prompt, value if is_each else [value] * len(sampling), strict=True):
             if each is not None:
-                own[name] = parameter.read(each)
+                own[name] = each
     return [
         replace(params, **own) if own else params
         for params, own in zip(sampling, by_prompt, strict=True)
@@ -234,14 +232,14 @@ def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     return SamplingParams.from_mapping(values, defaults=defaults)
 
 
-def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:
+def _rids(values: JsonObject, num_prompts: int, *, is_list: bool) -> list[str | None]:
+    value = values.get("rid")
     if isinstance(value, list):
         if not is_list or len(value) != num_prompts:
             expected = f"a list of {num_prompts}, or text" if is_list else "text"
             raise RequestError(f"rid is a list of {len(value)}; expected {expected}")
         return [check_rid(item) for item in value]
-    rid = None if value is None else check_rid(value)
-    return expand_rid(rid, num_prompts, is_list=is_list)
+    return expand_rid(get_rid(values), num_prompts, is_list=is_list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,12 +251,8 @@ class AbortCall:
 
 def parse_abort(body: object) -> AbortCall:
     """Parse a body. Raises RequestError, also for an empty rid, which would match nothing."""
-    values = as_object(body, "the request body")
-    values = without_neutral(
-        "the request body",
-        values,
-        read=frozenset({"rid", "abort_all"}),
-        neutral={"abort_message": (None,)},
+    values = read_body(
+        body, read=frozenset({"rid", "abort_all"}), neutral={"abort_message": (None,)}
     )
     rid = values.get("rid")
     if get_bool(values, "abort_all"):

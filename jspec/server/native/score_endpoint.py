@@ -10,21 +10,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jspec.errors import shown
 from jspec.server.http.exchange import read_call
 from jspec.server.http.fields import (
     Neutral,
-    as_object,
     check_number_of_prompts,
     check_text,
     get_bool,
-    without_neutral,
+    read_body,
 )
 from jspec.server.openai import answers
 from jspec.server.service import Service
 from jspec.text.scoring import ScoreCall, label_names
 
-BODY = "the request body"
 SCORE_FIELDS = frozenset(
     {"query", "items", "label_token_ids", "apply_softmax", "item_first", "model", "user"}
 )
@@ -33,7 +30,7 @@ NEUTRAL_SCORE: Neutral = {"return_pooled_hidden_states": (None, False), "rid": (
 
 def parse_score(body: object) -> tuple[ScoreCall, str | None]:
     """Return the call, and the model's name if given. Raises RequestError."""
-    values = without_neutral(BODY, as_object(body, BODY), read=SCORE_FIELDS, neutral=NEUTRAL_SCORE)
+    values = read_body(body, read=SCORE_FIELDS, neutral=NEUTRAL_SCORE)
     for name in ("model", "user"):
         if values.get(name) is not None:
             check_text(name, values[name])
@@ -63,11 +60,7 @@ class ScoreEndpoint:
     async def score(self, request: Request) -> Response:
         """POST /v1/score: the probability of each label after query and item, in SGLang's form."""
         call, model = await read_call(request, self.service.args, parse_score)
-        if model is not None and model not in self.service.model_names:
-            raise HTTPException(
-                HTTPStatus.NOT_FOUND,
-                f"model is {shown(model)}; expected {self.service.model_name!r} or 'default'",
-            )
+        self.service.check_model(model)
         with label_names():
             work = await self.service.submit(call.as_prompts())
         await work.finish(request.receive)

@@ -14,10 +14,10 @@ from jspec.server.http.fields import (
     JsonObject,
     Neutral,
     as_object,
-    check_rid,
     get_bool,
+    get_rid,
+    read_body,
     shorten,
-    without_neutral,
 )
 from jspec.server.native.generate_schema import common_fields
 from jspec.server.openai.completion_schema import (
@@ -33,7 +33,7 @@ from jspec.server.openai.completion_schema import (
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
-from jspec.text.template.chat_messages import Message, check_messages
+from jspec.text.template.chat_messages import Messages, check_messages
 
 CHAT_FIELDS = (
     frozenset(SAMPLING_NAMES)
@@ -90,7 +90,7 @@ class ChatCall:
     separate_reasoning: effective only with --reasoning-parser.
     """
 
-    messages: tuple[Message, ...]
+    messages: Messages
     sampling: SamplingParams
     template_options: Mapping[str, Any]
     options: AnswerOptions
@@ -116,10 +116,7 @@ class ChatCall:
 
 def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
     """Parse a body. Raises RequestError naming the field, its value and what was expected."""
-    where = "the request body"
-    values = without_neutral(
-        where, as_object(body, where), read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS
-    )
+    values = read_body(body, read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS)
     messages = check_messages(values.get("messages"))
     sampling = sampling_of(_with_one_length(values), defaults)
     asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")
@@ -132,15 +129,13 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     if asks:
         sampling = with_logprobs(sampling, num_top or 0, of_prompt=False)
     continues = get_bool(values, "continue_final_message")
-    given = values.get("add_generation_prompt")
-    adds = (not continues) if given is None else get_bool(values, "add_generation_prompt")
+    adds = get_bool(values, "add_generation_prompt", default=not continues)
     if adds and continues:
         raise RequestError(
             "add_generation_prompt and continue_final_message are true; expected one of them"
         )
     names = ("tools", "tool_choice", "parallel_tool_calls")
     tools = check_tools(*(values.get(name) for name in names))
-    splits = values.get("separate_reasoning") is None or get_bool(values, "separate_reasoning")
     return ChatCall(
         messages=messages,
         sampling=sampling,
@@ -151,10 +146,10 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             "tools": tools.shown_tools,
         },
         options=replace(answer_options(values), logprobs=asks),
-        rid=None if values.get("rid") is None else check_rid(values["rid"]),
+        rid=get_rid(values),
         **common_fields(values),
         tools=tools,
-        separate_reasoning=splits,
+        separate_reasoning=get_bool(values, "separate_reasoning", default=True),
     )
 
 

@@ -22,12 +22,13 @@ from jspec.server.http.fields import (
     JsonObject,
     Neutral,
     as_object,
-    check_ids,
+    check_list,
     check_number_of_prompts,
-    check_rid,
     check_text,
     expand_rid,
     get_bool,
+    get_rid,
+    read_body,
     shorten,
     without_neutral,
 )
@@ -132,17 +133,12 @@ class CompletionCall:
 
 def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionCall:
     """Parse a body. Raises RequestError naming the field, its value and what was expected."""
-    where = "the request body"
-    values = without_neutral(
-        where,
-        as_object(body, where),
-        read=COMPLETION_FIELDS,
-        neutral=NEUTRAL_COMPLETION,
-        hints=COMPLETION_HINTS,
+    values = read_body(
+        body, read=COMPLETION_FIELDS, neutral=NEUTRAL_COMPLETION, hints=COMPLETION_HINTS
     )
     num_top, echo = values.get("logprobs"), get_bool(values, "echo")
     options = replace(answer_options(values), logprobs=num_top is not None, echo=echo)
-    rid = None if values.get("rid") is None else check_rid(values["rid"])
+    rid = get_rid(values)
     sampling = sampling_of({"max_tokens": DEFAULT_MAX_TOKENS, **_given(values)}, defaults)
     _check_best_of(values.get("best_of"), sampling.n)
     if num_top is not None:
@@ -241,8 +237,8 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
     if isinstance(prompt[0], str):
         return [{"text": check_text("prompt", item)} for item in prompt]
     if isinstance(prompt[0], list):
-        return [{"input_ids": check_ids("prompt", item)} for item in prompt]
-    return [{"input_ids": check_ids("prompt", prompt)}]
+        return [{"input_ids": check_list("prompt", item)} for item in prompt]
+    return [{"input_ids": check_list("prompt", prompt)}]
 
 
 def _usage_options(values: JsonObject) -> dict[str, bool]:

@@ -6,15 +6,12 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any, TypeVar
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jspec.errors import shown
 from jspec.messages.request import PromptToken
 from jspec.messages.response import Completion
 from jspec.server.http.exchange import read_call
@@ -61,10 +58,10 @@ class OpenAIEndpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         call = await self._read(request, parse_completion)
-        self._check_name(call.options.model)
+        self.service.check_model(call.options.model)
         texts = self._texts(call.options)
-        echoes = self._echoes(call) if call.options.echo else ()
         with openai_names():
+            echoes = self._echoes(call) if call.options.echo else ()
             work = await self.service.submit(call.prompts, group=call.group)
         answer = _Answer(call.options, work, TextShape(), texts, echoes)
         return await self._answer(request, answer)
@@ -72,7 +69,7 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         call = await self._read(request, parse_chat)
-        self._check_name(call.options.model)
+        self.service.check_model(call.options.model)
         style = self.service.args.answer_format
         check_answerable(call, style)
         texts = self._texts(call.options)
@@ -88,19 +85,13 @@ class OpenAIEndpoints:
         return self.service.engine.token_texts if options.logprobs else None
 
     def _echoes(self, call: CompletionCall) -> tuple[str, ...]:
+        engine = self.service.engine
         return tuple(
-            self.service.engine.tokenizer.decode(prompt.input_ids or ())
+            engine.tokenizer.decode(engine.check_ids("input_ids", prompt.input_ids))
             if prompt.text is None
             else prompt.text
             for prompt in call.prompts
         )
-
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name not in self.service.model_names:
-            raise HTTPException(
-                HTTPStatus.NOT_FOUND,
-                f"model is {shown(name)}; expected {self.service.model_name!r} or 'default'",
-            )
 
     async def _answer(self, request: Request, answer: _Answer) -> Response:
         options, work, shape = answer.options, answer.work, answer.shape
@@ -146,7 +137,7 @@ class OpenAIEndpoints:
         """GET /v1/models/{name}."""
         if not request.path_params["name"]:
             return await self.models(request)
-        self._check_name(request.path_params["name"])
+        self.service.check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
 

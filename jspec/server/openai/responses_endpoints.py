@@ -34,7 +34,7 @@ class ResponsesEndpoints(OpenAIEndpoints):
         """POST /v1/responses."""
         call = await self._read(request, parse_response)
         chat, style = call.chat, self.service.args.answer_format
-        self._check_name(chat.options.model)
+        self.service.check_model(chat.options.model)
         check_answerable(chat, style)
         with openai_names():
             prompt = await self.service.chat_prompt(chat)

@@ -16,6 +16,7 @@ from jspec.server.http.fields import (
     Neutral,
     as_object,
     check_text,
+    read_body,
     shorten,
     without_neutral,
 )
@@ -86,14 +87,7 @@ class ResponseCall:
 
 def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponseCall:
     """Parse a body. Raises RequestError naming the field, its value and what was expected."""
-    where = "the request body"
-    values = without_neutral(
-        where,
-        as_object(body, where),
-        read=RESPONSE_FIELDS,
-        neutral=NEUTRAL_RESPONSE,
-        hints=RESPONSE_HINTS,
-    )
+    values = read_body(body, read=RESPONSE_FIELDS, neutral=NEUTRAL_RESPONSE, hints=RESPONSE_HINTS)
     chat: dict[str, Any] = {name: values[name] for name in SAME_FIELDS if name in values}
     chat["messages"] = _messages(values.get("input"), values.get("instructions"))
     chat["max_completion_tokens"] = values.get(LENGTH)

@@ -38,16 +38,23 @@ class Arguments(dict[str, Any]):
         return text + str(self) if isinstance(text, str) else NotImplemented
 
 
-def check_messages(messages: object) -> tuple[Message, ...]:
+class Messages(tuple[Message, ...]):
+    """Checked messages."""
+
+
+def check_messages(messages: object) -> Messages:
     """Return the messages with text as content; text parts are joined by a newline, as in vLLM.
 
-    Arguments of tool calls become objects. Raises RequestError naming the field.
+    Checked messages are returned as they are. Arguments of tool calls become objects. Raises
+    RequestError naming the field.
     """
+    if isinstance(messages, Messages):
+        return messages
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
             f"messages is {_shown(messages)}; expected a list of at least one message"
         )
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
+    return Messages(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
 def _message(value: object, where: str) -> Message:
