@@ -30,7 +30,7 @@ from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, EngineClosedError, RequestError
 from jspec.messages.protocols import Weights
-from jspec.messages.request import Request, SamplingParams, StreamChunk
+from jspec.messages.request import Request, StreamChunk
 from jspec.models.files.checkpoint import load_sampling_defaults
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
@@ -40,7 +40,6 @@ from jspec.serving.generation import Generation
 from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
-from jspec.serving.request_trace import RequestTrace
 from jspec.serving.submission import Preparation, Submission
 from jspec.serving.trace import TraceEvent
 from jspec.text.calls.tools import check_tools
@@ -210,9 +209,7 @@ class Engine:
         """Process id of a separate engine process, else None."""
         return self._runner.process_id if isinstance(self._runner, ProcessRunner) else None
 
-    def trace_requests(self, trace: RequestTrace) -> None:
-        """Record the stages that requests pass in `trace` from now on."""
-        self._loop.trace_requests(trace)
+    trace_requests = forwarded("_loop", EngineLoop.trace_requests)
 
     def requests(
         self,
@@ -234,11 +231,7 @@ class Engine:
         """The checkpoint's default sampling parameters."""
         return self._intake.defaults
 
-    def chat_prompt(
-        self, messages: object, sampling_params: Params = None, **options: Any
-    ) -> tuple[tuple[int, ...], SamplingParams]:
-        """Return ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
-        return self._intake.chat(messages, sampling_params, **options)
+    chat_prompt = forwarded("_intake", Intake.chat)
 
     # Sequences.
 
@@ -292,12 +285,7 @@ class Engine:
         """Return the ids of a text, or of each text of a list, encoded like a prompt."""
         return encoded(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
-    def check_ids(self, name: str, ids: Ids) -> tuple[int, ...]:
-        """Return the ids as Python integers.
-
-        Raises RequestError, with `name`, for the first id outside the vocabulary.
-        """
-        return self._intake.check_ids(name, ids)
+    check_ids = forwarded("_intake", Intake.check_ids)
 
     def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Raises RequestError for an id outside the vocabulary."""
