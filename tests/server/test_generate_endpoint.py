@@ -187,11 +187,8 @@ def test_stop_strings_and_stop_tokens(client: httpx.Client) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"text": "x", "lora_path": "a"}, "lora_path is 'a', which is not implemented"),
     ({"text": "x", "samplingparams": {}}, "did you mean 'sampling_params'?"),
     ({"text": ""}, "the prompt is empty"),
-    ({"input_ids": [5, 320]}, "input_ids holds 320; expected ids from 0 to 319"),
-    ({"input_ids": [-1]}, "input_ids holds -1"),
     ({"input_ids": [10**30]}, "input_ids holds 1000000000"),
     ({"input_ids": [1] * 16384}, "fewer than the context length 16384"),
     ({"text": "y" * 20000}, "fewer than the context length 16384"),
@@ -365,11 +362,6 @@ def test_closing_twice_leaves_a_later_call_of_that_rid(engine: Engine) -> None:
 
     assert asyncio.run(run()) == 1
     wait_idle(engine)
-
-
-@pytest.mark.parametrize("body", [{}, {"rid": ""}])
-def test_an_empty_rid_matches_nothing(client: httpx.Client, body: dict[str, Any]) -> None:
-    assert client.post("/abort_request", json=body).status_code == 400
 
 
 def send_and_leave(url: str, path: str, body: dict[str, Any], *, read: int) -> None:

@@ -106,9 +106,6 @@ def test_a_schema_is_asked_for_in_its_own_words(respond: Callable[..., Any]) -> 
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1', which is not implem"),
-    ({"store": True}, "store is true, which is not implemented"),
-    ({"background": True}, "background is true, which is not implemented"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type is 'yaml'; expected text"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is null; expected a JSON"),
     ({"input": 3}, "input is 3; expected text or a list of items"),
