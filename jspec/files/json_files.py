@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError, reason_of
+from jspec.errors import CheckpointError, ConfigError, reason_of, shown
 
 MIB = 2**20
 MAX_CONFIG_BYTES = 16 * MIB  # the largest known one, with a chat template, is well below 1 MiB
 # float32's normal range: other numbers would become 0 or inf
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _TOO_LONG = re.compile(r"limit \((\d+) digits\) for integer .* has (\d+) digits")
-_SHOWN = 200  # characters of a value in a message
 # Far above every existing model, and low enough to prevent overflows and minute-long checks.
 MOST = {
     "vocab_size": 2**24,
@@ -129,14 +128,6 @@ def long_integer(error: Exception) -> str:
 
 def read_fields(path: Path) -> Fields:
     return Fields(path, read_object(path))
-
-
-def shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.params import ParamTable

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields
 from jspec.spec.rope import RopeConfig, YarnConfig
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jspec.errors import CheckpointError
-from jspec.files.json_files import MAX_CONFIG_BYTES, check_regular, read_object, shown
+from jspec.files.json_files import MAX_CONFIG_BYTES, check_regular, read_object
 from jspec.models.files.checkpoint import load_model_spec
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
@@ -164,8 +164,3 @@ def test_so_are_more_experts_in_all_layers_than_any_model_has(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers is 100 .* 405504 experts; expec"):
         load_model_spec(tmp_path)
-
-
-def test_a_long_value_is_cut_in_messages() -> None:
-    assert shown("x" * 1000) == "'" + "x" * 199 + "..."
-    assert shown(3) == "3"

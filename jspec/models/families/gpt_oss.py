@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.errors import ConfigError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import ConfigError, shown
+from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     FULL,

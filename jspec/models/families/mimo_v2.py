@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jspec.errors import CheckpointError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, shown
+from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     CHAINS_NORMED,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.errors import CheckpointError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, shown
+from jspec.files.json_files import Fields
 from jspec.models.families.qwen2 import qwen_json
 from jspec.models.family import (
     FULL,

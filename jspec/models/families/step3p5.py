@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
 from jspec.models.family import (
     FULL,

@@ -22,8 +22,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, exists, read_fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields, exists, read_fields
 from jspec.models.files.array_tensors import LazyHeader, LazyTensor
 from jspec.models.files.tensor_files import FP8, HostArray, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored

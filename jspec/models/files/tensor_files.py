@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jspec.errors import CheckpointError, OutputError
-from jspec.files.json_files import MIB, check_regular, exists, read_object, shown
+from jspec.errors import CheckpointError, OutputError, shown
+from jspec.files.json_files import MIB, check_regular, exists, read_object
 from jspec.files.output_files import write_text, writing
 from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import FP8 as FP8

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import CheckpointError
-from jspec.files.json_files import MIB, check_regular, shown
+from jspec.errors import CheckpointError, shown
+from jspec.files.json_files import MIB, check_regular
 from jspec.models.files.array_tensors import DTYPES
 
 MAX_PICKLE_BYTES = 64 * MIB

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, in_file, read_fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_files import (

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import Fields, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.layer_params import attention_params, ffn_params, norm

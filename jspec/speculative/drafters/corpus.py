@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.files.json_files import MIB, check_regular, shown
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import MIB, check_regular
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 256 * MIB
