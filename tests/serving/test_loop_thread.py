@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from jspec.errors import EngineClosedError, RequestError
-from jspec.serving.loop_thread import LoopThread
+from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
 from tests.support.interruption import interruption
 
 
@@ -219,3 +220,38 @@ def test_an_error_of_the_work_is_the_callers() -> None:
     with pytest.raises(KeyError, match="x"):
         loop_thread.run(fail())
     loop_thread.stop()
+
+
+class Doubler:
+    """Has a part, and calls in both forms."""
+
+    def __init__(self) -> None:
+        self._loop_thread = LoopThread()
+        self._numbers = [1, 2]
+
+    async def async_double(self, number: int, *, stream: bool = False) -> Any:
+        """Double a number; an iterator if `stream`."""
+
+        async def both() -> AsyncGenerator[int]:
+            for _ in range(2):
+                yield number
+
+        return both() if stream else 2 * number
+
+    double = mirrored(async_double)
+    number_of = forwarded("_numbers", list[int].index)
+
+
+def test_a_synchronous_call_is_the_mirror_of_an_asynchronous_one() -> None:
+    doubler = Doubler()
+    assert doubler.double(3) == asyncio.run(doubler.async_double(3)) == 6
+    assert list(doubler.double(3, stream=True)) == [3, 3]
+    assert (doubler.double.__name__, doubler.double.__doc__) == (
+        "double",
+        Doubler.async_double.__doc__,
+    )
+    assert "stream" in inspect.signature(doubler.double).parameters
+    assert doubler.number_of(2) == 1
+    doubler._loop_thread.stop()
+    with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+        doubler.double(3)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jspec.messages.response import Completion
 from jspec.server.anthropic.answers import MessageBlocks, message_error
 from jspec.server.anthropic.schema import parse_count, parse_message
 from jspec.server.http.exchange import status_of, told
 from jspec.server.openai.completion_schema import openai_names
 from jspec.server.openai.endpoints import OpenAIEndpoints
-from jspec.server.openai.parsed_chat import PLAIN_READING, AnswerParts, check_answerable, prepare
+from jspec.server.openai.parsed_chat import ItemsAnswer
 from jspec.server.openai.responses_answers import named_events
 from jspec.server.service import answer_stream
 
@@ -31,16 +29,10 @@ class MessagesEndpoints(OpenAIEndpoints):
         """POST /v1/messages, Anthropic's API."""
         request.state.error_body = message_error
         chat = await self._read(request, parse_message)
-        style = self.service.args.answer_format
-        self.service.check_model(chat.options.model)
-        check_answerable(chat, style)
-        with openai_names():
-            prompt = await self.service.chat_prompt(chat)
-            prompt, reading = prepare(chat, prompt, style, self.service.engine.tokenizer)
-            work = await self.service.submit([prompt], group=chat.rid)
+        work, reading = await self._start(chat)
         model = chat.options.model or self.service.model_name
         blocks = MessageBlocks({"id": f"msg_{uuid.uuid4().hex}", "model": model})
-        answer = _Message(blocks, AnswerParts(reading or PLAIN_READING))
+        answer = ItemsAnswer(blocks, reading, self.service.engine.token_texts)
         if chat.options.stream:
             return answer_stream(
                 work,
@@ -61,17 +53,3 @@ class MessagesEndpoints(OpenAIEndpoints):
         with openai_names():
             prompt = await self.service.chat_prompt(chat)
         return JSONResponse({"input_tokens": len(prompt.input_ids or ())})
-
-
-class _Message:
-    def __init__(self, blocks: MessageBlocks, parts: AnswerParts) -> None:
-        self._blocks, self._parts = blocks, parts
-        self._has_begun = False
-
-    def take(self, completion: Completion) -> list[dict[str, Any]]:
-        """Return the events of the text that came since the last call."""
-        begun = [] if self._has_begun else list(self._blocks.begin(completion))
-        self._has_begun, is_last = True, completion.finish is not None
-        said = self._parts.take(completion.take()[0], is_last=is_last)
-        events = [*begun, *self._blocks.add((event, self._parts.new_id()) for _, event in said)]
-        return [*events, *self._blocks.end(completion)] if is_last else events

@@ -17,7 +17,7 @@ from jspec.messages.response import Completion
 from jspec.server.http.exchange import read_call
 from jspec.server.openai import answers
 from jspec.server.openai.answers import AnswerHead, AnswerShape, ChatShape, TextShape
-from jspec.server.openai.chat_schema import parse_chat
+from jspec.server.openai.chat_schema import ChatCall, parse_chat
 from jspec.server.openai.completion_schema import (
     AnswerOptions,
     CompletionCall,
@@ -25,6 +25,7 @@ from jspec.server.openai.completion_schema import (
     parse_completion,
 )
 from jspec.server.openai.parsed_chat import (
+    ChatReading,
     ParsedChatShape,
     check_answerable,
     note_reasoning,
@@ -69,16 +70,20 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         call = await self._read(request, parse_chat)
-        self.service.check_model(call.options.model)
-        style = self.service.args.answer_format
-        check_answerable(call, style)
         texts = self._texts(call.options)
+        work, reading = await self._start(call)
+        shape = ChatShape() if reading is None else ParsedChatShape(reading)
+        return await self._answer(request, _Answer(call.options, work, shape, texts))
+
+    async def _start(self, call: ChatCall) -> tuple[Work, ChatReading | None]:
+        """Queue a chat; also return how to read its answers, None: as plain text."""
+        style = self.service.args.answer_format
+        self.service.check_model(call.options.model)
+        check_answerable(call, style)
         with openai_names():
             prompt = await self.service.chat_prompt(call)
             prompt, reading = prepare(call, prompt, style, self.service.engine.tokenizer)
-            work = await self.service.submit([prompt], group=call.rid)
-        shape = ChatShape() if reading is None else ParsedChatShape(reading)
-        return await self._answer(request, _Answer(call.options, work, shape, texts))
+            return await self.service.submit([prompt], group=call.rid), reading
 
     def _texts(self, options: AnswerOptions) -> TokenTexts | None:
         """Return the token texts for log-probabilities; call it before anything is queued."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from jspec.errors import RequestError
 from jspec.messages.request import FinishKind, FinishReason, SamplingParams
@@ -167,6 +167,37 @@ def note_reasoning(completion: Completion, passages: Sequence[str], texts: Token
         completion.reasoning_tokens = num_tokens_in(
             passages, completion.text, completion.output_ids, texts
         )
+
+
+class AnswerItems(Protocol):
+    """An answer in parts that grow one after the other; methods yield a change's events."""
+
+    def begin(self, completion: Completion) -> Iterable[dict[str, Any]]: ...
+
+    def add(self, events: Iterable[tuple[Event, str]]) -> Iterable[dict[str, Any]]:
+        """Add model output. Each event comes with an id to use if its call has none."""
+
+    def end(self, completion: Completion) -> Iterable[dict[str, Any]]: ...
+
+
+class ItemsAnswer:
+    """Reads one sequence's text into `items`."""
+
+    def __init__(self, items: AnswerItems, reading: ChatReading | None, texts: TokenTexts) -> None:
+        self._items, self._parts = items, AnswerParts(reading or PLAIN_READING)
+        self._texts = texts
+        self._has_begun = False
+
+    def take(self, completion: Completion) -> list[dict[str, Any]]:
+        """Return the events of the text that came since the last call."""
+        begun = [] if self._has_begun else list(self._items.begin(completion))
+        self._has_begun, is_last = True, completion.finish is not None
+        said = self._parts.take(completion.take()[0], is_last=is_last)
+        events = [*begun, *self._items.add((event, self._parts.new_id()) for _, event in said)]
+        if not is_last:
+            return events
+        note_reasoning(completion, self._parts.reasoning, self._texts)
+        return [*events, *self._items.end(completion)]
 
 
 class ParsedChatShape(ChatShape):

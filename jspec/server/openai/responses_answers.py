@@ -24,7 +24,7 @@ class ResponseItems:
         self._is_open = False
         self._num_events = 0
 
-    def begin(self) -> Iterator[Json]:
+    def begin(self, _: Completion) -> Iterator[Json]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self.to_json(None))
 
