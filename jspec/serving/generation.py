@@ -16,7 +16,7 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import QueueTimeoutError, RequestError, RequestFailedError
-from jspec.messages.request import Request
+from jspec.messages.request import Request, SamplingParams
 from jspec.messages.response import Completion, TokenText
 from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
@@ -136,14 +136,17 @@ class Generation:
 
         Ids are kept in 4 bytes each, about the size of their text, until the request is made.
         """
-        checked = []
-        for index, prompt in enumerate(prompts):
+        checked: list[Prompt] = []
+        known: dict[int, SamplingParams] = {}  # by identity: prompts often share their parameters
+        for index, given in enumerate(prompts):
+            prompt = replace(given, sampling=known.get(id(given.sampling), given.sampling))
             with in_list(index, len(prompts)):
                 is_long = prompt.num_chars > INLINE_CHARS
                 read = self._intake.read
                 ids, sampling = await asyncio.to_thread(read, prompt) if is_long else read(prompt)
                 await self._preparation.check(sampling)
                 budget.check_prompt(self._engine.limits, len(ids), sampling)
+            known[id(given.sampling)] = sampling
             packed = np.array(ids, np.int32)
             checked.append(replace(prompt, text=None, input_ids=packed, sampling=sampling))
         return checked
