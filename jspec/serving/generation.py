@@ -183,7 +183,8 @@ class Generation:
             try:
                 if isinstance(request, RequestError):
                     raise request
-                answer: Any = await self._complete(request, text, waits=waits)
+                with in_list(number, len(prompts)):
+                    answer: Any = await self._complete(request, text, waits=waits)
             except (RequestError, RequestFailedError, QueueTimeoutError) as error:
                 if not return_exceptions:
                     raise
