@@ -408,7 +408,6 @@ class StreamChunk:
     text: str
     finish: FinishReason | None = None
     prompt_tokens: int = 0
-    completion_tokens: int = 0
     num_retractions: int = 0
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION

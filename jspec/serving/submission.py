@@ -134,7 +134,7 @@ class Submission:
     async def abort_all(self, *, why: str = ABORTED) -> int:
         """End every request; return how many. why: the message of their finish reason."""
         return await self._loop_thread.ask(
-            lambda: self._abort({*self._loop.request_ids, *self._unqueued}, why)
+            lambda: self._abort(dict.fromkeys((*self._loop.request_ids, *self._unqueued)), why)
         )
 
     def _abort(self, names: Iterable[str], why: str) -> int:

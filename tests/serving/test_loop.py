@@ -191,7 +191,7 @@ def test_abort_gives_a_last_chunk() -> None:
         assert chunks[-1].finish.kind is FinishKind.ABORT
         ids = tuple(token_id for chunk in chunks for token_id in chunk.new_ids)
         assert "".join(chunk.text for chunk in chunks) == text_of(ids)
-        assert chunks[-1].completion_tokens == len(ids) < LONG
+        assert len(ids) < LONG
         assert loop.abort("a") is False
         await until_idle(loop)
         await loop.close()

@@ -86,12 +86,10 @@ class TokenHistory:
         self.request_id = request.request_id
         self._prompt_tokens = len(request.prompt_ids)
         self._stream = stream
-        self._num_ids = 0
         self._tally = Tally(spec)
 
     def chunk(self, piece: Piece) -> StreamChunk:
         ids = tuple(piece.ids[: piece.num_emitted] if piece.num_emitted else piece.ids)
-        self._num_ids += len(ids)
         num_accepted = 0
         if piece.num_emitted:
             num_accepted = surviving_drafts(piece.num_emitted, len(ids))
@@ -105,7 +103,6 @@ class TokenHistory:
             text=self._text(piece, ids) if piece.text is None else piece.text,
             finish=piece.finish,
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._num_ids,
             num_retractions=piece.origin.num_retractions,
             cached_tokens=piece.origin.cached_tokens,
             weight_version=piece.origin.weight_version,

@@ -133,7 +133,7 @@ class ServerMetrics(Collector):
                 observed.ttft.observe(now - completion.started)
             last = now
         if chunk.finish is not None:
-            num_ids = chunk.completion_tokens
+            num_ids = len(completion.output_ids) + len(chunk.new_ids)
             observed.num_finished[chunk.finish.kind] += 1
             observed.e2e.observe(now - completion.started)
             observed.prompt_tokens.observe(chunk.prompt_tokens)
