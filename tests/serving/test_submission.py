@@ -101,6 +101,7 @@ def test_those_that_wait_for_space_get_it_in_order_and_others_are_refused() -> N
         preparation.may_end.set()
         (running,) = loop.submit([make_request("running", max_new_tokens=LONG)])
         await anext(running)
+        loop.pause()  # so that it cannot end by itself
         (queued,) = await submission.submit([make_request("queued")])
         waiting = [
             asyncio.create_task(submission.submit([make_request(name)], wait=True))
@@ -111,6 +112,7 @@ def test_those_that_wait_for_space_get_it_in_order_and_others_are_refused() -> N
             await submission.submit([make_request("d")])
         assert await submission.abort("b")  # while it waits
         await running.aclose()
+        loop.resume()
         await read(queued)
         kinds = []
         for each in waiting:
