@@ -7,11 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jspec.text.tokenizer.decoders import DecoderKind
 from jspec.text.tokenizer.detokenizer import (
     MAX_ANCHOR_IDS,
-    ByteLevelDetokenizer,
-    WindowDetokenizer,
     new_detokenizer,
 )
 from jspec.text.tokenizer.tokenizer import Tokenizer
@@ -40,13 +37,11 @@ def pieces_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("skip_special_tokens", [True, False])
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_pieces_add_up_to_decode_for_any_ids(
     tokenizers_by_kind: Mapping[str, Tokenizer],
     kind: str,
-    skip_special_tokens: bool,
     data: st.DataObject,
 ) -> None:
     tokenizer = tokenizers_by_kind[kind]
@@ -54,8 +49,9 @@ def test_pieces_add_up_to_decode_for_any_ids(
     any_id = st.integers(0, tokenizer.vocab_size + 2)
     some_ids = data.draw(st.lists(any_id, min_size=1, max_size=4) | st.just(range(16)))
     ids = data.draw(st.lists(st.sampled_from(some_ids) | any_id, max_size=30))
-    pieces = pieces_of(tokenizer, ids, skip_special_tokens=skip_special_tokens)
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    skip = data.draw(st.booleans())
+    pieces = pieces_of(tokenizer, ids, skip_special_tokens=skip)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @settings(deadline=None)
@@ -91,35 +87,9 @@ def test_a_character_comes_out_with_its_last_byte(byte_level: Tokenizer) -> None
     assert pieces_of(byte_level, ids) == ["", "", "", "🙂", "a", ""]
 
 
-def test_a_torn_character_is_flushed_as_replacement(byte_level: Tokenizer) -> None:
-    id_of_byte = {byte_level.all_bytes[i]: i for i in range(byte_level.vocab_size)}
-    ids = [id_of_byte[b"a"], id_of_byte[b"\xf0"], id_of_byte[b"\x9f"]]
-    assert pieces_of(byte_level, ids) == ["a", "", "", "\ufffd"]
-
-
-def test_a_run_of_byte_tokens_comes_out_when_it_ends(
-    tokenizers_by_kind: Mapping[str, Tokenizer],
-) -> None:
-    llama = tokenizers_by_kind["llama"]
-    e4, bd, a0, letter, space = (
-        llama.backend.get_vocab()[token] for token in ("<0xE4>", "<0xBD>", "<0xA0>", "x", "▁")
-    )
-    assert pieces_of(llama, [space, e4, bd, a0, letter]) == ["", "", "", "", "你x", ""]
-    assert pieces_of(llama, [letter, e4, bd, a0, e4]) == ["x", "", "", "", "", "\ufffd" * 4]
-
-
-def test_a_special_token_takes_no_space_from_the_next_word(
-    tokenizers_by_kind: Mapping[str, Tokenizer],
-) -> None:
-    for kind in ("llama", "metaspace"):
-        tokenizer = tokenizers_by_kind[kind]
-        word, end = (tokenizer.backend.get_vocab()[token] for token in ("▁def", "</s>"))
-        assert pieces_of(tokenizer, [end, word, end, word]) == ["", "def", "", " def", ""]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CountingTokenizer(Tokenizer):
-    """Remembers how many ids each decode was asked for."""
+    """Record how many ids each decode was given."""
 
     num_decoded: list[int] = field(default_factory=list)
 
@@ -132,7 +102,7 @@ class CountingTokenizer(Tokenizer):
         return Tokenizer.decode(self, ids, skip_special_tokens=skip_special_tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", ["llama", "metaspace", "word_piece", "none"])
 def test_cost_of_a_push_does_not_grow(
     tokenizers_by_kind: Mapping[str, Tokenizer], kind: str
 ) -> None:
@@ -158,12 +128,3 @@ def test_byte_level_needs_no_decode_at_all(byte_level: Tokenizer) -> None:
     tokenizer = CountingTokenizer.from_tokenizer(byte_level)
     assert "".join(pieces_of(tokenizer, byte_level.encode("def f(x): 你"))) == "def f(x): 你"
     assert tokenizer.num_decoded == []
-
-
-def test_the_kind_of_decoder_chooses_the_detokenizer(
-    tokenizers_by_kind: Mapping[str, Tokenizer],
-) -> None:
-    for tokenizer in tokenizers_by_kind.values():
-        is_bytes = tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL
-        expected = ByteLevelDetokenizer if is_bytes else WindowDetokenizer
-        assert type(new_detokenizer(tokenizer)) is expected

@@ -134,18 +134,6 @@ def test_a_text_of_the_grammar_is_allowed_and_then_the_end(
     assert all(token_id < vocab_size for token_id in last)
 
 
-def test_two_sequences_of_one_grammar_are_apart(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    grammar = grammars.compile(source(regex="ab|cd"))
-    assert grammar is grammars.compile(source(regex="ab|cd"))
-    one, other = grammar.begin(), grammar.begin()
-    one.accept(tokenizer.encode("a", add_special_tokens=False))
-    other.accept(tokenizer.encode("c", add_special_tokens=False))
-    assert (one.failed, other.failed) == ("", "")
-    one.accept(tokenizer.encode("d", add_special_tokens=False))
-    assert one.failed
-    assert not other.failed
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

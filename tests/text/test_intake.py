@@ -39,11 +39,6 @@ def test_the_first_odd_id_is_named(prompt: list[Any]) -> None:
     assert f"input_ids holds {wrong[0]!r}; expected ids from 0 to 319" in str(raised.value)
 
 
-@given(st.lists(ids, min_size=1))
-def test_ids_in_range_are_taken_as_they_are(prompt: list[int]) -> None:
-    assert INTAKE.requests(Prompt(input_ids=prompt))[0].prompt_ids == tuple(prompt)
-
-
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
 def test_an_array_is_a_prompt(kind: Any) -> None:
     as_array = (jnp if kind is jnp.int32 else np).asarray

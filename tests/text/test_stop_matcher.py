@@ -45,12 +45,6 @@ def test_any_pushes_give_the_first_completed_match(stop: list[str], pushes: list
     assert run(stop, pushes) == first_completed(stop, "".join(pushes))
 
 
-@given(stop=st.text("ab\n", min_size=1, max_size=4), text=SHORT)
-def test_one_stop_string_cuts_at_its_first_occurrence(stop: str, text: str) -> None:
-    found = text.find(stop)
-    assert run([stop], [text]) == ((text, None) if found < 0 else (text[:found], stop))
-
-
 @settings(deadline=None, max_examples=300)
 @given(stop=STOPS, pushes=st.lists(SHORT, max_size=6))
 def test_exactly_what_may_become_a_stop_string_is_held(stop: list[str], pushes: list[str]) -> None:
@@ -66,36 +60,12 @@ def test_exactly_what_may_become_a_stop_string_is_held(stop: list[str], pushes: 
     assert given_out + matcher.flush() == text
 
 
-@pytest.mark.parametrize(
-    ("stop", "text", "expected"),
-    [
-        (["END", "ND"], "xEND", ("x", "END")),  # both end here: the longest
-        (["ENDING", "ND"], "xENDING", ("xE", "ND")),  # ND is complete first
-        (["aab"], "aaab", ("a", "aab")),  # a failed start overlaps the real one
-        (["\n\n"], "a\n\n\nb", ("a", "\n\n")),
-        (["🙂"], "a🙂b", ("a", "🙂")),
-        (["b", "b"], "ab", ("a", "b")),
-        ([], "ab", ("ab", None)),
-    ],
-)
-def test_worked_examples(stop: list[str], text: str, expected: tuple[str, str | None]) -> None:
-    assert run(stop, [text]) == expected
-    assert run(stop, list(text)) == expected
-
-
 def test_a_stop_string_that_is_not_allowed_is_text() -> None:
     matcher = matcher_of("END", "ND!")
     step = matcher.push("xEND", allow_stop=False)
     assert (step.text, step.matched, matcher.held) == ("xE", None, "ND")
     step = matcher.push("!")
     assert (step.text, step.matched) == ("", "ND!")
-
-
-def test_flush_gives_held_text_once() -> None:
-    matcher = matcher_of("END")
-    assert matcher.push("xEN").text == "x"
-    assert matcher.flush() == "EN"
-    assert matcher.flush() == ""
 
 
 def test_bad_stop_strings_are_refused() -> None:
