@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from jspec.device import noise
+from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.pallas_kernels.ops import Ops
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_loss import make_frozen
 from recipes.bundled_pair import acceptance
 from recipes.bundled_pair.sampler import Prompts, sample_rows
-from tests.training.chain_reference import chain_logits
+from tests.models.head_laws import PagedHead
 from tests.training.tiny_pair import tiny_head, tiny_target
 
 LENGTH, STEPS = 12, 2
@@ -27,8 +29,8 @@ def test_a_walk_counts_the_bonus_and_jumps_by_what_it_emitted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_the_simulator_equals_free_drafting(temperature: float) -> None:
+def test_the_simulator_equals_served_drafting() -> None:
+    temperature = 1.0
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
     prompts = Prompts(
@@ -60,17 +62,23 @@ def test_the_simulator_equals_free_drafting(temperature: float) -> None:
         aux_layer_ids=head.aux_layer_ids,
     )
     whole = head.whole(params, target_params, jnp.asarray(draft_ids))
+    paged = PagedHead(Eagle3Head(head.config, Ops()), whole)
     for b, prompt_len in enumerate(prompts.prompt_lens):
         root = int(prompt_len)
         while root - 1 < LENGTH - 1 - STEPS:
             drafts: list[int] = []
+            fused = np.asarray(paged.fuse(aux[b]))
+            kv, hidden, logits = paged.run(
+                paged.empty(), rows[b, 1:], fused[:-1], start=0, count=root, is_prompt=True
+            )
             for depth in range(STEPS):
-                logits = chain_logits(
-                    head.config, whole, rows[b, : root + 1], aux[b, :root], drafts
-                )[-1]
+                if depth:
+                    kv, hidden, logits = paged.run(
+                        kv, drafts[-1:], hidden[-1:], start=root + depth - 1
+                    )
                 position = jnp.asarray(root + 1 + depth)
                 g = noise.gumbel(jnp.asarray(prompts.seeds[b]), position, jnp.asarray(draft_ids))
-                best = int(np.argmax(np.asarray(logits + temperature * g)))
+                best = int(np.argmax(np.asarray(logits[-1] + temperature * g)))
                 drafts.append(int(draft_ids[best]))
             matches = np.cumprod(np.asarray(drafts) == rows[b, root + 1 : root + 1 + STEPS])
             expected.append(int(matches.sum()) + 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jspec.errors import ConfigError
 from jspec.training.data import corpus
@@ -36,13 +34,6 @@ KNOWN = frozenset(("json", "http", "urllib", "pickle", "decimal", "io", "token",
 )
 def test_a_test_belongs_to_the_module_it_tests(path: str, module: str) -> None:
     assert corpus.module_of(path, KNOWN) == module
-
-
-@given(st.sampled_from(sorted(KNOWN)), st.sampled_from(["", "2", "_extra"]))
-def test_a_module_and_its_tests_share_a_split(module: str, suffix: str) -> None:
-    paths = (f"{module}.py", f"_{module}.py", f"test/test_{module}{suffix}.py")
-    modules = {corpus.module_of(path, KNOWN) for path in paths}
-    assert modules == {module}
 
 
 def test_about_the_asked_share_is_held_out() -> None:

@@ -17,17 +17,15 @@ from jspec.training.dense import causal_attend, forward, lm_logits
 from tests.models.family_checkpoints import checkpoint_of
 from tests.support.golden_arrays import arrays_of
 
-# gpt_oss has windows, sinks and a moe
-SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed", "step3p5", "glm4_moe", "mimo", "mimo_v2")
+# gpt_oss has windows, sinks and an MoE, the others heads of two sizes, gates, a shared expert.
+SLOW = ("gpt_oss", "mimo_v2", "step3p5", "glm4_moe")
+REPETITIONS = ("mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mimo")
 
 
-@pytest.mark.slow_cases("gpt_oss]", "mistral]", "qwen3_moe]")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [
-        *("gpt_oss", "mistral", "qwen3_moe"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    ],
+    [*SLOW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REPETITIONS)],
 )
 def test_the_teacher_equals_transformers(variant: str, tmp_path: Path) -> None:
     path = checkpoint_of(variant, tmp_path)

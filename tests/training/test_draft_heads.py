@@ -146,42 +146,27 @@ class OneLayer:
 
 
 @pytest.mark.slow
-def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chained", [False, True])
+def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(
+    chained: bool, tmp_path: Path
+) -> None:
     target, target_params = tiny_target()
-    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40)
+    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=chained)
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
     config, names = load_mtp_config(tmp_path, target=target, num_layers=DEPTHS)
     assert config == head.config
+    assert config.chained == chained
     params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
+    hidden = np.asarray(features.aux[0])
     for layer in range(DEPTHS):
         one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
         paged = PagedHead(one, params)
         count = LENGTH - 1 - layer
-        tokens, hidden = ids[layer + 1 :], np.asarray(features.aux[0, :count])
-        _, _, logits = paged.run(paged.empty(), tokens, hidden, start=0, is_prompt=True)
-        np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
-
-
-@pytest.mark.slow
-def test_an_exported_chain_of_layers_drafts_what_it_learnt(tmp_path: Path) -> None:
-    target, target_params = tiny_target()
-    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=True)
-    everything = np.arange(target.vocab_size, dtype=np.int32)
-    ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
-    config, names = load_mtp_config(tmp_path, target=target, num_layers=DEPTHS)
-    assert config == head.config
-    assert config.chained
-    params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
-    hidden = np.asarray(features.aux[0, : LENGTH - 1])
-    for layer in range(DEPTHS):
-        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
-        paged = PagedHead(one, params)
-        count = LENGTH - 1 - layer
-        tokens = ids[layer + 1 :]
-        _, hidden, logits = paged.run(
-            paged.empty(), tokens, hidden[:count], start=0, is_prompt=True
+        _, out, logits = paged.run(
+            paged.empty(), ids[layer + 1 :], hidden[:count], start=0, is_prompt=True
         )
+        hidden = out if chained else hidden
         np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
 
 

@@ -58,9 +58,15 @@ def test_a_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
     assert example.is_learnt.all()
 
 
-@pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, key: str) -> None:
-    line = json.dumps({key: CHAT})
+NAMES = {"user": "human", "assistant": "gpt"}
+SHAREGPT = [{"from": NAMES[m["role"]], "value": m["content"]} for m in CHAT]
+
+
+@pytest.mark.parametrize(
+    "chat", [{"messages": CHAT}, {"conversations": CHAT}, {"conversations": SHAREGPT}]
+)
+def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, chat: Any) -> None:
+    line = json.dumps(chat)
     (example,) = reader(tokenizer, loss_on=LossOn.ASSISTANT).examples(line)
     text = "<user>Hé?\n<assistant>yes\n<user>so\n<assistant>né\n"
     assert example.ids.tolist() == list(tokenizer.encode(text, add_special_tokens=False))
@@ -68,17 +74,6 @@ def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, key: 
     (whole,) = reader(tokenizer).examples(line)
     assert whole.ids.tolist() == example.ids.tolist()
     assert whole.is_learnt.all()
-
-
-def test_sharegpt_speaks_of_the_same_roles(tokenizer: Tokenizer) -> None:
-    names = {"user": "human", "assistant": "gpt"}
-    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
-    (ours,), (theirs,) = (
-        reader(tokenizer, loss_on=LossOn.ASSISTANT).examples(json.dumps({"conversations": value}))
-        for value in (CHAT, turns)
-    )
-    np.testing.assert_array_equal(ours.ids, theirs.ids)
-    np.testing.assert_array_equal(ours.is_learnt, theirs.is_learnt)
 
 
 REASONS = (  # as Qwen3's: of the last reply alone, and never left out there
