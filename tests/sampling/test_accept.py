@@ -83,26 +83,6 @@ def test_the_walk_is_the_plain_one(cases: list[tuple[list[int], list[int], list[
         assert node_path[b].tolist() == path + [0] * (LEVELS + 1 - len(path))
 
 
-def test_golden_walk_of_sglang() -> None:
-    """SGLang's test_tree_speculative_sampling.py, thresholds 1 and 1, written with parents.
-
-    Row 0 links first child [1 2 -1 4 5 -1], next sibling [-1 3 -1 -1 -1 -1]; row 1 [4 2 3 -1 5 -1],
-    [-1 -1 -1 -1 1 -1], so its root has the children 4 and 1, in that order. A child is found by
-    its token, so the order cannot matter. Where the logits are flat (all 1) 0 is chosen.
-    """
-    tree = tree_of(
-        [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
-        [[-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 0, 4]],
-    )
-    target_ids = jnp.asarray([[3, 0, 0, 4, 5, 18], [11, 0, 0, 0, 12, 18]], jnp.int32)
-    node_path, num_accepted = _accept(tree, target_ids, num_levels=3)
-    assert num_accepted.tolist() == [3, 2]
-    assert node_path.tolist() == [[0, 3, 4, 5], [0, 4, 5, 0]]
-    emitted = gather_path(target_ids, node_path, num_accepted)
-    assert emitted.tolist() == [[3, 4, 5, 18], [11, 12, 18, 0]]
-    assert gather_bonus(emitted, num_accepted).tolist() == [18, 18]
-
-
 def test_a_tree_of_one_node_accepts_nothing() -> None:
     node_path, num_accepted = _accept(
         tree_of([[5], [6]], [[-1], [-1]]), jnp.asarray([[5], [6]], jnp.int32), num_levels=0
@@ -128,7 +108,6 @@ class Guess:
 
 GUESSES = {
     "plain": Guess((ROOT,), (-1,)),
-    "chain": Guess((ROOT, 2, 3), (-1, 0, 1)),
     "tree": Guess((ROOT, 0, 2, 3, 4, 0, 3), (-1, 0, 0, 1, 1, 2, 2)),
     "lopsided": Guess((ROOT, 4, 2, 2, 1), (-1, 0, 0, 2, 2)),
 }
@@ -259,19 +238,9 @@ def code(ids: np.ndarray) -> np.ndarray:
     return ids @ VOCABULARY ** np.arange(LENGTH)
 
 
-@pytest.mark.slow_cases(
-    "chain-filtered]",
-    "chain-greedy]",
-    "chain-free]",
-    "chain-hot]",
-    "chain-penalized]",
-    "lopsided",
-    "tree-filtered",
-    "tree-greedy]",
-    "tree-hot]",
-)
+@pytest.mark.slow_cases("lopsided", "tree-filtered", "tree-greedy]", "tree-hot]")
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("guess", ["chain", "tree", "lopsided"])
+@pytest.mark.parametrize("guess", ["tree", "lopsided"])
 def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -> None:
     """Token for token, for every one of the seeds."""
     plain, _, _ = generated("plain", setting)
@@ -284,10 +253,9 @@ def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -
         assert set(last.tolist()) == set(range(len(GUESSES[guess].tokens)))
 
 
-@pytest.mark.slow_cases("chain-free", "chain-hot", "chain-penalized", "tree-filtered", "tree-hot")
 @pytest.mark.parametrize("setting", ["free", "filtered", "penalized", "hot"])
-@pytest.mark.parametrize("guess", ["plain", "chain", "tree"])
-def test_the_emitted_distribution_is_the_targets(guess: str, setting: str) -> None:
-    ids, _, _ = generated(guess, setting)
+def test_plain_sampling_has_the_distribution_of_the_target(setting: str) -> None:
+    """So has speculation, which emits the same tokens."""
+    ids, _, _ = generated("plain", setting)
     counts = np.bincount(code(ids), minlength=VOCABULARY**LENGTH)
     assert_fits(counts, true_distribution(setting))

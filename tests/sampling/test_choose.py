@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 from jspec.device.state import SamplingBatch, empty_sampling
 from jspec.layers.linear import Shard
@@ -93,8 +92,9 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    ("filters", "temperature"), zip(FILTERS, [0.5, 1.0, 2.5] * 2, strict=True), ids=str
+)
 def test_frequencies_over_seeds_are_the_filtered_softmax(
     filters: dict[str, float], temperature: float
 ) -> None:
@@ -150,47 +150,6 @@ def test_a_choice_depends_on_its_own_row_and_position_only() -> None:
             logits[b : b + 1, n : n + 1], one, positions[b : b + 1, n : n + 1], filtered=True
         )
         assert int(alone[0, 0]) == whole[b, n]
-
-
-@pytest.mark.parametrize("filtered", [False, True])
-def test_two_vocabulary_shards_choose_the_same(filtered: bool) -> None:
-    """On both devices; temperatures 0 (with ties over the shards) and 1."""
-    rng = np.random.default_rng(2)
-    n = 256
-    logits = jnp.asarray(rng.integers(-2, 3, (n, 3, V)) * 0.5, jnp.float32)
-    positions = jnp.asarray(rng.integers(0, 1000, (n, 3)), jnp.int32)
-    rows = rows_of(rng.integers(0, 2**64, n, np.uint64), top_k=5, top_p=0.91, min_p=0.05)
-    greedy = jnp.asarray(np.arange(n) % 2, jnp.float32)
-    rows = SamplingBatch(**{**vars(rows), "temperature": greedy})
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
-
-    def on_shard(logits: jax.Array, ids: jax.Array, rows: SamplingBatch) -> jax.Array:
-        return choose(
-            logits,
-            rows,
-            positions=positions,
-            token_ids=ids,
-            filtered=filtered,
-            shard=Shard(2, "tensor"),
-            ops=OPS["xla"],
-        )[None]
-
-    sharded = jax.jit(
-        jax.shard_map(
-            on_shard,
-            mesh=mesh,
-            in_specs=(
-                PartitionSpec(None, None, "tensor"),
-                PartitionSpec("tensor"),
-                PartitionSpec(),
-            ),
-            out_specs=PartitionSpec("tensor"),
-            check_vma=False,
-        )
-    )
-    both = np.asarray(sharded(logits, IDS, rows))
-    np.testing.assert_array_equal(both[0], both[1])
-    np.testing.assert_array_equal(both[0], _choose(logits, rows, positions, filtered=filtered))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

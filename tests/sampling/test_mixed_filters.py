@@ -81,9 +81,11 @@ def batch_of(settings: Settings, *, penalized: bool) -> Batch:
             presence_penalty=jnp.asarray(rng.uniform(0, 0.1, count), jnp.float32),
             repetition_penalty=jnp.asarray(rng.uniform(1, 1.3, count), jnp.float32),
         )
+    flat = rng.normal(0, 0.3, (count, 1, V))
+    ties = rng.random((count, 1, 1)) < 0.3
     return Batch(
         rows=rows,
-        logits=jnp.asarray(rng.normal(0, 0.3, (count, 1, V)), jnp.float32),
+        logits=jnp.asarray(np.where(ties, flat.round(1), flat), jnp.float32),
         seen=Seen(
             output_counts=jnp.asarray(rng.integers(0, 3, (count, V)), jnp.int32),
             prompt_marks=jnp.asarray(rng.integers(0, 2, (count, V)), jnp.int8),

@@ -189,10 +189,6 @@ def test_parts_are_even_and_leave_nothing_out(one: int, other: int, bits: int) -
         assert end - (before + 1) <= (high - low) // 2**bits
 
 
-def test_pivots_worked_example() -> None:
-    assert [int(x) for x in _pivots(jnp.int32(10), jnp.int32(21), bits=2)] == [12, 15, 18]
-
-
 @pytest.mark.parametrize(
     ("num_ids", "columns", "cut"),
     [
