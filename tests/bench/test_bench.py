@@ -1,10 +1,9 @@
-"""What `jspec bench` is told, what it draws, and what it makes of what it saw. No engine runs."""
+"""`jspec bench`: arguments, load and report, without an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jspec.cli.measurement.backends import BACKENDS, CHAT, COMPLETIONS, NATIVE, 
 from jspec.cli.measurement.connections import Connections
 from jspec.cli.measurement.environment import commit, describe
 from jspec.cli.measurement.figures import Seen, Span, Stopwatch, acceptance, medians, summary
-from jspec.cli.measurement.load import Job, Pattern, Point
+from jspec.cli.measurement.load import Job, Point
 from jspec.cli.measurement.offline import engine_arguments, modes_of, plain_arguments
 from jspec.cli.measurement.prompts import read_prompts
 from jspec.cli.measurement.report import chrome_trace, plot, table
@@ -27,7 +26,7 @@ from jspec.serving.trace import TraceEvent, TraceKind
 
 
 class Letters:
-    """A tokenizer of one token a character."""
+    """A tokenizer with one token per character."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         del add_special_tokens
@@ -321,9 +320,3 @@ def test_a_result_says_where_it_came_from() -> None:
     assert about["chip"] == "some chip"
     assert about["commit"] == commit() != ""
     assert {"jax", "jaxlib", "jspec", "python", "num_cores"} <= set(about)
-
-
-def test_a_pattern_draws_what_it_is_asked_for() -> None:
-    drawn = Pattern(vocab_size=10).draw(random.Random(0), 50)
-    assert len(drawn) == 50
-    assert all(5 <= int(i) < 10 for i in drawn)

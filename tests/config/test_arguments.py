@@ -1,4 +1,4 @@
-"""One declaration of an argument is its check, its flag, its help and its row in the docs."""
+"""One declaration of an argument gives its check, its flag, its help and its docs row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = [field.name for field in ARGUMENTS if str(field.type).startswith("float
 
 @dataclass(frozen=True)
 class Knobs:
-    """What nobody has: no other file knows these names."""
+    """Arguments that exist nowhere else."""
 
     warp: int = argument(
         3,

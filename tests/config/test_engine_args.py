@@ -1,4 +1,4 @@
-"""Arguments of an engine: what is wrong on the face of it is refused before anything is read."""
+"""Engine arguments that are refused before anything is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the docs have people type: commands that exist, with flags that they take."""
+"""Commands in the docs exist and have the flags that are given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTINUED = re.compile(r"\\\n\s*")
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each `jspec` or `run_server.py` command in the page's blocks of shell."""
+    """Return the words of each `jspec` or `run_server.py` command in shell blocks."""
     found = []
     for block in SHELL.findall(page.read_text(encoding="utf-8")):
         for line in CONTINUED.sub(" ", block).splitlines():
@@ -42,7 +42,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def _own(words: list[str]) -> list[str]:
-    """Up to what a shell would take for itself."""
+    """Return the words before the shell's own operators."""
     for i, word in enumerate(words):
         if word in ("<", ">", "|", "&", "..."):
             return words[:i]
@@ -97,7 +97,6 @@ def test_a_command_of_the_docs_takes_its_flags(page: Path, words: list[str]) -> 
 def test_a_server_of_the_docs_is_one_that_could_start(
     page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its values are parsed and contradict nothing; no model is read."""
     monkeypatch.chdir(ROOT)
     parser = FlagParser(prog="jspec serve", allow_abbrev=False)
     add_flags(parser)
@@ -128,7 +127,7 @@ def test_python_and_bodies_of_the_guides_can_be_read(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """Files, of the docs and of the repository; mkdocs looks at the anchors."""
+    """Files only; mkdocs checks anchors."""
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue

@@ -1,4 +1,4 @@
-"""The maps in the docs name files and rooms that exist."""
+"""The maps in the docs name files and folders that exist."""
 
 from __future__ import annotations
 

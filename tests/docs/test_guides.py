@@ -1,4 +1,4 @@
-"""The guides do what they say: their blocks are run, and what they add serves tokens."""
+"""Run the guides' code blocks and serve tokens with what they add."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOW = 8
 
 
 def blocks_of(name: str) -> dict[str, Any]:
-    """The names that the guide's Python blocks define, run one after the other."""
+    """Run the guide's Python blocks in order; return the names they define."""
     text = (DOCS / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "guide"}
@@ -49,14 +49,14 @@ def blocks_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """A guide registers its family; no other test is to see it."""
+    """Undo the family registration of a guide."""
     before = list(FAMILIES)
     yield
     FAMILIES[:] = before
 
 
 def write_alternating(path: Path, family: Any) -> ModelSpec:
-    """A tiny checkpoint of the guide's family; its spec is what the family's own reader makes."""
+    """Write a tiny checkpoint of the guide's family; return its spec."""
     base = tiny_target_config(num_layers=2)
     path.mkdir()
     plain = family_named("llama").to_json(base)
@@ -89,7 +89,7 @@ def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
 
 
 def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_path: Path) -> None:
-    """Greedy text through the paged engine, drafted for by the toy, against a dense forward."""
+    """Greedy text through the paged engine, with the toy drafter, against a dense forward."""
     of_model, of_drafter = blocks_of("add_a_model.md"), blocks_of("add_a_drafter.md")
     path = tmp_path / "model"
     spec = write_alternating(path, of_model["FAMILY"])

@@ -1,4 +1,4 @@
-"""The pictures of the page: those that examples/page_pictures.py takes, shown somewhere."""
+"""Pictures of the web page: those that examples/page_pictures.py takes, each shown in the docs."""
 
 from __future__ import annotations
 

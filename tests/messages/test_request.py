@@ -1,4 +1,4 @@
-"""Sampling parameters are checked where they enter; seeds of choices differ."""
+"""Sampling parameters are checked on entry; seeds of choices differ."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def test_every_name_of_elsewhere_means_parameters_that_are_there() -> None:
 
 
 def test_numbers_of_numpy_are_python_s_own() -> None:
-    """Also for what is pickled, written as JSON, and compared by `is`."""
     loose: dict[str, Any] = {
         "max_new_tokens": np.int64(3),
         "temperature": np.float32(0.5),
@@ -180,7 +179,6 @@ def test_numbers_of_numpy_are_refused_as_python_s_own(values: dict[str, Any], me
 
 
 def test_a_copy_of_parameters_is_equal() -> None:
-    """They go to processes of their own, and are told apart by what they hold."""
     params = SamplingParams(max_new_tokens=3, stop=("x",), stop_token_ids=(5,))
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
     assert pickle.loads(pickle.dumps(params)).stop_id_set == {5}
@@ -251,11 +249,6 @@ def test_stop_ids_are_eos_and_the_requests_own_once_each() -> None:
     assert request(stop_token_ids=[8, 7, 7]).stop_ids == (9, 8, 7)
     assert request(stop_token_ids=[8, 7], ignore_eos=True).stop_ids == (8, 7)
     assert request(ignore_eos=True).stop_ids == ()
-
-
-def test_requests_can_be_pickled() -> None:
-    original = request(stop=["a"], top_k=3)
-    assert pickle.loads(pickle.dumps(original)) == original
 
 
 def test_finish_reasons_in_sglangs_words() -> None:

@@ -9,7 +9,7 @@ from jspec.messages.response import spec_fields
 
 
 def counters(histogram: tuple[int, ...], *, num_cut: int = 0) -> SpecCounters:
-    """Of a chain of three drafts. num_cut: verifications of which an end left no bonus token."""
+    """Counters of a chain of three drafts; num_cut verifications emitted no bonus token."""
     return SpecCounters(
         verify_ct=sum(histogram),
         num_accepted=sum(depth * count for depth, count in enumerate(histogram)),
@@ -20,14 +20,14 @@ def counters(histogram: tuple[int, ...], *, num_cut: int = 0) -> SpecCounters:
 
 
 def test_an_accept_length_is_completion_tokens_over_verifications() -> None:
-    """The prompt's own token, then three verifications of 1, 2 and 4 tokens, the last cut to 3."""
+    """One prompt token, then verifications of 1, 2 and 4 tokens, the last cut to 3."""
     found = spec_fields(counters((1, 1, 0, 1), num_cut=1), completion_tokens=7)
     assert found["spec_accept_length"] == pytest.approx(7 / 3)
     assert found["spec_accept_rate"] == pytest.approx(4 / 9)
 
 
 def test_tokens_of_plain_steps_are_no_verification_s() -> None:
-    """The same between 150 plain steps, as an adaptive engine takes them."""
+    """The same with 150 plain steps between, as an adaptive engine takes them."""
     found = spec_fields(counters((1, 1, 0, 1), num_cut=1), completion_tokens=157)
     assert found["spec_accept_length"] == pytest.approx(7 / 3)
     found = spec_fields(counters((1, 1, 0, 1)), completion_tokens=158)

@@ -1,4 +1,4 @@
-"""One table of sampling parameters: the dataclasses agree with it, and one more line is enough."""
+"""One table of sampling parameters; a new parameter is one more line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = ServeLimits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyParams(SamplingParams):
-    """One more parameter than there is: two numbers, the second of them made from V."""
+    """One parameter more: two numbers, the second derived from V."""
 
     toy: float = sampled(
         0.5,
@@ -86,7 +86,7 @@ def test_both_http_doors_read_every_parameter_once() -> None:
 
 
 def test_one_more_line_is_checked_packed_and_unpacked() -> None:
-    """A new parameter goes all the way from JSON to the device by its line in the table alone."""
+    """From JSON to the device."""
     assert [p.name for p in TOY_TABLE] == [*(p.name for p in SAMPLING_FIELDS), "toy"]
     with pytest.raises(RequestError, match=r"toy is 1\.5; expected a number from 0 to 1"):
         ToyParams.from_mapping({"toy": 1.5})

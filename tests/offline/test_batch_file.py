@@ -1,4 +1,4 @@
-"""Batch files: what a line may be, and where a run goes on."""
+"""Batch files: which lines are requests, and where a run resumes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ten thousand lines through `jspec batch`, killed five times, end in the same file.
+"""Ten thousand lines through `jspec batch`, killed five times, give the same file.
 
-By hand, since it takes minutes: pytest -n 0 -m exhaustive tests/offline/test_batch_killed.py.
+It takes minutes: pytest -n 0 -m exhaustive tests/offline/test_batch_killed.py.
 """
 
 from __future__ import annotations
