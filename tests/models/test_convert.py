@@ -1,4 +1,4 @@
-"""Checkpoints in other formats: the same tensors again, served alike on any number of shards."""
+"""Checkpoints in other formats have the same tensors, on any number of shards."""
 
 from __future__ import annotations
 
@@ -48,15 +48,12 @@ def test_orbax_and_back_is_the_same_checkpoint(
     assert sorted(p.name for p in middle.iterdir()) == sorted([*rest, "orbax"])
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_every_shard_has_the_weights_that_safetensors_give(
-    pair: TinyPair, shards: int, tmp_path: Path
-) -> None:
+def test_every_shard_has_the_weights_that_safetensors_give(pair: TinyPair, tmp_path: Path) -> None:
     paths = {"target": pair.target_path, "draft": pair.draft_path}
     for name, path in paths.items():
         convert(path, tmp_path / name, Format.ORBAX)
-    wanted = params_of(paths["target"], paths["draft"], shards=shards)
-    found = params_of(tmp_path / "target", tmp_path / "draft", shards=shards)
+    wanted = params_of(paths["target"], paths["draft"], shards=2)
+    found = params_of(tmp_path / "target", tmp_path / "draft", shards=2)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -73,7 +70,6 @@ def params_of(target: Path, draft: Path, *, shards: int) -> Any:
 
 
 def test_types_of_all_kinds_stay(tmp_path: Path) -> None:
-    """torch's file to orbax and to safetensors: bfloat16, integers, booleans, scalars."""
     source = tmp_path / "torch"
     source.mkdir()
     shutil.copy(TORCH, source)

@@ -1,7 +1,4 @@
-"""Qwen's and Mistral's config.json as they are published, and what of them is refused.
-
-The other families' are in test_gpt_oss.py, test_hf_llama.py and test_mtp_families.py.
-"""
+"""Published config.json files of Qwen and Mistral."""
 
 from __future__ import annotations
 
@@ -155,7 +152,7 @@ def test_qwen_s_windows_begin_at_a_layer(config: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize("config", [QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B])
 def test_keys_that_transformers_ignores_are_ignored(config: dict[str, Any], tmp_path: Path) -> None:
-    """Those of other architectures, which that of this name does not read."""
+    """Keys of other architectures."""
     plain = read(tmp_path, config)
     others: dict[str, Any] = {
         "logit_scale": 0.5,

@@ -1,7 +1,7 @@
-"""The layers over the GPU's kernels, interpreted, against the same over XLA.
+"""Layers over the interpreted GPU kernels, against the same over XLA.
 
-Each kernel has its own tests; this is what lies between them: the residual stream as two summands,
-captured features, queries laid out by one kernel for the next, a bias, and rows that are padding.
+Each kernel has its own tests; these cover what connects them: the residual stream as two summands,
+captured features, query layouts, a bias, and padding rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SIZES: dict[str, Any] = {
 
 
 def biased(**changes: Any) -> ModelSpec:
-    """A decoder with biases on q, k and v alone."""
+    """Return a decoder with biases on q, k and v alone."""
     spec = uniform_decoder(**(SIZES | changes))
     attention = dataclasses.replace(spec.one_layer.attention, qkv_bias=True)
     layer = dataclasses.replace(spec.one_layer, attention=attention)
@@ -75,7 +75,7 @@ LIVE = slice(0, 2 * QUERIES - 1)
 
 
 def drawn(table: ParamTable, seed: int) -> Params:
-    """Random parameters of a table in bf16."""
+    """Return random bf16 parameters of a table."""
     leaves, structure = jax.tree.flatten(abstract_params(table, dtype=jnp.bfloat16))
     rng = np.random.default_rng(seed)
     values = [
@@ -88,7 +88,7 @@ def drawn(table: ParamTable, seed: int) -> Params:
 
 
 def pool(num_layers: int) -> tuple[jax.Array, ...]:
-    """Random pages of 16 tokens; the dummy page holds NaN."""
+    """Return random pages of 16 tokens; the dummy page holds NaN."""
     empty = empty_pools(
         cache_groups(biased(num_layers=num_layers), name="all"),
         num_pages=7,
@@ -103,7 +103,7 @@ def pool(num_layers: int) -> tuple[jax.Array, ...]:
 
 
 def assert_close(mine: Any, expected: Any) -> None:
-    """Within bf16's rounding of values of about one."""
+    """Compare within bf16's rounding of values of about one."""
     np.testing.assert_allclose(
         np.asarray(mine, np.float32), np.asarray(expected, np.float32), atol=0.03, rtol=0.03
     )
@@ -121,9 +121,10 @@ def assert_close(mine: Any, expected: Any) -> None:
 def test_a_mixture_gives_what_it_gives_over_xla(
     aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a mixture leaves unsummed meets the norm of a dense layer (but where it is captured
-    before), captured features and the last norm. few: tokens up to which gpu_few serves; gpu_many
-    the others, among them prompts."""
+    """The unsummed outputs of an MoE layer meet the next norm, captured features and the last norm.
+
+    few: most tokens that gpu_few serves; gpu_many serves the others, among them prompts.
+    """
     monkeypatch.setattr(tuning, "MOST_TOKENS", few)
     ffn = MoESpec(num_experts=6, top_k=2, inner=16 * few)  # a layer is traced once for its spec
     dense, moe = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
@@ -194,7 +195,7 @@ def test_a_draft_head_gives_what_it_gives_over_xla(norm_before_residual: bool) -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InterpretedGate(Ops):
-    """XLA's programs but for the gated product, which is the GPU's kernel, interpreted."""
+    """XLA, with the gated product of the interpreted GPU kernel."""
 
     def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
         del of_prompts
@@ -223,7 +224,7 @@ def test_a_layer_with_a_gated_product_gives_what_it_gives_without() -> None:
 def runs_the_gated_kernel(
     ops: str, num_tokens: int, dtype: Any = jnp.bfloat16, *, of_prompts: bool = False
 ) -> bool:
-    """Whether the bundle's program for this product has the kernel in it."""
+    """Return whether the program for this product contains the kernel."""
     gated = partial(OPS[ops].gated_product, of_prompts=of_prompts)
     shapes = (num_tokens, 4096), (4096, 28672)
     program = jax.make_jaxpr(gated)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))

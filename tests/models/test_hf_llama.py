@@ -1,4 +1,4 @@
-"""Llama checkpoints: the arithmetic against transformers, and files there and back."""
+"""Llama checkpoints: arithmetic against transformers, and reading and writing files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.errors import CheckpointError, ConfigError
-from jspec.layers.attention import attention, causal_attention
-from jspec.layers.linear import Shard
-from jspec.layers.mlp import gated_mlp
-from jspec.models.decoder import Params
+from jspec.errors import CheckpointError
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
@@ -53,13 +48,8 @@ def assert_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def on_device(params: Params) -> Params:
-    moved: Params = jax.tree.map(jnp.asarray, params)
-    return moved
-
-
 def rewrite(path: Path, **changes: Any) -> None:
-    """Replaces, adds or (None) removes tensors of a written checkpoint."""
+    """Replace, add or (None) remove tensors of a written checkpoint."""
     tensors = load_file(path / "model.safetensors") | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
     save_file(kept, path / "model.safetensors")
@@ -106,72 +96,11 @@ def test_load_then_save_keeps_every_tensor(variant: str, tmp_path: Path) -> None
         np.testing.assert_array_equal(found[name], value, strict=True)
 
 
-def test_float32_checkpoint_loads_as_rounded_bfloat16(tmp_path: Path) -> None:
-    params = random_params(table_of(TINY))
-    save_target(tmp_path, TINY, params, dtype=np.float32)
-    rounded = jax.tree.map(lambda a: np.asarray(a).astype(ml_dtypes.bfloat16), params)
-    assert_same(load_target(tmp_path, TINY, dtype=ml_dtypes.bfloat16), rounded)
-
-
 def test_tied_lm_head_is_a_view_of_the_table(tmp_path: Path) -> None:
     config = decoder(tie_word_embeddings=True)
     save_target(tmp_path, config, random_params(table_of(config)), dtype=np.float32)
     params = load_target(tmp_path, config, dtype=np.float32)
     assert np.shares_memory(params["lm_head"]["kernel"], params["embed"]["table"])
-
-
-@pytest.mark.parametrize("shards", [2, 4])  # 4 shards: 2 kv heads, each on two shards
-def test_shards_add_up_to_the_whole_layer(shards: int, tmp_path: Path) -> None:
-    save_target(tmp_path, TINY, random_params(table_of(TINY)), dtype=np.float32)
-    whole = on_device(load_target(tmp_path, TINY, dtype=np.float32)["layers"][0])
-    fused = load_target(tmp_path, TINY, dtype=np.float32, shards=shards)["layers"][0]
-    x = jax.random.normal(jax.random.key(1), (1, 5, TINY.hidden_size))
-    positions = jnp.arange(5)[None]
-
-    def halves(params: Params, size: int) -> tuple[jax.Array, jax.Array]:
-        spec, shard = TINY.one_layer, Shard(size)
-        mixed = attention(
-            params["attention"],
-            x,
-            positions,
-            causal_attention,
-            spec=spec.attention,
-            eps=spec.eps,
-            shard=shard,
-        )
-        return mixed, gated_mlp(params["mlp"], x, shard=shard, ops=Ops())
-
-    def part(kernel: Any, index: int, axis: int) -> Any:
-        return np.split(kernel, shards, axis=axis)[index]
-
-    def one_shard(index: int) -> Params:
-        attention, mlp = fused["attention"], fused["mlp"]
-        sharded: Params = {
-            "attention": {
-                "qkv": {"kernel": part(attention["qkv"]["kernel"], index, 1)},
-                "out": {"kernel": part(attention["out"]["kernel"], index, 0)},
-            },
-            "mlp": {
-                "gate_up": {"kernel": part(mlp["gate_up"]["kernel"], index, 1)},
-                "down": {"kernel": part(mlp["down"]["kernel"], index, 0)},
-            },
-        }
-        return sharded
-
-    parts = [halves(on_device(one_shard(i)), shards) for i in range(shards)]
-    for j, expected in enumerate(halves(whole, 1)):
-        found = sum(np.asarray(outs[j]) for outs in parts)
-        assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("shards", "named"),
-    [(3, "a divisor of 4, the blocks of .*q_proj"), (8, "a divisor of 4, the blocks of .*q_proj")],
-)
-def test_shards_that_do_not_divide_are_refused(shards: int, named: str, tmp_path: Path) -> None:
-    save_target(tmp_path, TINY, random_params(table_of(TINY)), dtype=np.float32)
-    with pytest.raises(ConfigError, match=f"tp_size is {shards}; expected {named}"):
-        load_target(tmp_path, TINY, dtype=np.float32, shards=shards)
 
 
 def test_a_load_holds_one_model_and_a_few_tensors(tmp_path: Path) -> None:
@@ -192,18 +121,6 @@ def test_a_load_holds_one_model_and_a_few_tensors(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model.norm.weight": None}, r"no tensor model\.norm\.weight.*\(16,\)"),
-        (
-            {"model.layers.1.mlp.up_proj.weight": np.zeros((24, 15), np.float32)},
-            r"model\.layers\.1\.mlp\.up_proj\.weight has shape \(24, 15\); expected \(24, 16\)",
-        ),
-        (
-            {"model.layers.2.mlp.up_proj.weight": np.zeros((24, 16), np.float32)},
-            r"unknown tensor model\.layers\.2\.mlp\.up_proj\.weight of shape \(24, 16\)",
-        ),
-        (
-            {"lm_head.weight": np.zeros((40, 16), np.int8)},
-            r"lm_head\.weight has dtype I8; expected one of F16, BF16, F32, F64",
-        ),
         (
             {"lm_head.weight": np.zeros((40, 16), ml_dtypes.float8_e4m3fn)},
             r"lm_head\.weight has dtype F8_E4M3 but no scales; expected lm_head",

@@ -1,4 +1,4 @@
-"""Where the columns of a fused weight come from, and weights there and back between both forms."""
+"""Columns of fused weights, and weights read and written in both layouts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
-from jspec.models.layer_params import attention_params, dense_params, expert_params
+from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.placement import abstract_params, nested
-from jspec.spec.model_spec import AttentionSpec, DenseSpec, MoESpec
+from jspec.spec.model_spec import AttentionSpec, MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
 
 
@@ -41,42 +41,13 @@ def declared(table: ParamTable, *path: str) -> ParamSpec:
 
 
 def columns_by_name(spec: ParamSpec, *, shards: int) -> list[str]:
-    """The name and stored row that each fused column takes, as in `q3`."""
+    """Return the name and stored row of each fused column, as in `q3`."""
     columns = []
     parts = spec.layouts[0]
     for index, first, count in shard_columns(parts, shards):
         name = parts[index].name.split(".")[-2].removesuffix("_proj")
         columns += [f"{name}{row}" for row in range(first, first + count)]
     return columns
-
-
-@pytest.mark.parametrize(
-    ("shards", "expected"),
-    [
-        (1, "q0 q1 q2 q3 k0 k1 v0 v1"),
-        (2, "q0 q1 k0 v0 q2 q3 k1 v1"),
-        (4, "q0 k0 v0 q1 k0 v0 q2 k1 v1 q3 k1 v1"),
-    ],
-)
-@pytest.mark.parametrize("leaf", ["kernel", "bias"])
-def test_qkv_columns_of_the_worked_example(shards: int, expected: str, leaf: str) -> None:
-    table = attention_of(num_heads=4, num_kv_heads=2, bias=True)
-    columns = columns_by_name(declared(table, "attention", "qkv", leaf), shards=shards)
-    heads = [name for name in columns if int(name[1:]) % 2 == 0]
-    assert " ".join(f"{name[0]}{int(name[1:]) // 2}" for name in heads) == expected
-
-
-@pytest.mark.parametrize(
-    ("shards", "expected"),
-    [
-        (1, "gate0 gate1 gate2 gate3 up0 up1 up2 up3"),
-        (2, "gate0 gate1 up0 up1 gate2 gate3 up2 up3"),
-    ],
-)
-def test_gate_up_columns_of_the_worked_example(shards: int, expected: str) -> None:
-    table = dense_params(DenseSpec(inner=4), size=4)
-    columns = columns_by_name(declared(table, "mlp", "gate_up", "kernel"), shards=shards)
-    assert " ".join(columns) == expected
 
 
 @given(
@@ -122,25 +93,6 @@ def test_kernels_are_the_exact_transpose(dtype: Any, size: int, tmp_path: Path) 
     np.testing.assert_array_equal(wide, stored.T.astype(np.float32), strict=True)
 
 
-def test_fused_weights_are_stored_apart(tmp_path: Path) -> None:
-    table = attention_of(num_heads=4, num_kv_heads=2, bias=True)
-    rng = np.random.default_rng(0)
-    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
-    stored = {"self_attn.o_proj.weight": rng.standard_normal((4, 8)).astype(np.float32)}
-    stored["self_attn.sinks"] = rng.standard_normal(4).astype(np.float32)
-    for name, size in rows.items():
-        stored[f"self_attn.{name}.weight"] = rng.standard_normal((size, 4)).astype(np.float32)
-        stored[f"self_attn.{name}.bias"] = rng.standard_normal(size).astype(np.float32)
-    save_file(stored, tmp_path / "model.safetensors")
-    params = read(tmp_path, table)
-    joined = np.concatenate([stored[f"self_attn.{name}.weight"] for name in rows])
-    np.testing.assert_array_equal(params["attention"]["qkv"]["kernel"], joined.T, strict=True)
-    found = stored_tensors(table, params, dtype=np.float32)
-    assert found.keys() == stored.keys()
-    for name, value in stored.items():
-        np.testing.assert_array_equal(found[name], value, strict=True)
-
-
 def read(path: Path, table: ParamTable, *, shards: int = 1) -> dict[str, Any]:
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=lambda _: False)
@@ -152,7 +104,7 @@ MIXTURE = MoESpec(num_experts=3, top_k=2, inner=4)
 
 
 def other_layout(table: ParamTable) -> ParamTable:
-    """The table with the second layout of each weight that has two, for writing."""
+    """Return the table with the second layout first, for writing."""
     return tuple(replace(spec, layouts=spec.layouts[::-1]) for spec in table)
 
 
@@ -183,7 +135,7 @@ def test_experts_are_read_one_by_one_and_fused(shards: int, tmp_path: Path) -> N
 
 
 def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:
-    """Parts that take every second row of one stored stack [X, in, out], and of its bias."""
+    """Parts take every second row of a stored stack [X, in, out] and of its bias."""
 
     def parts(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         return tuple(

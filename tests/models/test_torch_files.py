@@ -1,4 +1,4 @@
-"""torch.save's files, read without torch: the numbers, and that nothing in them is ever run."""
+"""torch.save's files, read without torch and without running anything in them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_file_of_something_else_is_refused(name: str, message: str) -> None:
 
 
 class Attack:
-    """What a pickle of it calls when it is loaded."""
+    """Pickles to a call."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call

@@ -1,7 +1,6 @@
-"""Two shards give the logits of one, for every family: heads, experts and vocabulary are split.
+"""Two shards give the logits of one, for every family.
 
-Over the checkpoints of tests/golden/make_families_golden.py, whose logits transformers wrote and
-one shard gives (test_families.py). gpt-oss is test_gpt_oss.py's.
+The golden logits are those of transformers, which one shard also gives (test_families.py).
 """
 
 from __future__ import annotations
@@ -34,9 +33,18 @@ from tests.models.family_checkpoints import (
 from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
+# Their layers are split like those of the others.
+REPETITIONS = ("qwen3", "qwen3_moe_mixed", "mimo")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILY_CHECKPOINTS if name != "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in REPETITIONS else ())
+        for name in FAMILY_CHECKPOINTS
+    ],
+)
 def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     path = checkpoint_of(name, tmp_path)
     spec = load_model_spec(path)
@@ -71,6 +79,6 @@ def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_split() -> None:
-    """Llama's text on two shards is tests/engine/test_runner.py's."""
+    """tests/engine/test_runner.py covers Llama."""
     families = {name.removesuffix("_mixed") for name in FAMILY_CHECKPOINTS}
     assert families == {family.name for family in FAMILIES} - {"llama"}
