@@ -26,21 +26,10 @@ from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import path_tokens, penalize
 from jspec.spec import indexing
+from tests.sampling.trees import shallow_parents, tree_of
 from tests.support.goodness_of_fit import assert_fits
 
 N, LEVELS, V = 9, 4, 3
-
-
-def tree_of(tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
-    depths = np.zeros((len(parents), len(parents[0])), np.int32)
-    for b, row in enumerate(parents):
-        for i, parent in enumerate(row[1:], start=1):
-            depths[b, i] = depths[b, parent] + 1
-    return DraftTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        depths=jnp.asarray(depths),
-    )
 
 
 _accept = jax.jit(accept_tree, static_argnames="num_levels")
@@ -61,11 +50,7 @@ def walk(tokens: list[int], parents: list[int], target_ids: list[int]) -> list[i
 @st.composite
 def random_tree(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     """(tokens, parents, target ids), at most LEVELS deep; siblings may even share a token."""
-    parents, depths = [-1], [0]
-    for i in range(1, N):
-        parent = draw(st.sampled_from([j for j in range(i) if depths[j] < LEVELS]))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
+    parents = draw(shallow_parents(nodes=N, levels=LEVELS))
     ids = st.lists(st.integers(0, V - 1), min_size=N, max_size=N)
     return draw(ids), parents, draw(ids)
 

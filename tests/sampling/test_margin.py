@@ -1,4 +1,4 @@
-"""The margin of a token against the choice that it explains."""
+"""The margin of a token, against the choice that it explains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(**given: float) -> SamplingParams:
 
 
 def choice_of(logits: np.ndarray, sampling: SamplingParams, *, seed: int, position: int) -> int:
-    """As the device chooses."""
+    """Choose as the device does."""
     rows = empty_sampling(1, vocab_size=V)
     changed = {
         "temperature": jnp.asarray([sampling.temperature], jnp.float32),
@@ -81,7 +81,6 @@ def test_the_choice_alone_has_no_margin(
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_a_change_of_the_margin_s_size_makes_it_the_choice(seed: int) -> None:
-    """Raised by a little more than its margin a token is chosen, and by a little less it is not."""
     logits = np.random.default_rng(seed).normal(0, 2, V).astype(np.float32)
     sampling, token = row(), seed % V
     size = margin(logits, token, sampling=sampling, seed=seed, position=3)
@@ -90,16 +89,3 @@ def test_a_change_of_the_margin_s_size_makes_it_the_choice(seed: int) -> None:
         raised = logits.copy()
         raised[token] += size + more
         assert (choice_of(raised, sampling, seed=seed, position=3) == token) is is_chosen
-
-
-def test_worked_examples() -> None:
-    greedy = row(temperature=0.0)
-    assert margin(np.array([2, 1.5, 0]), 1, sampling=greedy, seed=0, position=0) == 0.5
-    # Four equal tokens, of which top-p 0.5 keeps all: nothing lies above any of them.
-    flat = row(temperature=0.001, top_p=0.5)
-    assert margin(np.zeros(4), 2, sampling=flat, seed=0, position=0) < 0.02
-    # Of 0.6, 0.3 and 0.1, top-p 0.59 keeps the first alone; the second misses it by the log odds.
-    logits, kept = np.log([0.6, 0.3, 0.1]), row(temperature=1.0, top_p=0.59)
-    missed = np.log(0.6 / 0.4) - np.log(0.59 / 0.41)
-    found = margin(logits, 1, sampling=kept, seed=1, position=1)
-    assert found == pytest.approx(missed) or found > missed

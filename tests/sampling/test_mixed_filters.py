@@ -53,7 +53,7 @@ Settings = tuple[SamplingParams, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows, logits so flat that every token may win, and what the rows have emitted."""
+    """Sampling rows, flat logits so that every token may win, and emitted tokens."""
 
     rows: SamplingBatch
     logits: jax.Array
@@ -75,11 +75,17 @@ def batch_of(settings: Settings, *, penalized: bool) -> Batch:
         min_p=jnp.asarray([each.min_p for each in settings], jnp.float32),
     )
     if penalized:
+        biases = np.full(rows.logit_bias.shape, V)
+        biases[:, :5, 0] = rng.permuted(np.tile(np.arange(V), (count, 1)), axis=1)[:, :5]
+        biases[:, :5, 1] = rng.normal(0, 0.2, (count, 5)).astype(np.float32).view(np.int32)
         rows = dataclasses.replace(
             rows,
             frequency_penalty=jnp.asarray(rng.uniform(0, 0.1, count), jnp.float32),
             presence_penalty=jnp.asarray(rng.uniform(0, 0.1, count), jnp.float32),
             repetition_penalty=jnp.asarray(rng.uniform(1, 1.3, count), jnp.float32),
+            min_new_tokens=jnp.asarray(rng.integers(0, 9, count), jnp.int32),
+            stop_ids=jnp.asarray(rng.integers(0, V + 1, rows.stop_ids.shape), jnp.int32),
+            logit_bias=jnp.asarray(biases, jnp.int32),
         )
     flat = rng.normal(0, 0.3, (count, 1, V))
     ties = rng.random((count, 1, 1)) < 0.3
@@ -111,7 +117,7 @@ def penalties(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingBatch
 def chosen_by(
     settings: Settings, shards: int, ops: str = "xla", *, filtered: bool, penalized: bool
 ) -> np.ndarray:
-    """i32[shards, B]: what each shard takes for the choice."""
+    """Return i32[shards, B]: the choice on each shard."""
     batch = batch_of(settings, penalized=penalized)
 
     def on_shard(logits: jax.Array, ids: jax.Array, seen: Seen, rows: SamplingBatch) -> jax.Array:
@@ -161,13 +167,12 @@ def test_a_row_without_filters_is_chosen_as_where_no_row_has_any(
 
 @pytest.mark.parametrize("penalized", [False, True])
 def test_a_filtered_row_has_the_token_of_the_definition(penalized: bool) -> None:
-    """To rounding: no token within the filters is dropped, none outside them kept."""
     (chosen,) = chosen_by(FILTERED, 1, filtered=True, penalized=penalized)
     batch = batch_of(FILTERED, penalized=penalized)
     logits = batch.logits
     if penalized:
         logits = penalties(logits, jnp.arange(V, dtype=jnp.int32), batch.seen, batch.rows)
-    for i, row in enumerate(np.asarray(logits)[:, 0]):
+    for i, row in enumerate(np.maximum(np.asarray(logits)[:, 0], -1e9)):  # stops are -inf
         seed, position = int(batch.seeds[i]), int(batch.positions[i])
         sampling = FILTERED[i]
         off = margin(row, int(chosen[i]), sampling=sampling, seed=seed, position=position)

@@ -1,4 +1,4 @@
-"""Penalties at a node count what was emitted and the path to the node: brute force on trees."""
+"""Penalties at a node, by brute force on trees."""
 
 from __future__ import annotations
 
@@ -14,36 +14,14 @@ from jspec.device.batch import DraftTree
 from jspec.device.state import SamplingBatch, Seen, empty_sampling
 from jspec.messages.request import MAX_BIASES
 from jspec.sampling.penalties import count_emitted, path_tokens, penalize
+from tests.sampling.trees import shallow_parents, tree_of
 
 B, N, V, LEVELS = 2, 7, 5, 4
 PADDING = V
 
 
-def tree_of(tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
-    depths = np.zeros((len(parents), len(parents[0])), np.int32)
-    for b, row in enumerate(parents):
-        for i, parent in enumerate(row[1:], start=1):
-            depths[b, i] = depths[b, parent] + 1
-    return DraftTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        depths=jnp.asarray(depths),
-    )
-
-
-@st.composite
-def shallow_parents(draw: st.DrawFn) -> list[int]:
-    """parents[N] of a tree whose nodes are at most LEVELS deep."""
-    parents, depths = [-1], [0]
-    for i in range(1, N):
-        parent = draw(st.sampled_from([j for j in range(i) if depths[j] < LEVELS]))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return parents
-
-
 def path_of(parents: list[int], node: int) -> list[int]:
-    """Nodes from `node` up to, but without, the root."""
+    """Return the nodes from `node` up to, but without, the root."""
     path = []
     while node > 0:
         path.append(node)
@@ -51,11 +29,8 @@ def path_of(parents: list[int], node: int) -> list[int]:
     return path
 
 
-BIAS_OF_4 = np.array([4, np.float32(1.5).view(np.int32)])
-
-
 def seen_of(counts: jax.Array) -> Seen:
-    """Every other id is in the prompt."""
+    """Put every other id in the prompt."""
     marks = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int8) % 2, (B, V))
     return Seen(output_counts=counts, prompt_marks=marks)
 
@@ -78,7 +53,7 @@ ids = st.integers(0, V - 1)
 penalty = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 2.0])
 rows_of_trees = st.lists(
     st.tuples(
-        shallow_parents(),
+        shallow_parents(nodes=N, levels=LEVELS),
         st.lists(ids, min_size=N, max_size=N),  # tokens, the root's included
         st.lists(ids, max_size=6),  # emitted before the root
         penalty,
@@ -150,15 +125,8 @@ def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: igno
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_path_tokens_worked_example() -> None:
-    tree = tree_of([[70, 10, 11, 20]], [[-1, 0, 0, 1]])
-    expected = [[[-1, -1], [10, -1], [11, -1], [20, 10]]]
-    np.testing.assert_array_equal(path_tokens(tree, num_levels=2), expected)
-    assert path_tokens(tree, num_levels=0).shape == (1, 4, 0)
-
-
 def test_no_penalty_leaves_every_bit_alone() -> None:
-    """Padding stop ids (V) stop nothing, though the row is far below its minimum length."""
+    """Padding stop ids (V) stop nothing, even below the minimum length."""
     logits = np.random.default_rng(3).normal(size=(B, N, V)).astype(np.float32)
     logits[0, 0, 0], logits[0, 0, 1] = -0.0, -np.inf
     rows = empty_sampling(B, vocab_size=V)
@@ -167,35 +135,6 @@ def test_no_penalty_leaves_every_bit_alone() -> None:
     seen = seen_of(jnp.full((B, V), 1000, jnp.int32))
     result = _penalized(jnp.asarray(logits), rows, tree, seen, jnp.zeros((B, N), jnp.int32))
     np.testing.assert_array_equal(result, logits)
-
-
-def test_a_shard_penalizes_its_own_columns() -> None:
-    """Columns are named by target ids, not by place."""
-    rng = np.random.default_rng(4)
-    rows = SamplingBatch(
-        **{
-            **vars(empty_sampling(B, vocab_size=V)),
-            "frequency_penalty": jnp.full(B, 0.5),
-            "min_new_tokens": jnp.full(B, 9, jnp.int32),
-            "repetition_penalty": jnp.asarray([0.5, 2.0]),
-            "logit_bias": jnp.full((B, MAX_BIASES, 2), V, jnp.int32).at[:, 0, :].set(BIAS_OF_4),
-            "stop_ids": jnp.asarray([[4, V], [0, V]], jnp.int32),
-        }
-    )
-    tree = tree_of([[0, 1, 2, 3, 4, 3, 3]] * B, [[-1, 0, 1, 2, 2, 3, 0]] * B)
-    seen = seen_of(jnp.asarray(rng.integers(0, 3, (B, V)), jnp.int32))
-    logits = jnp.asarray(rng.normal(size=(B, N, V)), jnp.float32)
-    num = jnp.full((B, N), 5, jnp.int32)
-    whole = _penalized(logits, rows, tree, seen, num)
-    part = jax.jit(penalize)(
-        logits[:, :, 3:],
-        rows,
-        token_ids=jnp.arange(3, V, dtype=jnp.int32),
-        seen=jax.tree.map(lambda x: x[:, 3:], seen),
-        tokens_on_path=path_tokens(tree, num_levels=LEVELS),
-        num_output=num,
-    )
-    np.testing.assert_array_equal(part, whole[:, :, 3:])
 
 
 _count_from_id_1 = jax.jit(partial(count_emitted, first_id=1))

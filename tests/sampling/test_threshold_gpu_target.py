@@ -1,4 +1,4 @@
-"""What a pass of the threshold's search reads on an H200: the logits, once, and nothing else.
+"""Each pass of the threshold search on an H200 reads the logits once, and nothing else.
 
 Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
 """
@@ -13,7 +13,7 @@ from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_a_pass_reads_the_logits_alone_on_an_h200() -> None:
-    """One operation of the loop touches anything of size [B, N, V], and it writes nothing so."""
+    """One operation of the loop reads [B, N, V], and none writes it."""
     output = output_of("tests.sampling.threshold_gpu_compile")
     expected = [f"{v} [(['f32[64,4,{v}]'], [])]" for v in (128_256, 64_128, 151_936)]
     assert output.splitlines() == expected

@@ -80,7 +80,7 @@ def rows_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> Samplin
 
 
 def rounding_decides(logits: np.ndarray, rows: SamplingBatch) -> bool:
-    """Whether the mass above some logit lies so near top_p that the order of a sum matters."""
+    """Return whether the mass above a logit is so close to top_p that summation order matters."""
     p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     above = (logits[..., None, :] > logits[..., None]) * p[..., None, :]
@@ -93,7 +93,7 @@ def _of_one_device(passes: Passes) -> Callable[[jax.Array, SamplingBatch], jax.A
 
 
 def _over_two_devices(passes: Passes) -> Callable[[jax.Array, SamplingBatch], jax.Array]:
-    """The threshold that each of two vocabulary shards finds: [2, B, N]."""
+    """Find the threshold on two vocabulary shards: [2, B, N]."""
 
     def found(logits: jax.Array, rows: SamplingBatch) -> jax.Array:
         return threshold(logits, rows, shard=Shard(2, "tensor"), passes=passes)[None]
@@ -152,7 +152,7 @@ def test_every_way_keeps_what_halving_keeps(
 @pytest.mark.parametrize("num_ids", [4096, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_long_vocabulary_chooses_the_same_tokens(num_ids: int, temperature: float) -> None:
-    """Bit for bit: what `choose` takes is what it takes with the threshold by halving."""
+    """Bit for bit."""
     rng = np.random.default_rng(num_ids)
     logits = jnp.asarray(rng.normal(0, 3, (8, 2, num_ids)), jnp.float32)
     rows = rows_of([1, 50, num_ids, 5] * 2, [1.0, 0.9, 0.95, TINY] * 2, [0.0] * 7 + [0.05])

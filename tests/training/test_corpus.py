@@ -1,4 +1,4 @@
-"""The corpus: what is left out, and that modules are held out together with their tests."""
+"""The corpus: sound files only, and modules held out with their tests."""
 
 from __future__ import annotations
 

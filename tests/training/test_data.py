@@ -1,4 +1,4 @@
-"""Batches are functions of (seed, step), and an epoch shows every token about once."""
+"""Batches are functions of (seed, step); an epoch covers every token about once."""
 
 from __future__ import annotations
 

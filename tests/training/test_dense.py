@@ -1,7 +1,4 @@
-"""The forward that teaches, of every family: its windows, sinks and MoEs, against transformers.
-
-tests/golden/make_families_golden.py wrote the checkpoints; 24 tokens, windows of 8.
-"""
+"""The teacher's forward for every family, against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported head, read by the loader that serves it, drafts over pages what training computed."""
+"""An exported head, served over pages, computes what training computed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENGTH, DEPTHS, START = 12, 3, 6  # a chain is drafted after row START
 def trained(
     head: DraftHead, target: ModelSpec, target_params: Params, ids: np.ndarray, folder: Path
 ) -> tuple[np.ndarray, TargetFeatures, list[Guess]]:
-    """(token ids, features, guesses) of a random head, which is exported to `folder`."""
+    """Export a random head to `folder`; return (token ids, features, guesses)."""
     params = head.init(target_params, ids, seed=3)
     rows = random_rows(1, LENGTH)
     hidden, aux = forward(
@@ -59,7 +59,7 @@ def trained(
 
 
 def check_chain(paged: PagedHead, ids: np.ndarray, given: Any, guesses: list[Guess]) -> None:
-    """Row by row as a prompt, then drafts after row START, the true tokens forced."""
+    """Compare a prompt's rows, then forced drafts after row START."""
     fused = np.asarray(paged.fuse(given))
     kv, carried, logits = paged.run(
         paged.empty(), ids[1:], fused[:-1], start=0, count=START + 1, is_prompt=True
@@ -99,8 +99,9 @@ def test_an_exported_eagle1_head_drafts_what_it_learnt(tmp_path: Path) -> None:
 
 
 def check_what_peers_read(folder: Path) -> None:
-    """SGLang's class of the first name has a bias of fc always, and leaves it random where a file
-    has none; vLLM knows the second name, and takes a `bias` that is true for the attention's."""
+    """SGLang's class always has an fc bias, random if the file has none; vLLM reads `bias` as the
+    attention's.
+    """
     written = read_fields(folder / "config.json")
     assert written.strings("architectures") == ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
     assert not written.get("bias")
@@ -121,7 +122,7 @@ def test_a_config_of_mimo_has_what_peers_read_of_it() -> None:
 
 @dataclass(frozen=True)
 class OneLayer:
-    """A layer for multi-token prediction with the face of a head of its own."""
+    """One MTP layer with the interface of a draft head."""
 
     head: MtpHead
     index: int

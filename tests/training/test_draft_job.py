@@ -1,4 +1,4 @@
-"""A run of `jspec train-draft` without an engine: devices, stored features, resuming, refusals."""
+"""A run of `jspec train-draft` without an engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlannedServing:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target beside 30 lines of text."""
+    """A tiny target and 30 lines of text."""
     folder = tmp_path_factory.mktemp("job")
     write_tiny_pair(folder)
     lines = [{"text": f"line {i} of {'abc' * (i % 5 + 1)}, {i * i}"} for i in range(30)]
@@ -77,7 +77,7 @@ def job(folder: Path, out: Path, **changes: Any) -> DraftJob:
 
 
 def run(folder: Path, out: Path, *, resume: bool = False, **changes: Any) -> dict[str, np.ndarray]:
-    """The exported weights."""
+    """Run the job and return the exported weights."""
     run_job(job(folder, out, **changes), resume=resume, serving=PlannedServing())
     weights: dict[str, np.ndarray] = load_file(out / "head" / "model.safetensors")
     return weights
@@ -93,7 +93,7 @@ def undisturbed(folder: Path) -> dict[str, np.ndarray]:
 def test_a_chain_is_exported_with_the_target_s_embedding(
     has_store: bool, folder: Path, tmp_path: Path
 ) -> None:
-    """Also where the target left the device before the training."""
+    """Also if the target left the device before training."""
     stored: dict[str, Any] = {"features_dir": tmp_path / "features"} if has_store else {}
     made = run(folder, tmp_path / "out", kind=Kind.NEXTN, is_chained=True, **stored)
     given = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
@@ -133,7 +133,6 @@ def test_stored_features_teach_what_the_targets_own_forward_does(
 
 
 def test_a_target_that_was_trained_further_is_another(folder: Path, tmp_path: Path) -> None:
-    """Under the same names and sizes: features of the one are not the other's."""
     found = []
     for name, factor in (("ours", 1.0), ("same", 1.0), ("theirs", 1.01)):
         file = shutil.copytree(folder / "target", tmp_path / name) / "model.safetensors"

@@ -1,4 +1,4 @@
-"""JSON lines to rows: what each kind of line becomes, what is learnt of it, and what is refused."""
+"""Training examples from JSON lines: kinds of lines, learnt tokens, refusals."""
 
 from __future__ import annotations
 

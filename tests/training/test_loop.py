@@ -1,4 +1,4 @@
-"""The loop: resuming is bit-identical, the schedule, the budget, and what is kept as best."""
+"""The training loop: resuming, schedule, budget, best evaluation."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CONFIG = LoopConfig(
 
 
 class PowerCutError(Exception):
-    """Stands for whatever ends a run halfway."""
+    """Stands for any interruption."""
 
 
 def quadratic(params: Any, frozen: Any, batch: Any, key: Any) -> Any:
-    """Noisy distance of w from `frozen`; nested with integer keys, as a model's layers are."""
+    """Noisy distance of w from `frozen`; integer keys, like a model's layers."""
     noise = jax.random.normal(key, (3,)) * 0.1
     residual = params["layers"][0]["w"] @ params["layers"][1]["w"] - frozen + noise
     loss = jnp.mean(residual**2) + 0.01 * jnp.mean(batch * params["layers"][1]["w"])
@@ -86,7 +86,6 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_
 
 
 def test_an_interrupt_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    """One that comes while a state is written: what began is written to its end."""
     large = np.random.default_rng(0).random(2**22, np.float32)  # takes longer than the interrupt
     state = loop.init_state({"w": jnp.asarray(large)}, CONFIG)
     checkpoints = Checkpoints(tmp_path)
@@ -110,7 +109,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     ("seldom", "step"), [("log_every", 4), ("log_every eval_every", 6), ("checkpoint_every", 3)]
 )
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, seldom: str, step: int) -> None:
-    """Whatever is looked at first, and no checkpoint of it is left."""
+    """Whichever event looks at the loss first; no checkpoint of it is left."""
     config = replace(CONFIG, peak_learning_rate=1e30, warmup_steps=0, checkpoint_every=6)
     config = replace(config, **dict.fromkeys(seldom.split(), 100))
     with pytest.raises(TrainingError, match=f"the loss is (nan|inf) at step {step}; expected"):

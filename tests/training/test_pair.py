@@ -1,4 +1,4 @@
-"""The recipe's stages: how a budget is shared, and one tiny run of all of them."""
+"""Stages of the recipe: budget, and one tiny run of all of them."""
 
 from __future__ import annotations
 

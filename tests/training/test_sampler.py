@@ -1,4 +1,4 @@
-"""Sampled rows are what the dense forward and the shared noise say, at every temperature."""
+"""Sampled rows against the dense forward and the shared noise."""
 
 from __future__ import annotations
 

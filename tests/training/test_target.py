@@ -1,4 +1,4 @@
-"""Training a target: it learns a batch by heart, and its export reads back as it was."""
+"""Training a target: overfitting a batch, and reading an export back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer gives every text back and keeps indentation in one token."""
+"""The trained tokenizer is lossless and keeps indentation in one token."""
 
 from __future__ import annotations
 
