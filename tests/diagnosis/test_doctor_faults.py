@@ -1,8 +1,7 @@
-"""Eleven faults in a healthy pair: nine are named, two are told not to fit.
+"""Faults in the bundled pair: nine are named, two are reported as unfit.
 
-The bundled pair, and copies of it with one thing wrong (`faulty_pairs`); the eleventh, an anchor
-row off by one, is of the engine. Heads of other kinds that nobody tuned a rule on stand for unseen
-healthy ones.
+`faulty_pairs` makes ten of them; the eleventh, an anchor row off by one, is in the engine. Heads
+that no rule was tuned on stand for healthy ones.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CHEAP = (tensors,)  # found without another reading of the head
 
 
 def kinds(arguments: dict[str, Any]) -> list[str]:
-    """What an examination of twelve texts finds."""
+    """Return the kinds of findings of an examination of twelve texts."""
     with Engine(**chain_arguments({**SMALL, **arguments})) as engine:
         requests = [
             prompt.request(engine, max_new_tokens=128, sampling_seed=i)
@@ -46,7 +45,7 @@ def kinds(arguments: dict[str, Any]) -> list[str]:
 
 
 def each_fault() -> Iterator[Any]:
-    """All but the cheap ones are run by hand: half a minute of two idle cores each."""
+    """Only the cheap ones run in CI: each takes half a minute of two idle cores."""
     for make in FAULTS:
         marks: Any = () if make in CHEAP else pytest.mark.exhaustive
         yield pytest.param(make, id=make.__name__, marks=marks)
@@ -62,7 +61,7 @@ def test_an_anchor_row_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     original = EagleDrafter.advance
 
     def off_by_one(self: Any, params: Any, caches: Any, state: Any, emitted: Emitted) -> Any:
-        """Each row's feature is that of the row before it."""
+        """Give each row the feature of the row before it."""
         features = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), emitted.features)
         return original(
             self, params, caches, state, dataclasses.replace(emitted, features=features)

@@ -1,4 +1,4 @@
-"""Replaying prompts: nothing on a healthy engine, and faults on broken ones."""
+"""Replaying prompts: no finding on a healthy engine, faults on broken ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jspec.cli.diagnosis.verify import VerifySettings, checking_arguments, verif
 from jspec.cli.main import main
 from jspec.cli.verify import text_of
 from jspec.errors import ConfigError
-from tests.support.broken_step import CorruptingEngine
 
 SETTINGS = VerifySettings(max_new_tokens=24, temperatures=(0.0, 1.0))
 PROMPTS = examples()[:3]
@@ -32,20 +31,13 @@ def test_a_healthy_pair_has_no_fault(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_corrupted_row_of_the_cache_is_found(arguments: dict[str, Any]) -> None:
-    report = verify(arguments, PROMPTS, SETTINGS, make_engine=CorruptingEngine)
+def test_a_wrong_accept_is_found(arguments: dict[str, Any]) -> None:
+    """Simulated acceptance accepts drafts that are not the target's choice."""
+    report = verify({**arguments, "simulate_acceptance": 2.0}, PROMPTS, SETTINGS)
     assert report.speculation.faults
     assert not report.plain.faults
     assert max(fault.margin or 0 for fault in report.speculation.faults) > report.tolerance
     assert "FAULT: speculation changed" in text_of(report)
-
-
-@pytest.mark.slow
-def test_a_wrong_accept_is_found(arguments: dict[str, Any]) -> None:
-    """Simulated acceptance takes drafts that are not the target's choice."""
-    report = verify({**arguments, "simulate_acceptance": 2.0}, PROMPTS, SETTINGS)
-    assert report.speculation.faults
-    assert not report.plain.faults
 
 
 def test_the_plain_engine_drafts_nothing() -> None:
