@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they may do, and what they must not."""
+"""Chat templates: where they are found, what they render, and the sandbox."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_published_kind_of_template() -> None:
 
 
 def test_blocks_leave_no_white_space() -> None:
-    """trim_blocks and lstrip_blocks, without which published templates give other text."""
+    """Published templates rely on trim_blocks and lstrip_blocks."""
     source = "{% for m in messages %}\n  {% if 1 %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}"
     assert template(source).render([USER, USER]) == "hi\nhi\n"
 
@@ -73,7 +73,7 @@ def test_the_sandbox_holds(source: str) -> None:
 
 @pytest.mark.parametrize("call", ["'<' + a + '>'", "'<' ~ a ~ '>'", "'<' }}{{ a }}{{ '>'"])
 def test_arguments_may_be_added_to_text(call: str) -> None:
-    """As DeepSeek's templates do, which were written for arguments that are text."""
+    """DeepSeek's templates expect arguments as text."""
     called = [{"function": {"name": "f", "arguments": '{"x": "é"}'}}]
     messages = check_messages([{"role": "assistant", "tool_calls": called}])
     source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ " + call + " }}"
@@ -121,7 +121,7 @@ def test_where_a_checkpoint_keeps_its_template(tmp_path: Path) -> None:
 
 
 def write_named(directory: Path, way: str, sources: dict[str, str]) -> None:
-    """Several templates, as a checkpoint keeps them."""
+    """Write several templates in one of a checkpoint's layouts."""
     if way == "config":
         listed = [{"name": name, "template": source} for name, source in sources.items()]
         config = {"chat_template": listed, "bos_token": "<b>"}
@@ -234,7 +234,7 @@ def test_a_template_that_python_cannot_compile_is_a_checkpoint_error(
 def test_an_expression_without_end_is_computed_neither_at_the_start_nor_in_a_prompt(
     expression: str,
 ) -> None:
-    """Jinja computes constants while it compiles, and Python has no bound for any of these."""
+    """Jinja evaluates constants at compile time, and Python bounds none of these."""
     for source in ("{{ E }}", "{% set x = E %}", "{% if E %}{% endif %}"):
         made = template(source.replace("E", expression))
         with pytest.raises(RequestError, match=r"chat template refuses the messages: .*expect"):
@@ -261,7 +261,6 @@ def test_a_named_file_must_be_there(tmp_path: Path) -> None:
 
 
 def test_what_was_only_thought_goes_back_without_content() -> None:
-    """An answer cut while it reasoned."""
     thought: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
     assert check_messages([thought]) == ({**thought, "content": ""},)
 

@@ -31,7 +31,7 @@ KINDS = (
 def pieces_of(
     tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> list[str]:
-    """The text of every push, and of flush as the last."""
+    """Return the text of every push and of flush."""
     detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
 

@@ -1,4 +1,4 @@
-"""The masks at every node of a tree, what is refused, and what a sequence is told."""
+"""Masks at tree nodes, refused grammars, and the cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def filled(state: Any, tokens: list[int], parents: list[int], vocab_size: int) -
 
 
 def root_of(grammars: Grammars, given: GrammarSource, ids: tuple[int, ...], size: int) -> set[int]:
-    """What may follow `ids`, by a state that went there alone."""
+    """Return the ids allowed after `ids`, from a separate state."""
     state = grammars.compile(given).begin()
     state.accept(ids)
     return allowed_ids(filled(state, [0], [-1], size)[0])
@@ -193,7 +193,7 @@ def test_sampling_parameters_say_what_was_expected(given: dict[str, Any], messag
 def test_a_grammar_that_grew_too_large_says_so_in_a_sentence(
     tokenizer: Tokenizer, vocab_size: int, end_id: int
 ) -> None:
-    """llguidance adds its parser's state, some thousand characters of it."""
+    """llguidance's own message contains thousands of characters of parser state."""
     made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
     names = {f"k{i}": {"type": "string"} for i in range(1500)}
     schema = {"type": "object", "properties": names}
@@ -227,7 +227,7 @@ def guided(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Grammars:
 def test_a_pattern_that_grows_beyond_bounds_is_refused_before_it_runs(
     guided: Grammars, given: dict[str, Any]
 ) -> None:
-    """Not in a mask, for which every sequence of the batch waits."""
+    """Computing a mask would stall every sequence of the batch."""
     name = next(iter(given))
     begun = time.thread_time()
     with pytest.raises(RequestError, match=f"{name} is .*too many expressions.*; expected .*count"):
@@ -252,7 +252,7 @@ def test_refused_patterns_leave_no_memory_behind(guided: Grammars) -> None:
 def test_a_grammar_whose_run_failed_is_made_anew(
     guided: Grammars, tokenizer: Tokenizer, vocab_size: int
 ) -> None:
-    """Its sequences share what the package learned; where that is full, the next would fail too."""
+    """Sequences share the lexer state, so the next one would fail as well."""
     given = source(regex=".*[ab].{200}c")
     grammar = guided.compile(given)
     waiting = grammar  # compiled, and not begun yet
@@ -271,7 +271,7 @@ def test_a_grammar_whose_run_failed_is_made_anew(
 def test_what_worked_long_is_made_anew_and_the_least_used_goes(
     tokenizer: Tokenizer, vocab_size: int, end_id: int
 ) -> None:
-    """llguidance learns while it works, so what is kept is bounded by the work behind it."""
+    """llguidance's memory grows with work, so the cache is bounded by work."""
     made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
     letters = "abcdefgh"
     grammars = [made.compile(source(regex=letter)) for letter in letters]

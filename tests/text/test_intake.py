@@ -1,4 +1,4 @@
-"""What intake takes as token ids: the quick check of a whole prompt says what one by one would."""
+"""Which token ids intake accepts."""
 
 from __future__ import annotations
 

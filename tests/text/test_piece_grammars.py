@@ -1,5 +1,4 @@
-"""Grammars over tokens that are pieces of text: the client's text is the grammar's, from its first
-token on."""
+"""Grammars over vocabularies of text pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PIECES = [
 
 
 def gemma() -> tokenizers.Tokenizer:
-    """Llama's arrangement without the space in front."""
+    """Llama's tokenizer without the prepended space."""
     content = json.loads(train_sentencepiece().to_str())
     backend = tokenizers.Tokenizer.from_str(json.dumps(content))
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -151,7 +150,7 @@ def test_any_allowed_path_is_a_text_of_the_grammar(
 
 
 def test_a_token_is_allowed_if_what_the_client_sees_goes_on_to_a_text(tokenizer: Tokenizer) -> None:
-    """The first token, and the second after each first one, by the decoder itself."""
+    """Compare first and second tokens with the decoder's own text."""
     words = ("true", "t x", "false", " false", "  {", "  true", "a", "a{", "é", " é")
     grammar = grammar_of(tokenizer, regex="|".join(map(re.escape, words)))
     own = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]

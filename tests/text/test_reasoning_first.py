@@ -1,4 +1,4 @@
-"""A grammar after reasoning: each node of a tree is judged by its own path."""
+"""A grammar after reasoning, at each node of a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of a score: joined as they are, within a bound that is looked at before."""
+"""Prompts of a score call, and the bound on their total length."""
 
 from __future__ import annotations
 

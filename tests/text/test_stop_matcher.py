@@ -18,7 +18,7 @@ def matcher_of(*stop: str) -> StopMatcher:
 
 
 def run(stop: Sequence[str], pushes: Sequence[str]) -> tuple[str, str | None]:
-    """All text given out, flush included, and the match."""
+    """Return all text, flush included, and the match."""
     matcher = matcher_of(*stop)
     text = ""
     for push in pushes:
@@ -30,7 +30,7 @@ def run(stop: Sequence[str], pushes: Sequence[str]) -> tuple[str, str | None]:
 
 
 def first_completed(stop: Sequence[str], text: str) -> tuple[str, str | None]:
-    """The definition, by trying every end: first end wins, then the longest."""
+    """Try every end: the first one wins, then the longest string."""
     for end in range(1, len(text) + 1):
         matches = [s for s in stop if text[:end].endswith(s)]
         if matches:

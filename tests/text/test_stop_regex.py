@@ -1,4 +1,4 @@
-"""Stop expressions against Python's `re`: the text ends at the first prefix that has a match."""
+"""Stop expressions against Python's `re`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = st.sampled_from(["", "(?i)", "(?s)"])
 
 
 def first_end(pattern: str, text: str) -> int | None:
-    """Length of the shortest prefix in which `re` finds the pattern."""
+    """Return the length of the shortest prefix in which `re` finds the pattern."""
     known = re.compile(pattern, re.ASCII)
     return next((n for n in range(len(text) + 1) if known.search(text[:n])), None)
 
@@ -98,7 +98,7 @@ def test_no_pattern_makes_a_character_slow() -> None:
 
 @given(st.lists(st.integers(0, 14), max_size=6), st.booleans())
 def test_pushes_make_no_difference_and_a_match_stays(cuts: list[int], allow_first: bool) -> None:
-    """With a stop string beside it, of which a part is held back when the expression matches."""
+    """Also with a partly held back stop string when the expression matches."""
     text = "x1 EN22 END 3"
     automaton = StopAutomaton.from_strings(("END",), ("\\d\\d",))
     matcher, out, edges = StopMatcher(automaton), "", sorted({0, *cuts, len(text)})

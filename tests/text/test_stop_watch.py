@@ -1,4 +1,4 @@
-"""What is found by ids alone is what the text has, at the same id."""
+"""StopWatch finds the same stop, at the same id, as the text does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def watch_of(tokenizer: Tokenizer, stop: list[str]) -> StopWatch:
 
 
 def show(watch: StopWatch, pushes: list[tuple[int, ...]]) -> tuple[int, str | None]:
-    """Ids kept and match, as the scheduler shows them: pushed only where they do not pass."""
+    """Return (num_ids, match), pushing only what does not pass, like the scheduler."""
     num_ids = 0
     for ids in pushes:
         if watch.passes(ids):
@@ -118,7 +118,7 @@ def test_a_watched_sequence_has_the_text_of_its_stream(
 def chunks_of(
     tokenizer: Tokenizer, params: SamplingParams, rounds: list[tuple[int, ...]]
 ) -> list[StreamChunk]:
-    """Of a watched sequence that emits `rounds` and is then aborted, unless it ended."""
+    """Emit `rounds` in a watched sequence, then abort it unless it ended."""
     request = Request(request_id="r", prompt_ids=(1,), sampling=params, seed=0)
     sequence = Sequence.begin(
         request,

@@ -17,7 +17,7 @@ Outcome = tuple[str, int, str | None]
 
 
 def run(stream: TokenizedStream, pushes: Sequence[tuple[tuple[int, ...], bool]]) -> Outcome:
-    """Text (flush included), ids kept, and match, as the scheduler would see them."""
+    """Return text (flush included), number of kept ids, and match."""
     text, num_ids = "", 0
     for ids, allow_stop in pushes:
         cut = stream.push(ids, allow_stop=allow_stop)

@@ -54,7 +54,6 @@ def test_token_bytes_join_to_the_decoded_text(byte_level: Tokenizer, data: st.Da
 def test_bytes_of_pieces_join_to_the_decoded_text(
     tokenizers_by_kind: Mapping[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    """The first token by what it shows there, the others by what they add."""
     tokenizer = tokenizers_by_kind[kind]
     ids = [
         i

@@ -1,4 +1,4 @@
-"""The parsers of answers: each format, malformed calls, and the laws that hold for any text."""
+"""Parsers of answers: each format, malformed calls, and laws for any text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(style: AnswerFormat, pieces: Sequence[str], **options: Any) -> list[Eve
 
 
 def short(events: Sequence[Event]) -> list[str]:
-    """Events as text: 'content', '?reasoning', 'name({...})' with the id after #."""
+    """Write events as text: 'content', '?reasoning', 'name({...})' with the id after #."""
     said: list[str] = []
     for event in events:
         if isinstance(event, CallBegin):
@@ -290,7 +290,7 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
     TEXTS,
 )
 def test_no_word_is_lost(name: str, text: str) -> None:
-    """Each é of the text comes back somewhere: no mark has one."""
+    """No mark contains an é, so each é of the text must come back."""
     events = read(STYLES[name], [text])
     said = "".join(e.name if isinstance(e, CallBegin) else e.text for e in events)
     assert said.count("é") == text.count("é")

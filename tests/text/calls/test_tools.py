@@ -1,4 +1,4 @@
-"""Tools as they are declared, and the schema of an answer that must call one."""
+"""Declared tools, and the schema of an answer that must call one."""
 
 from __future__ import annotations
 
