@@ -1,4 +1,4 @@
-"""What ends a text: the model's files and the tokenizer's, wherever the tokenizer lies."""
+"""End-of-sequence ids from the model's files and the tokenizer's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Commands that write where there is no room: one line that names the path, and nothing half done.
+"""Commands on a full disk: one line that names the path, and no partial file.
 
-The room is a limit on the size of a file, which the system treats as it treats a full disk.
+A limit on file size stands for the full disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WHY = os.strerror(errno.EFBIG)
 
 @contextmanager
 def little_room(num_bytes: int = ROOM) -> Iterator[None]:
-    """No file may grow beyond that meanwhile."""
+    """Limit the size of files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -90,7 +90,7 @@ run(sys.argv[1:])
 
 
 def test_a_conversion_to_orbax_without_room_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    """In a process of its own, for orbax leaves an event loop behind."""
+    """In its own process, since orbax leaves an event loop behind."""
     done = subprocess.run(
         [
             *(sys.executable, "-c", WITHOUT_ROOM, "convert", str(checkpoint)),
@@ -103,16 +103,6 @@ def test_a_conversion_to_orbax_without_room_is_one_line(checkpoint: Path, tmp_pa
     said = f"jspec: failed: {tmp_path}/out/orbax: cannot be written: {WHY}\n"
     assert (done.returncode, done.stderr) == (1, said)
     assert list(tmp_path.iterdir()) == [checkpoint]
-
-
-def test_a_file_beside_the_weights_without_room_is_named(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (checkpoint / "tokenizer.json").write_text("x" * 2 * ROOM)
-    with little_room():
-        assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "safetensors"]) == 1
-    said = capsys.readouterr().err
-    assert said == f"jspec: failed: {tmp_path}/out/tokenizer.json: cannot be written: {WHY}\n"
 
 
 def requests_of(tmp_path: Path, count: int) -> Path:
@@ -143,7 +133,7 @@ def test_a_batch_without_room_goes_on_after_its_last_whole_line(tmp_path: Path) 
 def batch_of(
     monkeypatch: pytest.MonkeyPatch, statuses: list[int | None], *, room: int = 2**30
 ) -> None:
-    """The command without an engine: lines are answered with these statuses, None: no request."""
+    """Replace the engine: answer lines with these statuses; None: the line is no request."""
 
     def run(_: Any, requests: Path, answers: AnswerFile, **__: Any) -> None:
         left = list(zip(read_lines(requests), statuses, strict=True))[answers.num_written :]
@@ -184,20 +174,6 @@ def test_a_batch_fails_if_no_line_was_answered(
         said = "jspec: failed" in capsys.readouterr().err
         assert said == bool(status)
     assert len(path.read_text().splitlines()) == len(statuses)
-
-
-def test_a_batch_command_without_room_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    requests, path = requests_of(tmp_path, 5), tmp_path / "out.jsonl"
-    batch_of(monkeypatch, [200] * 5, room=ROOM)
-    assert main(["batch", str(requests), str(path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"jspec: failed: answer file '{path}' cannot be written: {WHY}")
-    assert said.count("\n") == 1
-    batch_of(monkeypatch, [200] * 5)
-    assert main(["batch", str(requests), str(path)]) == 0
-    assert len(path.read_text().splitlines()) == 5
 
 
 REPORT = {"a": "x" * 2 * ROOM}

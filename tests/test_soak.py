@@ -12,13 +12,6 @@ from benchmarks import soak
 from benchmarks.soak_client import Answer, stream
 
 
-def test_growth_is_that_of_the_second_half() -> None:
-    flat = [(float(at), 100.0 + (at < 50) * at) for at in range(0, 100, 2)]
-    assert soak.growth(flat) == pytest.approx(0.0, abs=1e-9)
-    assert soak.growth([(float(at), at / 60 * 3) for at in range(100)]) == pytest.approx(3.0)
-    assert soak.growth([(0.0, 1.0), (1.0, 2.0)]) is None
-
-
 def test_what_did_not_come_back_is_named() -> None:
     metrics = {"jspec:num_leaked_pages": 0.0, "sglang:max_total_num_tokens": 100.0}
     metrics["sglang:kv_available_tokens"] = 100.0

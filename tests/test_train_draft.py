@@ -1,4 +1,4 @@
-"""`jspec train-draft` as a user calls it: the page's commands, a killed run, what is refused."""
+"""`jspec train-draft` as a command: the page's commands, a killed run, refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_target(folder: Path) -> None:
 
 
 def commands(folder: Path) -> list[list[str]]:
-    """The page's jspec commands, with the paths of this test."""
+    """Return the page's jspec commands with this test's paths."""
     found = re.findall(r"^jspec (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     names = {
         "MODEL_DIR": str(folder / "target"),
