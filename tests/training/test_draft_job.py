@@ -88,13 +88,10 @@ def undisturbed(folder: Path) -> dict[str, np.ndarray]:
     return run(folder, folder / "undisturbed")
 
 
-@pytest.mark.slow_cases("True]")
-@pytest.mark.parametrize("has_store", [False, True])
-def test_a_chain_is_exported_with_the_target_s_embedding(
-    has_store: bool, folder: Path, tmp_path: Path
-) -> None:
-    """Also if the target left the device before training."""
-    stored: dict[str, Any] = {"features_dir": tmp_path / "features"} if has_store else {}
+@pytest.mark.slow
+def test_a_chain_is_exported_with_the_target_s_embedding(folder: Path, tmp_path: Path) -> None:
+    """The target leaves the device before training, since its features are stored."""
+    stored: dict[str, Any] = {"features_dir": tmp_path / "features"}
     made = run(folder, tmp_path / "out", kind=Kind.NEXTN, is_chained=True, **stored)
     given = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
     np.testing.assert_array_equal(made["model.embed_tokens.weight"], given)
@@ -191,15 +188,15 @@ def test_a_target_without_a_checkpoint_is_named(folder: Path, tmp_path: Path) ->
         run(folder, tmp_path / "out", target=tmp_path)
 
 
-def test_an_output_directory_is_not_taken_twice(
-    folder: Path, undisturbed: dict[str, np.ndarray], tmp_path: Path
-) -> None:
-    assert undisturbed
+def test_an_output_directory_is_not_taken_twice(folder: Path, tmp_path: Path) -> None:
+    started = job(folder, tmp_path / "started")
+    contents = contents_of(started, *read_examples(started, load_model_spec(started.target)))
+    claim(started, resume=False, contents=contents)
     with pytest.raises(ConfigError, match=r"which exists; expected a new directory, or --resume"):
-        run(folder, folder / "undisturbed")
+        run(folder, started.out)
     other = replace(RECIPE, loop=replace(LOOP, peak_learning_rate=0.5))
     with pytest.raises(ConfigError, match=r"learning_rate is 0.5; expected 0.01, with which"):
-        run(folder, folder / "undisturbed", resume=True, recipe=other)
+        run(folder, started.out, resume=True, recipe=other)
     with pytest.raises(ConfigError, match=r"settings.json does not exist"):
         run(folder, tmp_path, resume=True)
     with pytest.raises(ConfigError, match=r"data.jsonl/out': Not a directory; expected a new"):
