@@ -54,7 +54,7 @@ class Letters:
         (["--output-file", "no/such/folder/x.json"], "'no/such/folder' cannot be written to"),
         (["--trace", "."], "trace is '.', but is a directory"),
         (["--backend", "tgi"], "backend is 'tgi'; expected one of jspec, sglang"),
-        (["--backend", "vllm-chat", "--vocab-size", "9"], "a chat cannot carry"),
+        (["--backend", "vllm-chat", "--vocab-size", "9"], "a chat cannot contain"),
         (["--baseline-url", "http://127.0.0.1:1"], "expected --base-url too"),
         (["--base-url", "ftp://x"], "url is 'ftp://x'; expected http://HOST:PORT"),
         (["--base-url", "http://127.0.0.1:1", "--tp-size", "1"], "tp_size is for an engine"),
