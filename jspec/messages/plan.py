@@ -33,17 +33,16 @@ class Admission:
 
     prompt_len: length of the prompt alone
     fill_ids: the prompt and, after a retraction, the tokens already emitted
-    page_ids: page_ids[i] has positions [i * page_size, (i + 1) * page_size) of the full space.
-        In all other spaces the row starts without pages and gets them by grants.
     cached_len: tokens of fill_ids whose KV is already in the first pages, a multiple of the
         page size. Those pages are shared and read-only; the first chunk starts after them.
+
+    The row starts without pages, and gets them by the grants of the same plan.
     """
 
     row: RowRef
     request: Request
     prompt_len: int
     fill_ids: tuple[int, ...]
-    page_ids: tuple[int, ...]
     cached_len: int = 0
 
 
@@ -67,14 +66,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PageGrant:
-    """page_table[slot, index] = page, applied before the step runs.
+    """page_table[slot, index + i] = pages[i], applied before the step runs.
 
+    Page i of a table has positions [i * page_size, (i + 1) * page_size).
     space: 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
     """
 
     slot: int
     index: int
-    page: int
+    pages: tuple[int, ...]
     space: int = 0
 
 
@@ -115,8 +115,8 @@ class StepPlan:
 
     runs: all programs in order; the last one's output is the result
     features: union of the features that the rows need
-    grants: of all spaces in a decode; of the window spaces in a prefill, whose admissions
-        bring the pages of the full space
+    grants: of all spaces. In a prefill those of the full space are for admitted rows, from index
+        0 on
     constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
         grammar have no unread results.
     pending: pending tokens of each row, given to its drafter right before this decode; empty:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.errors import InvariantError
@@ -54,7 +56,6 @@ class DecodePlanner:
         self._seats = seats
         self._table = seats.table
         self._pages = seats.pages
-        self._windows = seats.windows
         self._lineup: StepRows | None = None  # all running rows; None: stale
         self._num_changes = seats.num_changes  # at which `_lineup` was made
 
@@ -70,11 +71,10 @@ class DecodePlanner:
         if not step_rows.rows or self._waits_to_be_read(step_rows):
             return None
         missing = self._table.pages_missing(step_rows.slots, self._limits).tolist()
+        grants: list[PageGrant] = []
         if sum(missing) > self._pages.num_free:
-            decoding, grants = self._choose_short_of_pages()
-            step_rows = StepRows.of(decoding)
+            step_rows = StepRows.of(self._choose_short_of_pages(step_rows, grants))
         else:
-            grants = []
             for tenancy, num_pages in zip(step_rows.tenancies, missing, strict=True):
                 if num_pages or self._limits.windows:
                     grants += self._grant(tenancy, num_pages)
@@ -143,30 +143,31 @@ class DecodePlanner:
                 self._sharing.regroup(self._lineup.tenancies)
         return self._lineup
 
-    def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:
+    def _choose_short_of_pages(self, step_rows: StepRows, grants: list[PageGrant]) -> list[Tenancy]:
+        """Return the rows that run, and append their grants."""
         chosen: list[Tenancy] = []
-        grants: list[PageGrant] = []
+        able = [tenancy.sequence for tenancy in step_rows.tenancies]
         # A victim never comes earlier in this order than the row that needs its pages.
-        for sequence in policy.by_claim(self._limits, self._seats.running.values()):
-            if not policy.may_decode(sequence):
+        for sequence in policy.by_claim(self._limits, able):
+            if sequence.tenancy is None:
                 continue
-            num_missing = self._make_room(sequence)
+            num_missing = self._make_room(sequence, sequence.tenancy)
             tenancy = sequence.tenancy
             if tenancy is None or num_missing > self._pages.num_free:
                 continue
             grants += self._grant(tenancy, num_missing)
             chosen.append(tenancy)
-        return chosen, grants
+        return chosen
 
-    def _make_room(self, sequence: Sequence) -> int:
+    def _make_room(self, sequence: Sequence, tenancy: Tenancy) -> int:
         """Return how many pages the row lacks for its next decode, after any necessary retractions.
 
         Retracts until enough pages are free, or until waiting can help: the row has unread steps of
         its own, or ended rows will return pages when their steps are collected. The row itself may
         be the victim.
         """
-        unread = sequence.held_tenancy.rounds_in_flight
-        num_missing = policy.pages_missing(self._limits, sequence)
+        unread = tenancy.rounds_in_flight
+        (num_missing,) = self._table.pages_missing(np.array([tenancy.row.slot]), self._limits)
         running = self._seats.running
         while num_missing > self._pages.num_free and sequence.tenancy is not None:
             if unread or any(other.ended for other in self._seats.tenancies.values()):
@@ -178,12 +179,10 @@ class DecodePlanner:
                 )
                 blame(error, sequence)
             self._retract(policy.choose_victim(self._limits, running.values()))
-        return num_missing
+        return int(num_missing)
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
         try:
-            grants = self._pages.grow(tenancy, num_pages)
-            self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
-            return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
+            return self._pages.grow(tenancy, len(tenancy.page_ids) + num_pages)
         except Exception as error:
             blame(error, tenancy.sequence)

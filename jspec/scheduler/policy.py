@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from jspec.config.limits import ServeLimits
 from jspec.messages.plan import PrefillChunk
 from jspec.scheduler.pages import budget
-from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.waiting import rank_of
 from jspec.spec import indexing
 
@@ -146,46 +146,17 @@ def may_admit(
         limits, newcomer.num_tokens, num_tokens_left=newcomer.num_tokens_left
     )
     if running:
-        ahead = budget.pages_ahead(limits, newcomer.num_tokens, last=_last_committed(newcomer))
+        ahead = budget.pages_ahead(limits, newcomer.num_tokens, last=newcomer.last_committed)
         others = sum(pages_missing_ahead(limits, sequence) for sequence in running)
         needed = max(needed, ahead) + others
     return needed <= num_free_pages
 
 
-def pages_missing(limits: ServeLimits, sequence: Sequence) -> int:
-    """Return how many pages a running sequence lacks for its next decode step."""
-    tenancy = sequence.held_tenancy
-    needed = budget.pages_for_decode(
-        limits,
-        tenancy.committed_len,
-        unread_tokens=tenancy.tokens_in_flight,
-        last=_last_committed(sequence),
-    )
-    return max(needed - len(tenancy.page_ids), 0)
-
-
 def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
     """Return how many pages a running sequence lacks for the rounds of the headroom."""
     tenancy = sequence.held_tenancy
-    last = _last_committed(sequence)
-    ahead = budget.pages_ahead(limits, tenancy.committed_len, last=last)
+    ahead = budget.pages_ahead(limits, tenancy.committed_len, last=sequence.last_committed)
     return max(ahead - len(tenancy.page_ids), 0)
-
-
-def _last_committed(sequence: Sequence) -> int:
-    return budget.last_committed(sequence.prompt_len, sequence.max_new_tokens)
-
-
-def may_decode(sequence: Sequence) -> bool:
-    """Return whether the row's next decode can be dispatched, regardless of pages.
-
-    Its final chunk must be dispatched (the device then knows the root, read or not), and at least
-    one token must remain after the rounds in flight, each of which emits one or more.
-    """
-    tenancy = sequence.tenancy
-    if tenancy is None or sequence.state is not SequenceState.RUNNING:
-        return False
-    return tenancy.emitting_in_flight < sequence.num_tokens_left
 
 
 def by_claim(limits: ServeLimits, running: Iterable[Sequence]) -> list[Sequence]:

@@ -44,10 +44,10 @@ class PrefillPlanner:
                 hit = self._seats.hit_of(newcomer)
                 if hit is None:
                     break
-                tenancy = self._seats.admit(self._waiting.pop(), hit)
+                tenancy, pages = self._seats.admit(self._waiting.pop(), hit)
                 admissions.append(tenancy.admission)
                 chunks.append(packer.pack(tenancy))
-                grants += self._seats.windows.grants(tenancy)
+                grants += pages
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
@@ -68,7 +68,7 @@ class PrefillPlanner:
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
-        return self._seats.windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
+        return self._seats.pages.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
 
 
 def cached_draft_prefills(

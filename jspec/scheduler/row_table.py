@@ -32,7 +32,7 @@ class RowTable:
     last: Ints  # largest useful L (`budget.last_committed`)
     fill: Ints  # tokens at admission
     emitted: Ints  # tokens since
-    pages: Ints  # number of page ids
+    pages: Ints  # end of the pages that the row has in all spaces, or gets in its next step
     unread: Ints  # [slots, 3]: the columns steps, rounds and ahead
     pending: Ints  # tokens of plain rounds not yet given to the drafter, those in flight included
     decodes: Bools  # the final chunk is dispatched and the row has not ended
@@ -98,10 +98,10 @@ class RowTable:
     # Planning.
 
     def may_decode(self, slots: Ints) -> Bools:
-        """Return `policy.may_decode` of each row.
+        """Return whether each row's next decode can be dispatched, regardless of pages.
 
-        Rounds in flight, and a root not yet read, emit at least one token each, and one more must
-        remain.
+        Its final chunk must be dispatched: the device then knows the root, read or not. Rounds in
+        flight, and a root not yet read, emit at least one token each, and one more must remain.
         """
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
@@ -154,7 +154,8 @@ class RowTable:
         self.emitted[slot] += len(ids)
         self.left[slot] -= len(ids)
 
-    def output(self, slot: int, *, begin: int = 0) -> list[int]:
-        """Return the ids that a row has emitted, from output index `begin` on."""
-        found: list[int] = self.out_ids[slot, begin : self.emitted[slot]].tolist()
+    def output(self, slot: int, *, begin: int = 0, end: int | None = None) -> list[int]:
+        """Return the ids that a row has emitted, of output indices from `begin` to `end` - 1."""
+        end = self.emitted[slot] if end is None else end
+        found: list[int] = self.out_ids[slot, begin:end].tolist()
         return found

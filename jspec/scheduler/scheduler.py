@@ -72,7 +72,7 @@ class Scheduler:
 
     def _use(self, seats: Seats) -> None:
         self._seats, self._table = seats, seats.table
-        self._pages, self._windows = seats.pages, seats.windows
+        self._pages = seats.pages
         self._running, self._tenancies = seats.running, seats.tenancies
         self._prefills = PrefillPlanner(self._limits, self._prefilling, seats, self._waiting)
         self._reader = RoundReader(
@@ -91,15 +91,16 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Exact between turns. Another thread may read it, possibly in the middle of a turn."""
+        full, *windows = self._pages.spaces
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=self.num_queued,
-            num_pages=self._pages.num_pages,
-            num_free_pages=self._pages.num_free,
-            num_cached_pages=self._pages.num_cached,
+            num_pages=full.num_pages,
+            num_free_pages=full.num_free,
+            num_cached_pages=full.num_cached,
             num_leaked_pages=self._seats.num_leaked,
-            num_free_window_pages=self._windows.num_free,
-            num_cached_window_pages=self._windows.num_cached,
+            num_free_window_pages=tuple(space.num_free for space in windows),
+            num_cached_window_pages=tuple(space.num_cached for space in windows),
             num_steps_in_flight=len(self._in_flight) + self._num_lost,
             num_steps=self._num_steps - len(self._in_flight) - self._num_lost,
             shapes=self._shapes.totals,
@@ -174,7 +175,7 @@ class Scheduler:
             self._table.unread[:] = 0
             for tenancy in tuple(self._tenancies.values()):
                 if tenancy.ended:
-                    self._seats.release(tenancy, step=self._num_steps)
+                    self._seats.release(tenancy)
             for sequence in reversed(tuple(self._running.values())):
                 self._retract(sequence, keeps_pages=False)
         except Exception:  # the bookkeeping is inconsistent and no longer needed: reset it
@@ -256,7 +257,6 @@ class Scheduler:
             with blaming(tenancy.sequence):
                 self._prefilling.advance(tenancy, chunk)
                 self._pages.publish(tenancy, step=plan.step)
-                self._windows.trim(tenancy)
                 table.decodes[chunk.row.slot] = chunk.is_final
         rounds, tokens = plan.decode_rounds(self._limits)
         table.dispatched(slots, rounds=rounds, tokens=tokens)
@@ -291,7 +291,7 @@ class Scheduler:
             tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
-                self._seats.release(flight.tenancies[i], step=self._num_steps)
+                self._seats.release(flight.tenancies[i])
         pieces = self._pieces
         for of_round in result.rounds:
             self._reader.read_round(flight, of_round, pieces)

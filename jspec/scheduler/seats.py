@@ -10,13 +10,11 @@ from __future__ import annotations
 import heapq
 
 from jspec.config.limits import ServeLimits
-from jspec.messages.plan import RowRef
+from jspec.messages.plan import PageGrant, RowRef
 from jspec.messages.request import DEFAULT_VERSION
-from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
 from jspec.scheduler.pages import budget
-from jspec.scheduler.pages.full_pages import FullPages, Hit
-from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.pages.cache_spaces import CacheSpaces, Hit
 from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
@@ -45,8 +43,7 @@ class Seats:
         self._totals = totals
         self._prefilling = prefilling
         self._epochs = epochs
-        self.windows = WindowPages(limits)
-        self.pages = FullPages(limits, self.windows, weight_version=weight_version)
+        self.pages = CacheSpaces(limits, weight_version=weight_version)
         self.table = RowTable.empty(limits)
         self.free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self.running: dict[str, Sequence] = {}
@@ -55,9 +52,8 @@ class Seats:
 
     @property
     def num_leaked(self) -> int:
-        """Lent pages, in any space, that neither a row nor the cache accounts for; always 0."""
-        tenancies = tuple(self.tenancies.values())
-        return self.pages.num_leaked(tenancies) + self.windows.num_leaked
+        """Pages in use, in any space, that no row accounts for; always 0."""
+        return self.pages.num_leaked(tuple(self.tenancies.values()))
 
     @property
     def is_leaking(self) -> bool:
@@ -69,15 +65,12 @@ class Seats:
 
     def hit_of(self, newcomer: Sequence) -> Hit | None:
         """Return the cached prefix of the head of the queue if it may be admitted, else None."""
-        running = tuple(self.running.values())
         hit = self.pages.find(newcomer)
-        num_free = self.pages.num_free + hit.num_in_use
-        fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
-        if not (fits and self.windows.may_admit(newcomer)):
+        if not self.pages.may_admit(newcomer, hit, tuple(self.running.values())):
             return None
         return None if self.pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
 
-    def admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
+    def admit(self, sequence: Sequence, hit: Hit) -> tuple[Tenancy, list[PageGrant]]:
         """Assign the lowest free slot and the pages of the fill and the first decode."""
         slot = heapq.heappop(self.free_slots)
         self._epochs[slot] += 1
@@ -85,15 +78,14 @@ class Seats:
             self._limits, sequence.num_tokens, num_tokens_left=sequence.num_tokens_left
         )
         tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self.table)
-        self.pages.admit(tenancy, hit, num_pages)
-        self.table.pages[slot] = len(tenancy.page_ids)
+        grants = self.pages.admit(tenancy, hit, num_pages)
         self._totals.num_cached_tokens += 0 if sequence.num_retractions else tenancy.cached_len
         self.tenancies[tenancy.row] = tenancy
         self.running[sequence.request.request_id] = sequence
         self.num_changes += 1
         sequence.tenancy = tenancy
         self._prefilling.add(sequence)
-        return tenancy
+        return tenancy, grants
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
         """End the tenancy of a sequence, if any. step: the last one dispatched."""
@@ -109,11 +101,11 @@ class Seats:
             self.table.ended[tenancy.row.slot] = True
             self.table.decodes[tenancy.row.slot] = False
         if tenancy.steps_in_flight == 0:
-            self.release(tenancy, step=step)
+            self.release(tenancy)
 
-    def release(self, tenancy: Tenancy, *, step: int) -> None:
+    def release(self, tenancy: Tenancy) -> None:
         """Release slot and pages of an ended row that no step in flight names."""
         with blaming(tenancy.sequence):
             del self.tenancies[tenancy.row]
-            self.pages.release(tenancy, step=step)
+            self.pages.release(tenancy)
             heapq.heappush(self.free_slots, tenancy.row.slot)

@@ -27,7 +27,8 @@ from jspec.scheduler.outputs.hidden import SequenceHidden
 from jspec.scheduler.outputs.logprobs import SequenceLogprobs
 from jspec.scheduler.outputs.token_history import Origin, Piece, TokenHistory
 from jspec.scheduler.pages import budget
-from jspec.scheduler.pages.cached_page import CachedPage
+from jspec.scheduler.pages.page_space import RowPages
+from jspec.scheduler.pages.prefix_cache import Node
 from jspec.scheduler.row_table import RowTable
 
 
@@ -48,12 +49,11 @@ class Tenancy:
     sequence: Sequence
     table: RowTable
     fill_ids: tuple[int, ...]  # prompt, and output up to the admission
-    page_ids: list[int]  # in order of position, first those of the prefix cache
+    pages: tuple[RowPages, ...] = ()  # by space id
     num_filled: int = 0  # fill tokens dispatched or cached
     cached_len: int = 0  # fill tokens cached at admission
     namespace: Hashable = None  # of the prefix cache
-    last_cached: CachedPage | None = None  # last page it has there; None: it caches nothing
-    num_cached: int = 0  # how many of page_ids are in the cache
+    last_cached: Node | None = None  # of its text there; None: it caches nothing
 
     @classmethod
     def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
@@ -63,7 +63,7 @@ class Tenancy:
             row.slot,
             fill=len(fill_ids),
             left=sequence.num_tokens_left,
-            last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
+            last=sequence.last_committed,
             stop_ids=request.stop_ids,
             is_cut=(sequence.text_stream is not None and sequence.watch is None)
             or request.sampling.return_logprob
@@ -72,7 +72,7 @@ class Tenancy:
             drafts=request.sampling.speculative,
             is_watched=sequence.watch is not None,
         )
-        return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
+        return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids)
 
     @property
     def steps_in_flight(self) -> int:
@@ -84,9 +84,9 @@ class Tenancy:
         return int(self.table.rounds[self.row.slot])
 
     @property
-    def tokens_in_flight(self) -> int:
-        """Most tokens that the rounds in flight can emit."""
-        return int(self.table.ahead[self.row.slot])
+    def page_ids(self) -> list[int]:
+        """The pages of the full space, in order of position."""
+        return self.pages[0].pages
 
     @property
     def drafted_len(self) -> int:
@@ -107,10 +107,10 @@ class Tenancy:
         """True once the final chunk was read, which emits the first id of a tenancy."""
         return self.num_emitted > 0
 
-    def ids_from(self, begin: int) -> tuple[int, ...]:
-        """Return prompt and output from token `begin` on."""
-        begin_out = max(begin - len(self.fill_ids), 0)
-        return (*self.fill_ids[begin:], *self.table.output(self.row.slot, begin=begin_out))
+    def ids_between(self, begin: int, end: int) -> tuple[int, ...]:
+        """Return the tokens begin to end - 1 of prompt and output."""
+        first, last = (max(each - len(self.fill_ids), 0) for each in (begin, end))
+        return (*self.fill_ids[begin:end], *self.table.output(self.row.slot, begin=first, end=last))
 
     @property
     def admission(self) -> Admission:
@@ -120,7 +120,6 @@ class Tenancy:
             request=self.sequence.request,
             prompt_len=self.sequence.prompt_len,
             fill_ids=self.fill_ids,
-            page_ids=tuple(self.page_ids),
             cached_len=self.cached_len,
         )
 
@@ -146,12 +145,6 @@ class Tenancy:
         During a prefill it is the dispatched length, which is exact.
         """
         return self.committed_len if self.is_prefill_read else self.num_filled
-
-    @property
-    def emitting_in_flight(self) -> int:
-        """Unread rounds and final chunk, each of which emits at least one token."""
-        awaits_root = self.is_prefill_dispatched and not self.is_prefill_read
-        return self.rounds_in_flight + awaits_root
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,6 +218,10 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def last_committed(self) -> int:
+        return budget.last_committed(self.prompt_len, self.max_new_tokens)
 
     @property
     def num_emitted(self) -> int:

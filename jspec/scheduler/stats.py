@@ -22,7 +22,7 @@ class SchedulerStats:
     num_queued: int
     num_pages: int
     num_free_pages: int
-    num_leaked_pages: int  # of any space, lent but in no tenancy and no cache; always 0
+    num_leaked_pages: int  # of any space, in use but of no row; always 0
     num_steps_in_flight: int
     num_requests: int
     num_finished: int

@@ -48,7 +48,7 @@ DECODE = plan_of(
     LIMITS.spec,
     features=SAMPLING,
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
-    grants=(PageGrant(4, 3, 17), PageGrant(1, 0, 31)),
+    grants=(PageGrant(4, 3, (17,)), PageGrant(1, 0, (31,))),
 )
 
 
@@ -76,7 +76,7 @@ def admission(row: RowRef, *, seed: int, **sampling: object) -> Admission:
         seed=seed,
         eos_token_ids=(99,),
     )
-    return Admission(row=row, request=request, prompt_len=3, fill_ids=(5, 6, 7), page_ids=(8, 3))
+    return Admission(row=row, request=request, prompt_len=3, fill_ids=(5, 6, 7))
 
 
 SEED = 0xFEDCBA9876543210
@@ -101,6 +101,7 @@ PREFILL = plan_of(
         PrefillChunk(row=RowRef(1, 1), start=6, token_ids=(11, 12), next_id=13),
         PrefillChunk(row=RowRef(3, 2), start=0, token_ids=(5, 6, 7), next_id=None),
     ),
+    grants=(PageGrant(3, 0, (8, 3)),),
 )
 
 
@@ -141,22 +142,24 @@ def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
 
 
 def test_grants_arrive_by_page_space() -> None:
-    """Those of the full space come with the admission in a prefill, and are grants in a decode."""
+    """In a prefill those of the full space are whole rows of its table."""
     windows = (WindowSpace(3, 20), WindowSpace(8, 20))
     limits = replace(LIMITS, windows=windows)
-    first, second = PageGrant(4, 1, 5, space=1), PageGrant(1, 0, 6, space=2)
+    first, second = PageGrant(4, 1, (5, 7), space=1), PageGrant(1, 0, (6,), space=2)
     decode = decode_batch(replace(DECODE, grants=(*DECODE.grants, first, second)), limits)
     assert decode.grants[:3].tolist() == [[4, 3, 17], [1, 0, 31], [0, 0, 0]]
     assert decode.window_grants is not None
     assert decode.window_grants.shape == (2, 4 * LIMITS.grants_per_row, 3)
     assert decode.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
-    assert not np.asarray(decode.window_grants[:, 1:]).any()
-    prefill = arrived(replace(PREFILL, grants=(first, second)), limits)
+    assert decode.window_grants[:, 1].tolist() == [[4, 2, 7], [0, 0, 0]]
+    assert not np.asarray(decode.window_grants[:, 2:]).any()
+    both = replace(PREFILL, grants=(*PREFILL.grants, first, second))
+    prefill = arrived(both, limits)
     assert prefill.window_grants is not None
     assert prefill.window_grants.shape == (2, limits.pages_of_chunks(8), 3)
     assert prefill.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
     assert prefill.page_table.tolist() == arrived(PREFILL).page_table.tolist()
-    caching = arrived(replace(PREFILL, grants=(first, second)), replace(limits, prefix_cache=True))
+    caching = arrived(both, replace(limits, prefix_cache=True))
     found = LIMITS.prefill_rows * limits.tail_pages(8)
     assert caching.window_grants is not None
     assert caching.window_grants.shape == (2, limits.pages_of_chunks(8) + found, 3)

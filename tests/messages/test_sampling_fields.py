@@ -16,7 +16,7 @@ from jspec.device.state import SamplingBatch
 from jspec.engine.steps.step_def import Host
 from jspec.engine.transfer import Packer, layout_of
 from jspec.errors import RequestError
-from jspec.messages.plan import Admission, PrefillChunk, RowRef, StepKind
+from jspec.messages.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind
 from jspec.messages.request import SAMPLING_FIELDS, Request, SamplingParams
 from jspec.messages.sampling_fields import Number, Row, rows_of, sampled, table_of, write_request
 from jspec.messages.step_options import StepOption
@@ -101,9 +101,8 @@ def test_one_more_line_is_checked_packed_and_unpacked() -> None:
         StepKind.PREFILL,
         LIMITS.spec,
         features=params.features,
-        admissions=(
-            Admission(row=row, request=request, prompt_len=2, fill_ids=(5, 6), page_ids=(1,)),
-        ),
+        admissions=(Admission(row=row, request=request, prompt_len=2, fill_ids=(5, 6)),),
+        grants=(PageGrant(2, 0, (1,)),),
         chunks=(PrefillChunk(row=row, start=0, token_ids=(5, 6), next_id=None),),
     )
     (key,) = programs_of(plan, LIMITS)

@@ -22,8 +22,7 @@ from jspec.errors import (
 )
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.request import Request, StreamChunk
-from jspec.scheduler.pages.full_pages import FullPages
-from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.pages.cache_spaces import CacheSpaces
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import SchedulerStats
@@ -38,16 +37,13 @@ LIMITS = with_windows(small_limits(num_pages=40, prefix_cache=True, overlap_dept
 
 # Where the books of a row are changed: by a plan, by a result, by its end.
 PLACES = [
-    (FullPages, "admit"),
-    (FullPages, "grow"),
-    (FullPages, "publish"),
-    (FullPages, "trim"),
-    (FullPages, "keep"),
-    (FullPages, "release"),
-    (WindowPages, "admit"),
-    (WindowPages, "grow"),
-    (WindowPages, "trim"),
-    (WindowPages, "release"),
+    (CacheSpaces, "admit"),
+    (CacheSpaces, "grow"),
+    (CacheSpaces, "publish"),
+    (CacheSpaces, "trim"),
+    (CacheSpaces, "keep"),
+    (CacheSpaces, "release"),
+    (CacheSpaces, "_trim"),
     (Sequence, "absorb"),
 ]
 
@@ -178,7 +174,7 @@ def test_pages_that_are_lost_are_found_again_and_nobody_ends(num_lost: int, dept
         limits = replace(LIMITS, overlap_depth=depth)
         scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         loop = EngineLoop(scheduler, FakeRunner(limits))
-        scheduler._pages._pool.allocate(num_lost)
+        scheduler._pages.spaces[0].allocate(num_lost)
         assert loop.stats.num_leaked_pages == num_lost
         requests = [make_request(name, prompt_len=40, max_new_tokens=80) for name in "abc"]
         found = await outcomes(loop, requests)
@@ -256,7 +252,7 @@ def test_an_invariant_of_the_runner_begins_it_anew() -> None:
 
 
 def test_an_end_that_fails_ends_the_request_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, (FullPages, "keep"), when=lambda name, _: name == "b", error=KeyError(3))
+    breaks(monkeypatch, (CacheSpaces, "keep"), when=lambda name, _: name == "b", error=KeyError(3))
 
     async def main() -> None:
         loop = loop_of(LIMITS, FailingRunner(LIMITS))

@@ -12,6 +12,7 @@ from jspec.messages.plan import RowRef
 from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler import policy
 from jspec.scheduler.outputs.token_history import TokenHistory
+from jspec.scheduler.pages.page_space import RowPages
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from tests.support.fake_runner import small_limits
@@ -38,7 +39,7 @@ def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 
 
 def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tenancy:
     tenancy = Tenancy.begin(RowRef(sequence.arrival + 1, 1), sequence, RowTable.empty(LIMITS))
-    tenancy.page_ids += range(1, num_pages + 1)
+    tenancy.pages = (RowPages(num_pages, pages=list(range(1, num_pages + 1))),)
     tenancy.num_filled = num_filled
     sequence.tenancy = tenancy
     is_filled = tenancy.is_prefill_dispatched
@@ -154,39 +155,6 @@ def test_headroom_ends_where_the_sequence_ends() -> None:
     )
     seat(other, num_filled=8, num_pages=3)
     assert policy.may_admit(LIMITS, newcomer, (other,), num_free_pages=3)
-
-
-@pytest.mark.parametrize(
-    ("num_filled", "rounds", "max_new_tokens", "expected"),
-    [
-        (3, 0, 9, False),  # the final chunk is not dispatched
-        (4, 0, 9, True),  # it is, and unread: the device knows the root
-        (4, 0, 1, False),  # the unread chunk emits the only token
-        (4, 1, 2, False),  # the chunk and one round emit two at least
-        (4, 1, 3, True),
-    ],
-)
-def test_may_decode_with_an_unread_prefill(
-    num_filled: int, rounds: int, max_new_tokens: int, expected: bool
-) -> None:
-    sequence = make_sequence(4, max_new_tokens=max_new_tokens)
-    tenancy = seat(sequence, num_filled=num_filled)
-    tenancy.table.rounds[tenancy.row.slot] = rounds
-    assert policy.may_decode(sequence) is expected
-
-
-def test_may_decode_counts_what_was_read() -> None:
-    sequence = make_sequence(4, max_new_tokens=5)
-    tenancy = seat(sequence, num_filled=4)
-    tenancy.table.append(tenancy.row.slot, (1, 2, 3))
-    tenancy.table.rounds[tenancy.row.slot] = 1
-    assert policy.may_decode(sequence)
-    tenancy.table.rounds[tenancy.row.slot] = 2
-    assert not policy.may_decode(sequence)
-
-
-def test_a_waiting_sequence_does_not_decode() -> None:
-    assert not policy.may_decode(make_sequence(4))
 
 
 def test_the_newest_gives_way() -> None:

@@ -67,7 +67,7 @@ def test_siblings_wait_for_the_first_and_share_its_prompt() -> None:
     bench.collect()
     rest = bench.must_dispatch(StepKind.PREFILL)
     assert [a.request.request_id for a in rest.admissions] == ["b", "c", "d"]
-    assert {a.page_ids[:3] for a in rest.admissions} == {first.admissions[0].page_ids[:3]}
+    assert {grant.pages[:3] for grant in rest.grants} == {first.grants[0].pages[:3]}
     assert {a.cached_len for a in rest.admissions} == {12}
     bench.collect()
     bench.run_all()

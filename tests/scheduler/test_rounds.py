@@ -163,8 +163,7 @@ def test_a_row_owns_no_page_after_its_last_useful_round(num_rounds: int) -> None
     bench.submit(make_request(prompt_len=5, max_new_tokens=20))
     bench.run_all()
     plans = bench.runner.plans
-    owned = sum(len(admission.page_ids) for plan in plans for admission in plan.admissions)
-    owned += sum(len(plan.grants) for plan in plans)
+    owned = sum(len(grant.pages) for plan in plans for grant in plan.grants)
     assert owned == budget.last_committed(5, 20) + limits.spec.num_scratch_rows
 
 
@@ -196,7 +195,7 @@ def started(*, max_new_tokens: int) -> FakeRunner:
 
 
 def grants(count: int) -> tuple[PageGrant, ...]:
-    return tuple(PageGrant(1, 3 + i, 4 + i) for i in range(count))
+    return tuple(PageGrant(1, 3 + i, (4 + i,)) for i in range(count))
 
 
 def test_later_rounds_must_be_reserved_for_as_far_as_they_are_of_use() -> None:

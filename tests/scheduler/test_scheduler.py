@@ -11,6 +11,7 @@ from jspec.config.limits import ServeLimits
 from jspec.errors import InvariantError, QueueFullError, RequestError
 from jspec.messages.plan import RoundResult, StepKind, StepPlan, StepResult
 from jspec.messages.request import FinishKind, Request, SamplingParams, StreamChunk
+from jspec.scheduler.pages.page_space import RowPages
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.shape_choice import FixedShape
 from tests.support.fake_runner import FakeRunner, Handle, hash_token, scripted_tokens, small_limits
@@ -286,12 +287,10 @@ def test_stats_may_be_read_while_rows_come_and_go() -> None:
     tenancies: dict[Any, Any] = scheduler._tenancies
 
     class Arriving:
-        num_cached = 0
-
         @property
-        def page_ids(self) -> list[int]:
+        def pages(self) -> tuple[RowPages, ...]:
             tenancies[len(tenancies)] = Arriving()
-            return []
+            return (RowPages(0),)
 
     tenancies[0] = Arriving()
     assert scheduler.stats.num_leaked_pages == 0

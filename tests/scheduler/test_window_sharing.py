@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
-from jspec.messages.plan import StepKind
+from jspec.messages.plan import StepKind, StepPlan
 from jspec.messages.request import Request
 from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench, expected_ids
@@ -115,6 +115,12 @@ def test_any_traffic_runs_in_any_pool(
     assert bench.scheduler.stats.num_cached_window_pages == (0,) * len(windows)
 
 
+def table_of(plan: StepPlan, slot: int) -> dict[int, int]:
+    """The pages that a row gets in the window space, by index."""
+    grants = [grant for grant in plan.grants if (grant.slot, grant.space) == (slot, 1)]
+    return {i: page for grant in grants for i, page in enumerate(grant.pages, grant.index)}
+
+
 def test_siblings_wait_and_hold_the_same_window() -> None:
     limits = with_windows(replace(LIMITS, overlap_depth=0, prefill_rows=4), 8, spare=60)
     bench = Bench(limits)
@@ -123,9 +129,9 @@ def test_siblings_wait_and_hold_the_same_window() -> None:
     bench.collect()
     rest = bench.must_dispatch(StepKind.PREFILL)
     assert [a.cached_len for a in rest.admissions] == [12, 12, 12]
-    before = {grant.index: grant.page for grant in first.grants}
+    before = table_of(first, first.admissions[0].row.slot)
     for admission in rest.admissions:
-        mine = {g.index: g.page for g in rest.grants if g.slot == admission.row.slot}
+        mine = table_of(rest, admission.row.slot)
         assert {i: mine[i] for i in (1, 2)} == {i: before[i] for i in (1, 2)}  # 5..11 are seen
         assert min(mine) == 1
     bench.collect()

@@ -10,9 +10,8 @@ from jspec.config.limits import ServeLimits, WindowSpace
 from jspec.errors import ConfigError, InvariantError
 from jspec.messages.plan import Admission, PageGrant, RowRef, StepKind
 from jspec.messages.request import Request, SamplingParams
-from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.pages.page_space import PageSpace
 from jspec.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policy import make_sequence, seat
 from tests.scheduler.test_scheduler import Bench, expected_ids
 from tests.support.fake_rows import FakeRow, FakeWindows, PlanError
 from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
@@ -60,7 +59,8 @@ def test_the_worked_example_of_a_prompt() -> None:
         plan = scheduler.plan()
         assert plan is not None
         assert plan.kind is StepKind.PREFILL
-        indices.append([grant.index for grant in plan.grants])
+        grants = [grant for grant in plan.grants if grant.space == 1]
+        indices.append([i for g in grants for i in range(g.index, g.index + len(g.pages))])
         num_free += scheduler.stats.num_free_window_pages
     assert indices == [[0, 1], [2, 3], [4]]
     assert num_free == [20 - 2, 20 - 2, 20 - 2]
@@ -129,12 +129,11 @@ def admission(slot: int) -> Admission:
         request=request,
         prompt_len=20,
         fill_ids=request.prompt_ids,
-        page_ids=(),
     )
 
 
 def window_grant(index: int, page: int, slot: int = 1) -> PageGrant:
-    return PageGrant(slot, index, page, space=1)
+    return PageGrant(slot, index, (page,), space=1)
 
 
 def test_the_fake_refuses_what_is_not_owned() -> None:
@@ -165,8 +164,10 @@ def test_the_fake_refuses_what_is_not_owned() -> None:
 
 def test_no_row_holds_more_than_it_was_promised() -> None:
     """A row that is not trimmed is an error, not a pool that runs dry."""
-    books, tenancy = WindowPages(limits_of(50)), seat(make_sequence(80), num_filled=8)
-    books.admit(tenancy, None)
-    assert [grant.index for grant in books.grow(tenancy, 20)] == list(range(20))
-    with pytest.raises(InvariantError, match="holds 20 pages of the window of 8; expected at most"):
-        books.trim(tenancy)
+    space = PageSpace(limits_of(50), 50, index=1, keep=8)
+    row = space.admit((), last=178, end=20)
+    assert len(space.grow(row, FEWEST)) == FEWEST
+    with pytest.raises(InvariantError, match=f"has {FEWEST} pages of the window of 8; expected at"):
+        space.trim(row, 8)
+    with pytest.raises(InvariantError, match=f"gets 1 pages of space 1 after {FEWEST}; expected"):
+        space.grow(row, FEWEST + 1)

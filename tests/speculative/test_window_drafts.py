@@ -19,7 +19,7 @@ from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.pallas_kernels.ops import Ops
-from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.pages.cache_spaces import CacheSpaces
 from jspec.speculative.drafter import Drafter
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
@@ -132,13 +132,12 @@ def test_rows_that_lag_are_there(name: str, shape: tuple[int, int, int]) -> None
 def test_pages_given_back_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: as if no layer lagged behind, and one page more, so that it is lent again before
     it is read."""
-    right = WindowPages._seen_from
+    right = CacheSpaces._seen_len
 
-    def too_early(self: WindowPages, tenancy: Any) -> list[int]:
-        lag = self._limits.spec.lag
-        return [first + lag // PAGE + 1 for first in right(self, tenancy)]
+    def too_early(self: CacheSpaces, tenancy: Any) -> int:
+        return right(self, tenancy) + (self._limits.spec.lag // PAGE + 1) * PAGE
 
-    monkeypatch.setattr(WindowPages, "_seen_from", too_early)
+    monkeypatch.setattr(CacheSpaces, "_seen_len", too_early)
     with pytest.raises(AssertionError):
         check("step3p5", CHAIN)
 

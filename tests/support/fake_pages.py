@@ -42,13 +42,13 @@ class FakePages:
         self._written[page] = {}
         rows[ref.slot].page_ids.append(page)
 
-    def share(self, row: FakeRow, text: list[int]) -> None:
+    def share(self, row: FakeRow, text: list[int], pages: tuple[int, ...]) -> None:
         """Give a new row the pages of its cached tokens, which must have the row's own KV."""
         admission, size = row.admission, self._size
         ref, cached_len = admission.row, admission.cached_len
         require(cached_len % size == 0, f"{ref} begins at {cached_len}, inside a page")
         require(cached_len < len(admission.fill_ids), f"{ref} computes no token")
-        for index, page in enumerate(admission.page_ids[: cached_len // size]):
+        for index, page in enumerate(pages[: cached_len // size]):
             require(page not in row.page_ids, f"page {page} twice in {ref}")
             for offset in range(size):
                 expected = self._fingerprint(row, text, index * size + offset)

@@ -88,29 +88,31 @@ class FakeWindows:
         space, size = self._limits.windows[grant.space - 1], self._limits.page_size
         row, pages = rows[ref.slot], self._pages[grant.space - 1]
         table = row.window_pages[grant.space - 1]
-        require(1 <= grant.page <= space.num_pages, f"{grant} outside its space")
-        require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
-        require(grant.index not in table, f"{grant} where the row has a page")
-        if grant.index < row.admission.cached_len // size:
-            self._share(grant, row, pages)
-        else:
-            former = pages.get(grant.page)
-            for other in () if former is None else tuple(former.rows):
-                self._take(grant, other, rows, ref=ref, index=former.index if former else 0)
-            pages[grant.page] = FakeWindowPage(grant.index, ref, {ref})
-        table[grant.index] = grant.page
+        for index, page in enumerate(grant.pages, grant.index):
+            require(1 <= page <= space.num_pages, f"{grant} outside its space")
+            require(index < self._limits.pages_per_row, f"{grant} past the page table")
+            require(index not in table, f"{grant} where the row has a page")
+            if index < row.admission.cached_len // size:
+                self._share(grant, row, pages, index=index)
+            else:
+                former = pages.get(page)
+                for other in () if former is None else tuple(former.rows):
+                    self._take(grant, other, rows, ref=ref, index=former.index if former else 0)
+                pages[page] = FakeWindowPage(index, ref, {ref})
+            table[index] = page
 
-    def _share(self, grant: PageGrant, row: FakeRow, pages: dict[int, FakeWindowPage]) -> None:
+    def _share(
+        self, grant: PageGrant, row: FakeRow, pages: dict[int, FakeWindowPage], *, index: int
+    ) -> None:
         ref, size = row.admission.row, self._limits.page_size
-        require(grant.page in pages, f"{grant}, which nobody has written")
-        page = pages[grant.page]
-        for position in range(grant.index * size, (grant.index + 1) * size):
+        number = grant.pages[index - grant.index]
+        require(number in pages, f"{grant}, which nobody has written")
+        page = pages[number]
+        for position in range(index * size, (index + 1) * size):
             ahead = self._limits.spec.tokens_ahead
             expected = fingerprint(row, row.text, position, lookahead=ahead)
             is_right = page.written.get(position % size) == expected
-            require(
-                is_right, f"{ref} shares page {grant.page} of {grant.space}, wrong at {position}"
-            )
+            require(is_right, f"{ref} shares page {number} of {grant.space}, wrong at {position}")
         page.rows.add(ref)
         page.is_shared = True
 

@@ -139,7 +139,7 @@ class FakeRunner:
         self._check_frame(plan)
         if plan.is_prefill:
             for admission in plan.admissions:
-                self._admit(admission)
+                self._admit(admission, plan)
             self._grant_windows(plan)
             by_row = [self._prefill(chunk) for chunk in plan.chunks]
         else:
@@ -205,8 +205,10 @@ class FakeRunner:
         require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
         require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
         if plan.is_prefill:
-            is_full = any(grant.space == 0 for grant in plan.grants)
-            require(not plan.rows and not is_full, "a prefill with rows or grants")
+            slots_in = [admission.row.slot for admission in plan.admissions]
+            slots_of = [grant.slot for grant in plan.grants if grant.space == 0]
+            require(slots_of == slots_in, f"pages of {slots_of} for {slots_in}")
+            require(not plan.rows, "a prefill with rows")
             require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
             require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
@@ -229,14 +231,16 @@ class FakeRunner:
         assert row is not None
         return row
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: Admission, plan: StepPlan) -> None:
         ref, request = admission.row, admission.request
         old, epoch = self._rows.get(ref.slot), self._last_epochs[ref.slot]
         require(epoch < ref.epoch, f"{ref} follows epoch {epoch}")
         require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
         self._last_epochs[ref.slot] = ref.epoch
         require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
-        require(len(admission.page_ids) <= self._limits.pages_per_row, f"many pages for {ref}")
+        (grant,) = (g for g in plan.grants if (g.slot, g.space) == (ref.slot, 0))
+        require(grant.index == 0, f"{grant}, of a new row")
+        require(len(grant.pages) <= self._limits.pages_per_row, f"many pages for {ref}")
         self._rows[ref.slot] = FakeRow(
             admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.windows]
         )
@@ -244,8 +248,8 @@ class FakeRunner:
         row.num_filled = admission.cached_len
         fill_ids, text = admission.fill_ids, self._text(row, len(admission.fill_ids))
         require(fill_ids == tuple(text), f"fill {fill_ids} not {text}")
-        self._pages.share(row, text)
-        for page in admission.page_ids[len(row.page_ids) :]:
+        self._pages.share(row, text, grant.pages)
+        for page in grant.pages[len(row.page_ids) :]:
             self._pages.own(page, ref, self._rows)
 
     def _text(self, row: FakeRow, length: int) -> list[int]:
@@ -278,13 +282,14 @@ class FakeRunner:
     def _grant(self, plan: StepPlan) -> None:
         refs = {ref.slot: ref for ref in plan.rows}
         grants = [grant for grant in plan.grants if grant.space == 0]
-        per_slot = Counter(grant.slot for grant in grants)
+        per_slot = Counter(grant.slot for grant in grants for _ in grant.pages)
         for slot, count in per_slot.items():
             require(slot in refs, f"grant to slot {slot}, which does not run")
             require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
         for grant in grants:
             self._check_grant(grant, self._row(refs[grant.slot]))
-            self._pages.own(grant.page, refs[grant.slot], self._rows)
+            for page in grant.pages:
+                self._pages.own(page, refs[grant.slot], self._rows)
         for slot in per_slot:
             row = self._rows[slot]
             needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
@@ -295,7 +300,7 @@ class FakeRunner:
         grants = [grant for grant in plan.grants if grant.space > 0]
         room = limits.window_grants_of_prefill(sum(len(chunk.token_ids) for chunk in plan.chunks))
         room = len(plan.rows) * limits.grants_per_row if plan.rows else room
-        for space, count in Counter(grant.space for grant in grants).items():
+        for space, count in Counter(g.space for g in grants for _ in g.pages).items():
             require(count <= room, f"{count} grants in space {space}; room for {room}")
         for grant in grants:
             require(grant.slot in refs, f"grant to slot {grant.slot}, which does not run")
@@ -303,7 +308,8 @@ class FakeRunner:
 
     def _check_grant(self, grant: PageGrant, row: FakeRow) -> None:
         require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
-        require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
+        end = grant.index + len(grant.pages)
+        require(end <= self._limits.pages_per_row, f"{grant} past the page table")
 
     def _needed(self, row: FakeRow) -> int:
         """Positions that the useful rounds of the next step may write."""

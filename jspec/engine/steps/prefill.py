@@ -99,13 +99,15 @@ def write(fields: Fields, part: Part) -> None:
     write_window_grants(fields, part)
     _write_chunks(fields, plan.chunks)
     admissions = {admission.row: admission for admission in plan.admissions}
+    pages_of = {grant.slot: grant.pages for grant in plan.grants if grant.space == 0}
     for r, chunk in enumerate(plan.chunks):
         fields["is_final"][r] = chunk.is_final
         admission = admissions.get(chunk.row)
         if admission is not None:
             fields["admitted"][r] = admission.row.slot
             fields["prompt_lens"][r] = admission.prompt_len
-            fields["page_table"][r, : len(admission.page_ids)] = admission.page_ids
+            pages = pages_of[admission.row.slot]
+            fields["page_table"][r, : len(pages)] = pages
             write_request(fields, r, admission.request, host.table, vocab_size=host.vocab_size)
     if "allowed" in fields:
         for r, constraint in enumerate(plan.constraints):

@@ -154,7 +154,12 @@ def window_grants(host: Host, num_grants: int) -> tuple[tuple[str, tuple[int, ..
 
 def write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
     """Write grants of one page space. field: i32[X, 3]. Raises ValueError if they do not fit."""
-    grants = [(g.slot, g.index, g.page) for g in plan.grants if g.space == space]
+    grants = [
+        (grant.slot, index, page)
+        for grant in plan.grants
+        if grant.space == space
+        for index, page in enumerate(grant.pages, grant.index)
+    ]
     if grants:
         field[: len(grants)] = grants
 

@@ -62,6 +62,15 @@ def last_committed(prompt_len: int, max_new_tokens: int) -> int:
     return max(prompt_len + max_new_tokens - 2, prompt_len)
 
 
+def pages_at_most(limits: ServeLimits, *, last: int, keep: int | None) -> int:
+    """Return the most pages that a row has between two plans. last: `last_committed`.
+
+    keep: keys that a query of the space's layers sees; None: all.
+    """
+    whole = indexing.num_pages(limits.reserved_tokens_at_most(last), limits.page_size)
+    return min(limits.pages_per_row if keep is None else limits.window_pages_per_row(keep), whole)
+
+
 def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
     """Return the pages of a row after HEADROOM_ROUNDS more rounds, or at its end."""
     rounds = HEADROOM_ROUNDS + (limits.overlap_depth + 1) * limits.num_rounds - 1

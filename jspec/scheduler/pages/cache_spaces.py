@@ -1,0 +1,278 @@
+"""The cache spaces of an engine and the prefix cache over them: what a row gets, keeps, releases.
+
+A row starts with the cached pages of its text, which it shares and never writes: its first write is
+at the first token that it computes, on a page of its own. It caches its pages
+
+    during prefill, when the step that completes them is dispatched: any later step may read them,
+        because the device runs steps in order
+    before a page leaves its window
+    at its end, however it ends, up to what is known to be committed
+
+A new request whose prefix is being computed by another row waits for that row: n samples of a
+prompt, or a burst, compute a long common prefix once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import PageGrant
+from jspec.messages.request import DEFAULT_VERSION
+from jspec.scheduler import policy
+from jspec.scheduler.pages.page_space import PageSpace, RowPages
+from jspec.scheduler.pages.prefix_cache import Node, PrefixCache
+from jspec.scheduler.sequence import Sequence, Tenancy
+
+# Waiting must save at least 1 / WORTH_WAITING of the tokens to compute.
+WORTH_WAITING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached prefix of a text.
+
+    path: the nodes of the pages after which a row may start; empty: it starts at 0.
+    num_in_use: pages of the full space among them that rows use, which need no free pages.
+    reached: the last node of the text in the tree; a start there may lack pages of a space.
+    """
+
+    path: Ordered[Node] = ()
+    num_in_use: int = 0
+    reached: Node | None = None
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.path)
+
+
+class CacheSpaces:
+    """All cache spaces, by id: 0 is the full space, i is that of limits.windows[i - 1].
+
+    Without limits.prefix_cache no pages are cached.
+    """
+
+    def __init__(self, limits: ServeLimits, *, weight_version: str = DEFAULT_VERSION) -> None:
+        self._limits = limits
+        sizes: list[tuple[int | None, int]] = [(None, limits.num_pages)]
+        sizes += [(space.window, space.num_pages) for space in limits.windows]
+        self.spaces = tuple(
+            PageSpace(
+                limits,
+                num_pages,
+                index=i,
+                keep=keep,
+                on_evict=self._forget if keep is None else None,
+            )
+            for i, (keep, num_pages) in enumerate(sizes)
+        )
+        self._cache = PrefixCache(
+            self.spaces, page_size=limits.page_size, lookahead=limits.spec.tokens_ahead
+        )
+        self._is_caching = limits.prefix_cache
+        self._found: tuple[tuple[int, int, int], Hit] | None = None
+        self._weight_version = weight_version
+        self._num_weights = 0
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    @property
+    def num_free(self) -> int:
+        """Pages for rows to grow: of the full space, since those of the others are promised."""
+        return self.spaces[0].num_free
+
+    def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
+        """Return the number of page uses that no row accounts for; always 0."""
+        rows = [tenancy.pages for tenancy in tenancies]
+        return sum(
+            space.num_leaked(pages[i] for pages in rows) for i, space in enumerate(self.spaces)
+        )
+
+    def _forget(self, node: Node) -> None:
+        """No row can start after a node without a page of the full space."""
+        self._cache.forget(node)
+
+    # Admission.
+
+    def find(self, sequence: Sequence) -> Hit:
+        """Return the cached prefix of a sequence as of now."""
+        if not self._is_caching:
+            return Hit()
+        # Keyed by arrival: a later request may reuse the request id.
+        asked = sequence.arrival, sequence.num_tokens, self._cache.version
+        if self._found is None or self._found[0] != asked:
+            path = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
+            start = self._cache.last_start(path)
+            self._found = asked, Hit(path[:start], reached=path[-1] if path else None)
+        hit = self._found[1]
+        return Hit(hit.path, self.spaces[0].num_in_use(hit.path), hit.reached)
+
+    def may_admit(self, newcomer: Sequence, hit: Hit, running: Ordered[Sequence]) -> bool:
+        """Return whether every space has the pages that `newcomer` must find."""
+        num_free, last = self.num_free + hit.num_in_use, newcomer.last_committed
+        return policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free) and all(
+            space.may_promise(last) for space in self.spaces
+        )
+
+    def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
+        """Return whether to wait for another row that will soon cache much more of the prefix.
+
+        writers: rows whose prefill is not fully dispatched, including those of the current plan.
+        """
+        if not self._is_caching:
+            return False
+        page_size, namespace = self._limits.page_size, self._namespace(sequence)
+        fill_ids, have = sequence.sharable_ids, hit.num_pages
+        most = (len(fill_ids) - 1) // page_size
+        for writer in writers:
+            if writer.namespace != namespace:
+                continue
+            common = self._common_pages(fill_ids, writer.fill_ids, low=have, high=most)
+            gain, rest = (common - have) * page_size, len(fill_ids) - have * page_size
+            if gain > 0 and gain * WORTH_WAITING >= rest:
+                return True
+        return False
+
+    def _common_pages(
+        self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
+    ) -> int:
+        """Return how many pages the texts share, between `low` and `high`; binary search."""
+        high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * self._limits.page_size + self._limits.spec.tokens_ahead
+            if ids[:end] == other[:end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> list[PageGrant]:
+        """Give a new row its cached pages and those of its own up to index num_pages."""
+        sequence = tenancy.sequence
+        sequence.weight_version = self._weight_version
+        last = sequence.last_committed
+        tenancy.pages = tuple(
+            space.admit(hit.path, last=last, end=num_pages) for space in self.spaces
+        )
+        tenancy.table.pages[tenancy.row.slot] = tenancy.pages[0].end
+        if self._is_caching:
+            tenancy.namespace = self._namespace(sequence)
+            node = hit.path[-1] if hit.path else self._cache.root(tenancy.namespace)
+            node.num_users += 1
+            tenancy.last_cached = node
+            for end in (node, hit.reached or node):
+                self._cache.seek(end)
+        tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = tenancy.cached_len
+        slot = tenancy.row.slot
+        return [
+            PageGrant(slot, row.first, tuple(row.pages), space=i)
+            for i, row in enumerate(tenancy.pages)
+            if row.pages
+        ]
+
+    # Growth, caching and release.
+
+    def grow(self, tenancy: Tenancy, end: int) -> list[PageGrant]:
+        """Grant the pages that a row lacks up to index `end`, in every space."""
+        grants, slot = [], tenancy.row.slot
+        for i, (space, row) in enumerate(self._rows(tenancy)):
+            begin = row.end
+            if begin < end:
+                grants.append(PageGrant(slot, begin, space.grow(row, end), space=i))
+        tenancy.table.pages[slot] = tenancy.pages[0].end
+        return grants
+
+    def publish(self, tenancy: Tenancy, *, step: int) -> None:
+        """Cache the pages that a dispatched chunk completes, and release those no longer seen.
+
+        step: the one that is dispatched now.
+        """
+        self._publish(tenancy, step=step)
+        self._trim(tenancy)
+
+    def trim(self, tenancy: Tenancy, *, step: int) -> None:
+        """Release the pages of a row that has emitted which no later query sees.
+
+        Its output is cached first, so that these pages can be found. step: the last one dispatched.
+        """
+        length = self._seen_len(tenancy)
+        if any(space.num_unseen(row, length) for space, row in self._rows(tenancy)):
+            self._publish(tenancy, step=step)
+            self._trim(tenancy)
+
+    def keep(self, tenancy: Tenancy, *, step: int) -> None:
+        """Cache what an ending row has committed. It uses its pages until `release`.
+
+        step: the last one dispatched; the committed tokens may depend on all steps up to it.
+        """
+        self._publish(tenancy, step=step, is_last=True)
+
+    def _publish(self, tenancy: Tenancy, *, step: int, is_last: bool = False) -> None:
+        """Cache the pages that are complete.
+
+        is_last: also those that took the place of cached pages evicted since.
+        """
+        before, known = tenancy.last_cached, tenancy.drafted_len
+        if before is None or not self._is_current(tenancy):
+            return
+        begin = before.depth * self._limits.page_size
+        ids = tenancy.ids_between(begin, known)
+        last = self._cache.extend(before, ids, known=known, begin=begin)
+        since = 0 if is_last else before.depth
+        for space, row in self._rows(tenancy):
+            space.publish(row, last, since=since, writer=step)
+        before.num_users -= 1
+        last.num_users += 1
+        tenancy.last_cached = last
+        if is_last or known == len(tenancy.fill_ids):
+            self._cache.seek(last)
+
+    def _trim(self, tenancy: Tenancy) -> None:
+        length = self._seen_len(tenancy)
+        for space, row in self._rows(tenancy):
+            space.trim(row, length)
+
+    def _seen_len(self, tenancy: Tenancy) -> int:
+        """Return a bound below all later queries, also of a drafter that gets tokens later."""
+        return tenancy.drafted_len - self._limits.spec.lag
+
+    def release(self, tenancy: Tenancy) -> None:
+        """Release the pages of an ended row."""
+        for space, row in self._rows(tenancy):
+            space.release(row)
+        if tenancy.last_cached is not None:
+            tenancy.last_cached.num_users -= 1
+            tenancy.last_cached.prune()
+
+    def withdraw(self, step: int) -> None:
+        """Remove pages written by that step or later: it failed, and every row ends."""
+        self._cache.withdraw(step)
+
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """Search and add only pages of the new weights, even if former weights had the same name.
+
+        renames: only the name changes.
+        """
+        self._weight_version, self._found = version, None
+        self._num_weights += not renames
+
+    def flush(self) -> None:
+        """Empty the cache; pages of ended rows are free once their last step is read."""
+        self._cache.withdraw(0)
+
+    def _rows(self, tenancy: Tenancy) -> Iterator[tuple[PageSpace, RowPages]]:
+        return zip(self.spaces, tenancy.pages, strict=True)
+
+    def _namespace(self, sequence: Sequence) -> Hashable:
+        return self._num_weights, sequence.request.extra_key
+
+    def _is_current(self, tenancy: Tenancy) -> bool:
+        """Return whether all of its KV is from the current weights."""
+        return tenancy.namespace == self._namespace(tenancy.sequence)

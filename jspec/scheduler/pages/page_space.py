@@ -1,0 +1,304 @@
+"""One cache space: its pages, the rows that use them, and those cached in the prefix tree.
+
+The full space keeps all tokens of a row. A window space keeps those that a window of `keep` keys
+sees: from position p, the keys p - keep + 1 .. p. There a row needs few pages, however long it
+becomes, and releases a page as soon as
+
+    its end <= committed length as the host knows it - (keep - 1) - the drafter's lag
+
+Never the upper bound: the device may have committed less. During a prefill the known length is the
+dispatched one, which is exact: every later step of the row starts there. Dispatched, unread steps
+may still read the page. They run before any step of its next owner writes to it, and what they read
+before their window is masked.
+
+    worked example: page_size 4, window 8, a prompt of 20 in chunks of 8
+    chunk 0..7    pages 0 1        granted; the next query is at 8 and sees 1..8: both stay
+    chunk 8..15   pages 0 1 2 3    the next query is at 16 and sees 9..16: 0 and 1 are released
+    chunk 16..19  pages 2 3 4      the next query is at 20 and sees 13..20: 2 is released
+
+What a row can need of a window is bounded, so it is promised at admission: the most that the row
+will ever have, plus one prefill's chunks for all rows together. A window space never runs short. In
+the full space rows grow while there are free pages, and may have to wait or be retracted.
+
+Several rows may use a page: those whose texts begin alike. A page attached to the prefix tree stays
+when its last row releases it, until it is evicted; an unattached one is free at once. Cached pages
+that no row uses count as free. They are evicted
+
+    first      in a window space: pages that no end of a text, or place where texts diverged, needs.
+               Only a few places of a long text are ever continued
+    then       the others
+    of these   the one released first. A row releases its last page first, so that a page is not
+               evicted before those after it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError
+from jspec.scheduler.pages import budget
+from jspec.scheduler.pages.prefix_cache import Node
+
+DUMMY_PAGE = 0  # stray writes go there
+
+
+@dataclass(slots=True)
+class RowPages:
+    """A row's pages in one space, of the indices first, first + 1, ...
+
+    promised: the most that it has between two plans.
+    """
+
+    promised: int
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+class PageSpace:
+    """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first.
+
+    index: the space id.
+    keep: keys that a query sees; None: all.
+    tail: pages before a page end that a row needs to start there (fewer near the beginning).
+    on_evict: called with each node that lost its page.
+    """
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        num_pages: int,
+        *,
+        index: int,
+        keep: int | None,
+        on_evict: Callable[[Node], None] | None = None,
+    ) -> None:
+        if num_pages < 1:
+            raise InvariantError(f"num_pages is {num_pages}; expected at least 1")
+        self.index = index
+        self.keep = keep
+        self.num_pages = num_pages
+        self.tail = sys.maxsize if keep is None else limits.tail_pages(keep)
+        self.version = 0  # changes with each page attached or detached
+        self._limits = limits
+        self._on_evict = on_evict
+        self._of_chunks = 0 if keep is None else limits.pages_of_chunks(limits.chunk_size)
+        self._free = list(range(num_pages, 0, -1))  # a stack
+        self._users = [0] * (num_pages + 1)  # rows that use a page
+        self._num_uses = 0  # the sum of _users
+        self._promised = 0  # to all rows
+        self._attached: dict[int, tuple[Node, int]] = {}  # node, and the step that wrote the page
+        # Unused attached pages in eviction order: others, and those that are sought.
+        self._unused: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated: free ones, and cached ones that no row uses."""
+        return len(self._free) + sum(map(len, self._unused))
+
+    @property
+    def num_cached(self) -> int:
+        """Pages attached to the tree, in use or not."""
+        return len(self._attached)
+
+    def num_leaked(self, rows: Iterable[RowPages]) -> int:
+        """Return the number of uses that no row accounts for; always 0."""
+        return self._num_uses - sum(len(row.pages) for row in rows)
+
+    # Pages.
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Return pages with one user, evicting if necessary. Raises InvariantError for too many."""
+        if not 0 <= num_pages <= self.num_free:
+            raise InvariantError(
+                f"asked for {num_pages} pages; expected from 0 to the {self.num_free} free ones"
+            )
+        for _ in range(num_pages - len(self._free)):
+            self._evict()
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._users[page] = 1
+        self._num_uses += num_pages
+        return pages
+
+    def acquire(self, page: int) -> None:
+        """Add a user. Raises InvariantError for a page that is neither in use nor cached."""
+        if not self._users[page]:
+            if page not in self._attached:
+                raise InvariantError(f"page {page} acquired; expected one in use or cached")
+            self._unused_of(page).pop(page)
+        self._users[page] += 1
+        self._num_uses += 1
+
+    def drop(self, page: int) -> None:
+        """Remove a user. Raises InvariantError if it has none."""
+        if not (0 < page <= self.num_pages and self._users[page]):
+            raise InvariantError(f"page {page} released; expected a page in use")
+        self._users[page] -= 1
+        self._num_uses -= 1
+        if not self._users[page]:
+            if page in self._attached:
+                self._unused_of(page)[page] = None
+            else:
+                self._free.append(page)
+
+    def _evict(self) -> None:
+        passed, sought = self._unused
+        page = next(iter(passed or sought))
+        node, _ = self._attached[page]
+        self._detach(page)
+        if self._on_evict is not None:
+            self._on_evict(node)
+
+    def _unused_of(self, page: int) -> OrderedDict[int, None]:
+        """Return the eviction order that a page without users belongs to."""
+        return self._unused[self._attached[page][0].sought >> self.index & 1]
+
+    # Rows.
+
+    def most(self, last: int) -> int:
+        """Return the most pages that a row may have between two plans.
+
+        last: the largest useful L (`budget.last_committed`).
+        """
+        return budget.pages_at_most(self._limits, last=last, keep=self.keep)
+
+    def may_promise(self, last: int) -> bool:
+        """Return whether one more row can be promised what it may ever have."""
+        promised = self._promised + self.most(last) + self._of_chunks
+        return self.keep is None or promised <= self.num_pages
+
+    def num_in_use(self, path: Sequence[Node]) -> int:
+        """Return how many pages of these nodes rows use; they need no free pages."""
+        return sum(self._users[node.records[self.index]] > 0 for node in path)
+
+    def admit(self, path: Sequence[Node], *, last: int, end: int) -> RowPages:
+        """Return the pages of a new row that starts after the nodes of `path`.
+
+        It uses the cached pages that its first query sees. If the space keeps all tokens it also
+        gets all pages up to index `end`, otherwise it gets them chunk by chunk.
+        """
+        row = RowPages(self.most(last))
+        self._promised += row.promised
+        for node in path[-self.tail :] if self.tail else ():
+            page = node.records[self.index]
+            self.acquire(page)
+            row.pages.append(page)
+        row.first = len(path) - len(row.pages)
+        if self.keep is None:
+            self.grow(row, end)
+        return row
+
+    def grow(self, row: RowPages, end: int) -> tuple[int, ...]:
+        """Allocate the pages that the row lacks up to index `end`, and return them."""
+        missing, most = max(end - row.end, 0), row.promised + self._of_chunks
+        if len(row.pages) + missing > most:
+            raise InvariantError(
+                f"a row gets {missing} pages of space {self.index} after {len(row.pages)}; "
+                f"expected at most {most}"
+            )
+        pages = self.allocate(missing)
+        row.pages += pages
+        return tuple(pages)
+
+    def num_unseen(self, row: RowPages, length: int) -> int:
+        """Return how many of the row's first pages no query from `length` on can see."""
+        if self.keep is None:
+            return 0
+        end = max(length - (self.keep - 1), 0) // self._limits.page_size
+        return min(max(end - row.first, 0), len(row.pages))
+
+    def trim(self, row: RowPages, length: int) -> None:
+        """Release the pages that no query from `length` on can see."""
+        unseen = self.num_unseen(row, length)
+        for page in row.pages[:unseen]:
+            self.drop(page)
+        del row.pages[:unseen]
+        row.first += unseen
+        if len(row.pages) > row.promised:
+            raise InvariantError(
+                f"a row has {len(row.pages)} pages of the window of {self.keep}; expected at most "
+                f"the {row.promised} that it was promised"
+            )
+
+    def release(self, row: RowPages) -> None:
+        """Release all pages of a row that ended, the last one first."""
+        for page in reversed(row.pages):
+            self.drop(page)
+        row.pages.clear()
+        self._promised -= row.promised
+
+    # The prefix tree.
+
+    def last_start(self, path: Sequence[Node], depth: int) -> int:
+        """Return the largest depth up to `depth` before which the whole tail is cached."""
+        i = depth
+        while i > max(depth - self.tail, 0):
+            i -= 1
+            if not path[i].records[self.index]:
+                depth = i
+        return depth
+
+    def publish(self, row: RowPages, last: Node, *, since: int, writer: int) -> None:
+        """Attach the row's pages to the nodes up to `last`, from depth `since` + 1 on.
+
+        A node keeps the page that another row uses. A page that no row uses is replaced, so that
+        what is evicted next is what was used least recently.
+        writer: the first step that may read the pages.
+        """
+        for node in islice(last.path(), max(last.depth - max(since, row.first), 0)):
+            if node.depth > row.end:
+                continue
+            page, before = row.pages[node.depth - 1 - row.first], node.records[self.index]
+            if page == before or (before and self._users[before]):
+                continue
+            if page in self._attached:
+                raise InvariantError(f"page {page} added twice; expected one that is not cached")
+            if before:
+                self._take_off(before)
+            node.records[self.index] = page
+            self._attached[page] = node, writer
+            self.version += 1
+
+    def seek(self, node: Node) -> None:
+        """Note that a text ended or diverged here: what a start here needs is evicted later.
+
+        If all tokens are kept, all pages are needed, and only the order of release counts.
+        """
+        bit = 1 << self.index
+        for each in islice(node.path(), self.tail) if self.keep is not None else ():
+            page = each.records[self.index]
+            if not each.sought & bit and page and not self._users[page]:
+                self._unused[1][page] = self._unused[0].pop(page)
+            each.sought |= bit
+
+    def forget(self, node: Node) -> None:
+        """Detach the page of a node after which no row can start any more."""
+        if node.records[self.index]:
+            self._detach(node.records[self.index])
+
+    def withdraw(self, step: int) -> None:
+        """Detach all pages written by that step or later."""
+        for page in [page for page, (_, writer) in self._attached.items() if writer >= step]:
+            self._detach(page)
+
+    def _detach(self, page: int) -> None:
+        self._take_off(page).prune()
+
+    def _take_off(self, page: int) -> Node:
+        """Remove a page from its node; it is free if no row uses it."""
+        if not self._users[page]:
+            del self._unused_of(page)[page]
+            self._free.append(page)
+        node, _ = self._attached.pop(page)
+        node.records[self.index] = 0
+        self.version += 1
+        return node

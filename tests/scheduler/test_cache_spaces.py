@@ -1,0 +1,460 @@
+"""Cache spaces and the prefix tree against a naive model: a dict from prefix to page a space.
+
+The same laws hold for the full space and for windows: who finds, uses and loses which page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.errors import InvariantError
+from jspec.messages.plan import PageGrant, RowRef
+from jspec.messages.request import Request, SamplingParams
+from jspec.scheduler.outputs.token_history import TokenHistory
+from jspec.scheduler.pages import budget
+from jspec.scheduler.pages.cache_spaces import CacheSpaces
+from jspec.scheduler.pages.page_space import DUMMY_PAGE, PageSpace, RowPages
+from jspec.scheduler.pages.prefix_cache import Ids, Node, PrefixCache
+from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.spec import indexing
+from tests.support.fake_runner import small_limits
+
+TEXT = (5, 6, 7, 8, 9)
+Key = tuple[object, Ids]  # namespace, and the tokens that a page and its lookahead depend on
+
+
+def space_of(num_pages: int, *, keep: int | None = None) -> PageSpace:
+    limits = small_limits(page_size=2, num_pages=99, chunk_size=8, prefill_rows=1)
+    return PageSpace(limits, num_pages, index=0, keep=keep)
+
+
+def cached(space: PageSpace, *texts: Ids, lookahead: int = 0) -> tuple[PrefixCache, list[int]]:
+    """Texts that were each written by a row that ended, and the pages that they got."""
+    cache = PrefixCache((space,), page_size=2, lookahead=lookahead)
+    pages: list[int] = []
+    for ids in texts:
+        row = space.admit((), last=len(ids), end=0)
+        space.grow(row, -(-len(ids) // 2))
+        pages += row.pages
+        last = cache.extend(cache.root("x"), ids, known=len(ids))
+        space.publish(row, last, since=0, writer=1)
+        space.release(row)
+    return cache, pages
+
+
+def found(space: PageSpace, cache: PrefixCache, ids: Ids, namespace: str = "x") -> list[int]:
+    path = cache.match(namespace, ids)
+    return [node.records[space.index] for node in path[: cache.last_start(path)]]
+
+
+def test_the_worked_example_of_keys() -> None:
+    space = space_of(9)
+    cache, (first, second, _) = cached(space, TEXT, lookahead=1)
+    assert (space.num_cached, space.num_free) == (2, 9)
+    assert found(space, cache, (*TEXT, 4)) == [first, second]
+    assert found(space, cache, (5, 6, 7, 8, 3)) == [first]
+    assert found(space, cache, (5, 6, 3, 8, 9)) == []
+    assert found(space, cache, TEXT, namespace="y") == []
+
+
+@pytest.mark.parametrize(("lookahead", "count"), [(0, 1), (1, 1), (2, 1), (3, 0)])
+def test_one_token_is_left_over_and_what_follows_must_be_known(lookahead: int, count: int) -> None:
+    space = space_of(9)
+    cache, pages = cached(space, (5, 6, 7, 8, 9, 1, 2), lookahead=lookahead)
+    assert found(space, cache, (5, 6, 7, 8)) == pages[:count]
+
+
+def test_the_worked_example_of_windows() -> None:
+    space = space_of(9, keep=4)
+    cache = PrefixCache((space,), page_size=2, lookahead=0)
+    row = space.admit((), last=8, end=0)
+    space.grow(row, 4)
+    space.trim(row, 5)  # sees 2..: page 0 is released
+    ids = (5, 6, 7, 8, 9, 1, 2, 3)
+    last = cache.extend(cache.root("x"), ids, known=8)
+    space.publish(row, last.parent or last, since=0, writer=1)
+    assert [node.records[0] for node in cache.match("x", (*ids, 4))] == [0, *row.pages[:2], 0]
+    assert found(space, cache, (*ids, 4))[1:] == row.pages[:2]
+
+
+def test_the_least_recently_used_goes_first_and_no_page_before_those_after_it() -> None:
+    space = space_of(4)
+    cache, (_, two, one, three, four) = cached(space, (1, 1, 2, 2), (1, 1, 3, 3), (4, 4))
+    again = space.admit(cache.match("x", (1, 1, 2, 2, 0)), last=9, end=0)
+    assert again.pages == [one, two]
+    space.release(again)
+    assert [space.allocate(1) for _ in range(4)] == [[three], [four], [two], [one]]
+    with pytest.raises(InvariantError, match="asked for 1 pages; expected from 0 to the 0 free"):
+        space.allocate(1)
+
+
+def test_a_page_in_use_is_not_evicted_and_a_withdrawn_one_goes_with_its_last_user() -> None:
+    space = space_of(3)
+    cache, pages = cached(space, TEXT)
+    row = space.admit(cache.match("x", TEXT), last=9, end=0)
+    assert space.num_free == 1
+    cache.withdraw(2)
+    assert found(space, cache, TEXT) == pages[:2]
+    cache.withdraw(1)
+    assert (found(space, cache, TEXT), space.num_cached, space.num_free) == ([], 0, 1)
+    space.release(row)
+    assert space.num_free == 3
+
+
+def test_a_page_takes_the_place_of_an_unused_one_with_the_same_tokens() -> None:
+    space = space_of(9)
+    cache, pages = cached(space, TEXT, TEXT)
+    assert found(space, cache, TEXT) == pages[3:5]
+    assert (space.num_cached, space.num_free) == (2, 9)
+
+
+def test_pages_are_allocated_once_and_the_last_one_released_first() -> None:
+    space = space_of(5)
+    pages = space.allocate(5)
+    assert sorted(pages) == [1, 2, 3, 4, 5]
+    assert (space.num_free, space.num_leaked(())) == (0, 5)
+    space.drop(pages[1])
+    for page in (pages[1], DUMMY_PAGE, -1, 6):
+        with pytest.raises(InvariantError, match=f"page {page} released; expected a page in use"):
+            space.drop(page)
+    with pytest.raises(InvariantError, match="acquired; expected one in use or cached"):
+        space.acquire(pages[1])
+    assert space.allocate(1) == [pages[1]]
+
+
+def test_an_empty_space_is_refused() -> None:
+    with pytest.raises(InvariantError, match="num_pages is 0"):
+        space_of(0)
+
+
+@dataclass
+class Records:
+    """The cached pages of one space as they should be."""
+
+    space: PageSpace
+    pages: dict[Key, int] = field(default_factory=dict)
+    writers: dict[Key, int] = field(default_factory=dict)
+    released: dict[int, int] = field(default_factory=dict)  # when a page lost its last user
+    sought: set[Key] = field(default_factory=set)
+
+    def unused(self, in_use: set[int]) -> list[Key]:
+        """Keys of unused pages, in the order in which they are evicted."""
+        keys = [key for key, page in self.pages.items() if page not in in_use]
+        return sorted(keys, key=lambda key: (key in self.sought, self.released[self.pages[key]]))
+
+
+class Spaces(RuleBasedStateMachine):
+    """Rows of tokens 0 and 1 are admitted, filled, emit, are trimmed and end, in any order."""
+
+    @initialize(
+        page_size=st.integers(1, 3),
+        steps=st.sampled_from([0, 2]),
+        windows=st.lists(st.integers(1, 8), max_size=2, unique=True).map(sorted),
+        num_pages=st.integers(12, 30),
+        spare=st.integers(0, 12),
+    )
+    def start(
+        self, page_size: int, steps: int, windows: list[int], num_pages: int, spare: int
+    ) -> None:
+        limits = small_limits(
+            steps_topk_nodes=(steps, 1, steps + 1),
+            num_slots=3,
+            num_pages=num_pages,
+            page_size=page_size,
+            context_length=60,
+            chunk_size=6,
+            prefill_rows=1,
+            overlap_depth=0,
+            prefix_cache=True,
+        )
+        of_chunks = limits.pages_of_chunks(limits.chunk_size) + spare
+        spaces = [WindowSpace(w, limits.window_pages_per_row(w) + of_chunks) for w in windows]
+        self.limits: ServeLimits = replace(limits, windows=tuple(spaces))
+        self.spaces, self.table = CacheSpaces(self.limits), RowTable.empty(self.limits)
+        self.models = [Records(space) for space in self.spaces.spaces]
+        self.rows: dict[int, Tenancy] = {}
+        self.tables: dict[int, list[dict[int, int]]] = {}  # as the device has them
+        self.arrival = self.step = self.clock = 0
+
+    # What should be.
+
+    def key(self, row: Tenancy | Sequence, depth: int) -> Key:
+        sequence = row.sequence if isinstance(row, Tenancy) else row
+        end = depth * self.limits.page_size + self.limits.spec.tokens_ahead
+        return sequence.request.extra_key, sequence.fill_ids[:end]
+
+    def in_use(self, i: int) -> set[int]:
+        return {page for row in self.rows.values() for page in row.pages[i].pages}
+
+    def naive_start(self, sequence: Sequence) -> int:
+        size, ahead = self.limits.page_size, self.limits.spec.tokens_ahead
+        ids = sequence.fill_ids
+        most = max(min((len(ids) - ahead) // size, (len(ids) - 1) // size), 0)
+        return max(
+            depth
+            for depth in range(most + 1)
+            if all(
+                self.key(sequence, each) in model.pages
+                for model in self.models
+                for each in range(max(depth - model.space.tail, 0) + 1, depth + 1)
+            )
+        )
+
+    def evict_for(self, i: int, missing: int) -> None:
+        """Space i allocates so many pages."""
+        model, in_use = self.models[i], self.in_use(i)
+        unused = model.unused(in_use)
+        num_free = model.space.num_pages - len(in_use) - len(unused)
+        for key in unused[: max(missing - num_free, 0)]:
+            del model.pages[key]
+            for other in self.models[1:] if i == 0 else ():
+                other.pages.pop(key, None)
+
+    def grow(self, row: Tenancy, end: int) -> None:
+        for i, pages in enumerate(row.pages):
+            self.evict_for(i, max(end - pages.end, 0))
+        before = [list(pages.pages) for pages in row.pages]
+        grants = self.spaces.grow(row, end)
+        self.take(row, grants)
+        for i, (pages, old) in enumerate(zip(row.pages, before, strict=True)):
+            new = pages.pages[len(old) :]
+            others = [p for r in self.rows.values() if r is not row for p in r.pages[i].pages]
+            assert not {*new} & {*old, *others, *self.models[i].pages.values()}
+
+    def take(self, row: Tenancy, grants: list[PageGrant]) -> None:
+        for grant in grants:
+            table = self.tables[row.row.slot][grant.space]
+            table |= dict(enumerate(grant.pages, grant.index))
+        for table, pages in zip(self.tables[row.row.slot], row.pages, strict=True):
+            assert [table[i] for i in range(pages.first, pages.end)] == pages.pages
+
+    def publish_model(self, row: Tenancy, *, since: int, seeks: bool) -> None:
+        known = row.drafted_len
+        last = max(known - self.limits.spec.tokens_ahead, 0) // self.limits.page_size
+        for i, (model, pages) in enumerate(zip(self.models, row.pages, strict=True)):
+            for depth in range(max(since, pages.first) + 1, min(last, pages.end) + 1):
+                key, page = self.key(row, depth), pages.pages[depth - 1 - pages.first]
+                if key not in model.pages or model.pages[key] not in {page, *self.in_use(i)}:
+                    model.pages[key], model.writers[key] = page, self.step
+        if seeks:
+            self.seek_model(row, last)
+
+    def seek_model(self, row: Tenancy, last: int) -> None:
+        for i, model in enumerate(self.models[1:], 1):
+            for depth in range(last, max(last - model.space.tail, 0), -1):
+                key = self.key(row, depth)
+                page = model.pages.get(key)
+                if key not in model.sought and page is not None and page not in self.in_use(i):
+                    self.clock += 1
+                    model.released[page] = self.clock
+                model.sought.add(key)
+
+    def dropped(self, i: int, pages: list[int]) -> None:
+        """A row released these pages, in this order."""
+        for page in pages:
+            if page not in self.in_use(i):
+                self.clock += 1
+                self.models[i].released[page] = self.clock
+
+    def depth_of(self, row: Tenancy) -> int:
+        assert row.last_cached is not None
+        return row.last_cached.depth
+
+    # What happens.
+
+    @precondition(lambda self: len(self.rows) < 3)
+    @rule(
+        key=st.sampled_from([None, None, "k"]),
+        ids=st.builds(
+            lambda a, b, end: (0,) * a + (1,) * b + end,
+            st.integers(0, 12),
+            st.integers(0, 8),
+            st.sampled_from([(0,), (1,), (1, 0)]),
+        ),
+        most=st.integers(1, 30),
+    )
+    def admit(self, key: str | None, ids: Ids, most: int) -> None:
+        request = Request(
+            request_id=f"r{self.arrival}",
+            prompt_ids=ids,
+            sampling=SamplingParams(max_new_tokens=most),
+            seed=0,
+            extra_key=key,
+        )
+        most = budget.clip_max_new_tokens(self.limits, len(ids), most)
+        history = TokenHistory(request, self.limits.spec, stream=None)
+        sequence = Sequence(
+            request=request,
+            arrival=self.arrival,
+            max_new_tokens=most,
+            text_stream=None,
+            history=history,
+        )
+        self.arrival += 1
+        hit = self.spaces.find(sequence)
+        assert hit.num_pages == self.naive_start(sequence)
+        running = [row.sequence for row in self.rows.values()]
+        if not self.spaces.may_admit(sequence, hit, running):
+            return
+        slot = min({1, 2, 3} - self.rows.keys())
+        row = Tenancy.begin(RowRef(slot, self.arrival), sequence, self.table)
+        num_pages = budget.pages_for_admission(
+            self.limits, len(ids), num_tokens_left=sequence.num_tokens_left
+        )
+        for i, model in enumerate(self.models):
+            found = range(max(hit.num_pages - model.space.tail, 0) + 1, hit.num_pages + 1)
+            expected = [model.pages[self.key(sequence, depth)] for depth in found]
+            row.pages += (RowPages(0, pages=expected),)
+            self.rows[slot] = row
+            if i == 0:
+                self.evict_for(0, num_pages - hit.num_pages)
+        expected_pages = [list(pages.pages) for pages in row.pages]
+        self.tables[slot] = [{} for _ in self.models]
+        grants = self.spaces.admit(row, hit, num_pages)
+        for pages, expected in zip(row.pages, expected_pages, strict=True):
+            assert pages.pages[: len(expected)] == expected
+        self.take(row, grants)
+        sequence.tenancy = row
+        self.seek_model(row, hit.num_pages)
+        self.seek_model(row, 0 if hit.reached is None else hit.reached.depth)
+
+    def pick(self, data: st.DataObject, *, is_filled: bool | None = None) -> Tenancy | None:
+        rows = [r for r in self.rows.values() if is_filled in (None, r.is_prefill_dispatched)]
+        return data.draw(st.sampled_from(rows)) if rows else None
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def fill(self, data: st.DataObject, count: int) -> None:
+        row = self.pick(data, is_filled=False)
+        if row is None:
+            return
+        end = min(row.num_filled + count, len(row.fill_ids))
+        is_final = end == len(row.fill_ids)
+        roots = is_final * self.limits.spec.num_root_rows
+        self.grow(row, indexing.num_pages(end + roots, self.limits.page_size))
+        row.num_filled = end
+        self.step += 1
+        self.publish_model(row, since=self.depth_of(row), seeks=is_final)
+        self.spaces.publish(row, step=self.step)
+        self.trim_model(row)
+
+    def trim_model(self, row: Tenancy) -> None:
+        """The row has released what no later query sees, and nothing else."""
+        length = row.drafted_len - self.limits.spec.lag
+        for i, (space, pages) in enumerate(zip(self.spaces.spaces, row.pages, strict=True)):
+            table = self.tables[row.row.slot][i]
+            seen = 0 if space.keep is None else max(length - (space.keep - 1), 0)
+            first = min(seen // self.limits.page_size, max(table, default=-1) + 1)
+            gone = [table.pop(index) for index in sorted(table) if index < first]
+            assert pages.pages == [table[index] for index in sorted(table)]
+            assert len(pages.pages) <= pages.promised
+            self.dropped(i, gone)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), bits=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def emit(self, data: st.DataObject, bits: list[int]) -> None:
+        row = self.pick(data, is_filled=True)
+        if row is None or row.sequence.num_tokens_left <= len(bits):
+            return
+        slot = row.row.slot
+        if row.is_prefill_read:
+            (missing,) = self.table.pages_missing(np.array([slot]), self.limits)
+            if missing > self.spaces.num_free:
+                return
+            self.grow(row, len(row.page_ids) + int(missing))
+            bits = bits[: self.limits.spec.max_emitted]
+        self.table.append(slot, tuple(bits if row.is_prefill_read else bits[:1]))
+        self.step += 1
+        length = row.drafted_len - self.limits.spec.lag
+        rows = zip(self.spaces.spaces, row.pages, strict=True)
+        if any(space.num_unseen(pages, length) for space, pages in rows):
+            is_end = row.drafted_len == len(row.fill_ids)
+            self.publish_model(row, since=self.depth_of(row), seeks=is_end)
+        self.spaces.trim(row, step=self.step)
+        self.trim_model(row)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), keeps=st.sampled_from([True, True, False]))
+    def end(self, data: st.DataObject, keeps: bool) -> None:
+        row = self.pick(data)
+        assert row is not None
+        self.end_row(row, keeps=keeps)
+
+    def end_row(self, row: Tenancy, *, keeps: bool) -> None:
+        self.step += 1
+        if keeps:
+            self.publish_model(row, since=0, seeks=True)
+            self.spaces.keep(row, step=self.step)
+        before = [list(pages.pages) for pages in row.pages]
+        self.spaces.release(row)
+        del self.rows[row.row.slot]
+        for i, pages in enumerate(before):
+            self.dropped(i, pages[::-1])
+
+    @rule(back=st.integers(0, 4), flushes=st.booleans())
+    def withdraw(self, back: int, flushes: bool) -> None:
+        """A step failed, or the cache is flushed; rows may go on."""
+        step = 0 if flushes else max(self.step - back, 1)
+        self.spaces.flush() if flushes else self.spaces.withdraw(step)
+        for model in self.models:
+            for key in [key for key in model.pages if model.writers[key] >= step]:
+                del model.pages[key]
+
+    @invariant()
+    def all_is_as_in_the_model(self) -> None:
+        if not hasattr(self, "models"):
+            return
+        alive = self.alive()
+        for i, model in enumerate(self.models):
+            space, in_use = model.space, self.in_use(i)
+            cached = {key_of(node, self.limits): page for page, (node, _) in space._attached.items()}
+            assert cached == model.pages
+            assert space.num_cached == len(cached)
+            assert space.num_free == space.num_pages - len(in_use)
+            assert space.num_leaked(row.pages[i] for row in self.rows.values()) == 0
+            model.sought &= alive
+            promised = sum(row.pages[i].promised for row in self.rows.values())
+            assert space.keep is None or promised <= space.num_pages
+        assert self.spaces.num_leaked(self.rows.values()) == 0
+
+    def alive(self) -> set[Key]:
+        """Prefixes that the tree has nodes of: up to a cached page, or to the end of a row."""
+        size, ahead = self.limits.page_size, self.limits.spec.tokens_ahead
+        ends = [key for model in self.models for key in model.pages]
+        ends += [self.key(row, self.depth_of(row)) for row in self.rows.values()]
+        return {
+            (name, ids[: depth * size + ahead])
+            for name, ids in ends
+            for depth in range(1, (len(ids) - ahead) // size + 1)
+        }
+
+    def teardown(self) -> None:
+        if not hasattr(self, "models"):
+            return
+        for row in list(self.rows.values()):
+            self.end_row(row, keeps=True)
+        self.all_is_as_in_the_model()
+        self.spaces.flush()
+        for space in self.spaces.spaces:
+            assert (space.num_free, space.num_cached) == (space.num_pages, 0)
+        assert not self.spaces._cache._roots
+
+
+def key_of(node: Node, limits: ServeLimits) -> Key:
+    path = list(node.path())
+    root = path[-1].parent
+    assert root is not None
+    ids = [token for each in path[:0:-1] for token in each.key[: limits.page_size]]  # type: ignore[index]
+    return root.key[1], (*ids, *node.key)  # type: ignore[index,misc]
+
+
+TestSpaces = Spaces.TestCase
+TestSpaces.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
