@@ -151,6 +151,16 @@ class Records:
         return sorted(keys, key=lambda key: (key in self.sought, self.released[self.pages[key]]))
 
 
+KEYS = st.sampled_from([None, None, "k"])
+# Of a few families, so that many begin alike.
+ALIKE = st.builds(
+    lambda a, b, end: (0,) * a + (1,) * b + end,
+    st.integers(0, 12),
+    st.integers(0, 8),
+    st.sampled_from([(0,), (1,), (1, 0)]),
+)
+
+
 class Spaces(RuleBasedStateMachine):
     """Rows of tokens 0 and 1 are admitted, filled, emit, are trimmed and end, in any order."""
 
@@ -158,8 +168,8 @@ class Spaces(RuleBasedStateMachine):
         page_size=st.integers(1, 3),
         steps=st.sampled_from([0, 2]),
         windows=st.lists(st.integers(1, 8), max_size=2, unique=True).map(sorted),
-        num_pages=st.integers(12, 30),
-        spare=st.integers(0, 12),
+        num_pages=st.integers(9, 30),
+        spare=st.integers(0, 6),
     )
     def start(
         self, page_size: int, steps: int, windows: list[int], num_pages: int, spare: int
@@ -228,6 +238,7 @@ class Spaces(RuleBasedStateMachine):
             new = pages.pages[len(old) :]
             others = [p for r in self.rows.values() if r is not row for p in r.pages[i].pages]
             assert not {*new} & {*old, *others, *self.models[i].pages.values()}
+        self.all_is_as_in_the_model()
 
     def take(self, row: Tenancy, grants: list[PageGrant]) -> None:
         for grant in grants:
@@ -271,17 +282,13 @@ class Spaces(RuleBasedStateMachine):
     # What happens.
 
     @precondition(lambda self: len(self.rows) < 3)
-    @rule(
-        key=st.sampled_from([None, None, "k"]),
-        ids=st.builds(
-            lambda a, b, end: (0,) * a + (1,) * b + end,
-            st.integers(0, 12),
-            st.integers(0, 8),
-            st.sampled_from([(0,), (1,), (1, 0)]),
-        ),
-        most=st.integers(1, 30),
-    )
+    @rule(key=KEYS, ids=ALIKE, most=st.integers(1, 30))
     def admit(self, key: str | None, ids: Ids, most: int) -> None:
+        self.admit_row(key, ids, most=most)
+
+    def admit_row(self, key: str | None, ids: Ids, *, most: int) -> Tenancy | None:
+        if len(ids) > self.limits.max_total_tokens:
+            return None
         request = Request(
             request_id=f"r{self.arrival}",
             prompt_ids=ids,
@@ -303,7 +310,7 @@ class Spaces(RuleBasedStateMachine):
         assert hit.num_pages == self.naive_start(sequence)
         running = [row.sequence for row in self.rows.values()]
         if not self.spaces.may_admit(sequence, hit, running):
-            return
+            return None
         slot = min({1, 2, 3} - self.rows.keys())
         row = Tenancy.begin(RowRef(slot, self.arrival), sequence, self.table)
         num_pages = budget.pages_for_admission(
@@ -325,6 +332,21 @@ class Spaces(RuleBasedStateMachine):
         sequence.tenancy = row
         self.seek_model(row, hit.num_pages)
         self.seek_model(row, 0 if hit.reached is None else hit.reached.depth)
+        self.all_is_as_in_the_model()
+        return row
+
+    @precondition(lambda self: len(self.rows) < 3)
+    @rule(texts=st.lists(st.tuples(KEYS, ALIKE), min_size=1, max_size=4), chunk=st.integers(1, 6))
+    def serve(self, texts: list[tuple[str | None, Ids]], chunk: int) -> None:
+        """One row after the other, from admission to end."""
+        for key, ids in texts:
+            row = self.admit_row(key, ids, most=len(ids))
+            if row is not None:
+                while not row.is_prefill_dispatched:
+                    self.fill_row(row, chunk)
+                for i in range(len(ids) // 3):
+                    self.emit_row(row, [i % 2] * (1 + i % 3))
+                self.end_row(row, keeps=True)
 
     def pick(self, data: st.DataObject, *, is_filled: bool | None = None) -> Tenancy | None:
         rows = [r for r in self.rows.values() if is_filled in (None, r.is_prefill_dispatched)]
@@ -334,8 +356,10 @@ class Spaces(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 6))
     def fill(self, data: st.DataObject, count: int) -> None:
         row = self.pick(data, is_filled=False)
-        if row is None:
-            return
+        if row is not None:
+            self.fill_row(row, count)
+
+    def fill_row(self, row: Tenancy, count: int) -> None:
         end = min(row.num_filled + count, len(row.fill_ids))
         is_final = end == len(row.fill_ids)
         roots = is_final * self.limits.spec.num_root_rows
@@ -357,12 +381,17 @@ class Spaces(RuleBasedStateMachine):
             assert pages.pages == [table[index] for index in sorted(table)]
             assert len(pages.pages) <= pages.promised
             self.dropped(i, gone)
+        self.all_is_as_in_the_model()
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), bits=st.lists(st.integers(0, 1), min_size=1, max_size=3))
     def emit(self, data: st.DataObject, bits: list[int]) -> None:
         row = self.pick(data, is_filled=True)
-        if row is None or row.sequence.num_tokens_left <= len(bits):
+        if row is not None:
+            self.emit_row(row, bits)
+
+    def emit_row(self, row: Tenancy, bits: list[int]) -> None:
+        if row.sequence.num_tokens_left <= len(bits):
             return
         slot = row.row.slot
         if row.is_prefill_read:
@@ -398,6 +427,7 @@ class Spaces(RuleBasedStateMachine):
         del self.rows[row.row.slot]
         for i, pages in enumerate(before):
             self.dropped(i, pages[::-1])
+        self.all_is_as_in_the_model()
 
     @rule(back=st.integers(0, 4), flushes=st.booleans())
     def withdraw(self, back: int, flushes: bool) -> None:
@@ -415,13 +445,16 @@ class Spaces(RuleBasedStateMachine):
         alive = self.alive()
         for i, model in enumerate(self.models):
             space, in_use = model.space, self.in_use(i)
-            cached = {key_of(node, self.limits): page for page, (node, _) in space._attached.items()}
+            cached = {
+                key_of(node, self.limits): page for page, (node, _) in space._attached.items()
+            }
             assert cached == model.pages
             assert space.num_cached == len(cached)
             assert space.num_free == space.num_pages - len(in_use)
             assert space.num_leaked(row.pages[i] for row in self.rows.values()) == 0
             model.sought &= alive
             promised = sum(row.pages[i].promised for row in self.rows.values())
+            assert space._promised == promised
             assert space.keep is None or promised <= space.num_pages
         assert self.spaces.num_leaked(self.rows.values()) == 0
 

@@ -1,4 +1,4 @@
-"""Columns against the rules of single rows: the same rows decode, and miss the same pages."""
+"""Columns against the rules of single rows: which rows decode, and which pages they miss."""
 
 from __future__ import annotations
 
@@ -43,6 +43,27 @@ def test_pages_missing_are_those_of_the_budget(
     for held in (0, needed - 1, needed, needed + 1):
         table.pages[2] = held
         assert table.pages_missing(SLOTS, limits)[1] == max(needed - held, 0)
+
+
+@pytest.mark.parametrize(
+    ("is_dispatched", "emitted", "rounds", "left", "expected"),
+    [
+        (False, 0, 0, 9, False),  # the final chunk is not dispatched
+        (True, 0, 0, 9, True),  # it is, and unread: the device knows the root
+        (True, 0, 0, 1, False),  # the unread chunk emits the only token
+        (True, 0, 1, 2, False),  # the chunk and one round emit two at least
+        (True, 0, 1, 3, True),
+        (True, 3, 1, 2, True),
+        (True, 3, 2, 2, False),
+    ],
+)
+def test_a_row_decodes_while_a_token_surely_remains(
+    is_dispatched: bool, emitted: int, rounds: int, left: int, expected: bool
+) -> None:
+    table = seated()
+    table.decodes[2], table.emitted[2], table.rounds[2] = is_dispatched, emitted, rounds
+    table.left[2] = left
+    assert table.may_decode(SLOTS).tolist() == [False, expected, False, False]
 
 
 def test_only_rows_that_surely_go_on_go_on() -> None:
