@@ -56,8 +56,8 @@ class DecodePlanner:
         self._seats = seats
         self._table = seats.table
         self._pages = seats.pages
-        self._lineup: StepRows | None = None  # all running rows; None: stale
-        self._num_changes = seats.num_changes  # at which `_lineup` was made
+        self._running_step: StepRows | None = None  # all running rows; None: stale
+        self._num_changes = seats.num_changes  # at which `_running_step` was made
 
     def plan(self, *, step: int) -> Flight | None:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
@@ -115,8 +115,8 @@ class DecodePlanner:
         self, slots: Ints, features: StepOptions, shape: SpeculativeConfig
     ) -> tuple[SharedPrefix, ...]:
         """Return the shared prefixes; () if too short, or if the program has no such input."""
-        is_told = shape == self._limits.spec and SAMPLING.covers(features)
-        if self._sharing is None or not is_told:
+        is_supported = shape == self._limits.spec and SAMPLING.covers(features)
+        if self._sharing is None or not is_supported:
             return ()
         shared, num_keys = self._sharing.among(slots)
         self.num_shared_keys += num_keys
@@ -136,12 +136,12 @@ class DecodePlanner:
         return tuple(pending.tolist()) if pending.max() > room else ()
 
     def _running_rows(self) -> StepRows:
-        if self._lineup is None or self._num_changes != self._seats.num_changes:
+        if self._running_step is None or self._num_changes != self._seats.num_changes:
             self._num_changes = self._seats.num_changes
-            self._lineup = StepRows.of(s.held_tenancy for s in self._seats.running.values())
+            self._running_step = StepRows.of(s.active_tenancy for s in self._seats.running.values())
             if self._sharing is not None:
-                self._sharing.regroup(self._lineup.tenancies)
-        return self._lineup
+                self._sharing.regroup(self._running_step.tenancies)
+        return self._running_step
 
     def _choose_short_of_pages(self, step_rows: StepRows, grants: list[PageGrant]) -> list[Tenancy]:
         """Return the rows that run, and append their grants."""

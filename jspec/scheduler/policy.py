@@ -154,7 +154,7 @@ def may_admit(
 
 def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
     """Return how many pages a running sequence lacks for the rounds of the headroom."""
-    tenancy = sequence.held_tenancy
+    tenancy = sequence.active_tenancy
     ahead = budget.pages_ahead(limits, tenancy.committed_len, last=sequence.last_committed)
     return max(ahead - len(tenancy.page_ids), 0)
 

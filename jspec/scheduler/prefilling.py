@@ -28,7 +28,7 @@ class Prefilling:
 
     @property
     def tenancies(self) -> list[Tenancy]:
-        return [sequence.held_tenancy for sequence in self._rows.values()]
+        return [sequence.active_tenancy for sequence in self._rows.values()]
 
     def add(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.PREFILLING

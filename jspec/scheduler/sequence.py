@@ -91,8 +91,8 @@ class Tenancy:
     @property
     def drafted_len(self) -> int:
         """Tokens of known_len that the drafter was also given."""
-        told = self.known_len - int(self.table.pending[self.row.slot])
-        return max(told, min(self.known_len, len(self.fill_ids)))
+        drafted = self.known_len - int(self.table.pending[self.row.slot])
+        return max(drafted, min(self.known_len, len(self.fill_ids)))
 
     @property
     def ended(self) -> bool:
@@ -206,12 +206,12 @@ class Sequence:
         return Origin(self.num_retractions, self.cached_tokens or 0, self.weight_version)
 
     @property
-    def held_tenancy(self) -> Tenancy:
+    def active_tenancy(self) -> Tenancy:
         """The tenancy. Raises InvariantError without one."""
         if self.tenancy is None:
             raise InvariantError(
                 f"request {self.request.request_id!r} is {self.state.value} and has no slot; "
-                f"expected a sequence that holds one"
+                f"expected a sequence in a slot"
             )
         return self.tenancy
 
@@ -250,7 +250,7 @@ class Sequence:
         return (*self.request.prompt_ids, *self.emitted_ids)
 
     def leave(self) -> Tenancy:
-        tenancy, self.former_ids = self.held_tenancy, self.emitted_ids
+        tenancy, self.former_ids = self.active_tenancy, self.emitted_ids
         self.tenancy = None
         return tenancy
 
@@ -265,8 +265,7 @@ class Sequence:
         """The part of the fill that may come from the prefix cache, plus one token.
 
         Where prompt log-probabilities or hidden states are requested, the tokens that produce them
-            must be
-        computed: for a log-probability that is the token before.
+        must be computed: for a log-probability that is the token before.
         """
         firsts = self.logprobs.computed_from, self.hidden.computed_from
         asked = [first for first in firsts if first is not None]

@@ -19,7 +19,7 @@ from jspec.messages.request import FinishKind, Request, SamplingParams, SpecCoun
 from jspec.scheduler.outputs.token_history import Tally
 from jspec.scheduler.pages.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
-from tests.scheduler.test_scheduler import check_rows_are_held
+from tests.scheduler.test_scheduler import check_rows_have_slots
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import Handle, hash_token, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, text_of
@@ -241,7 +241,7 @@ class Interleavings(RuleBasedStateMachine):
         for _ in range(count):
             plan = self.scheduler.plan()
             if plan is not None:
-                check_rows_are_held(self.scheduler, plan)
+                check_rows_have_slots(self.scheduler, plan)
                 self.handles.append(self.runner.dispatch(plan))
                 self.in_flight.append(plan)
 

@@ -33,7 +33,7 @@ def hash_seed(name: str) -> int:
     return int.from_bytes(name.encode(), "little")
 
 
-def check_rows_are_held(scheduler: Scheduler, plan: StepPlan) -> None:
+def check_rows_have_slots(scheduler: Scheduler, plan: StepPlan) -> None:
     """Of a step's rows each has its slot and pages: none gave way while the step was planned."""
     for row in plan.rows:
         assert not scheduler._tenancies[row].ended, row
@@ -55,7 +55,7 @@ class Bench:
     def dispatch(self) -> StepPlan | None:
         plan = self.scheduler.plan()
         if plan is not None:
-            check_rows_are_held(self.scheduler, plan)
+            check_rows_have_slots(self.scheduler, plan)
             self.handles.append(self.runner.dispatch(plan))
             self.in_flight.append(plan)
         return plan
