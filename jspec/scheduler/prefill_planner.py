@@ -68,7 +68,9 @@ class PrefillPlanner:
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
-        return self._seats.pages.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
+        # A row that only its prefill extends has no page for the root, which goes to page 0.
+        num_pages = min(shapes.num_pages(end, self._limits.page_size), len(tenancy.page_ids))
+        return self._seats.pages.grow(tenancy, num_pages)
 
 
 def cached_draft_prefills(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
 from jspec.errors import ConfigError, InvariantError
 from jspec.messages.plan import Admission, PageGrant, RowRef, StepKind
 from jspec.messages.request import Request, SamplingParams
@@ -75,6 +75,20 @@ def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: i
     assert fewest * limits.page_size < 200
     run(limits, request_of(3, 400))
     run(limits, request_of(500, 20))
+
+
+@pytest.mark.parametrize("prompt_len", [1, 4, 5])
+@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.STANDALONE])
+def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission(
+    algorithm: Algorithm, prompt_len: int
+) -> None:
+    """Its root is never decoded: in no space is there a page for it."""
+    limits = replace(FULL, page_size=1, spec=replace(FULL.spec, algorithm=algorithm))
+    fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
+    limits = replace(limits, windows=(WindowSpace(8, fewest),))
+    plans = run(limits, request_of(prompt_len, 1)).runner.plans
+    spaces = [grant.space for plan in plans for grant in plan.grants for _ in grant.pages]
+    assert (spaces.count(0), spaces.count(1)) == (prompt_len, prompt_len)
 
 
 def test_rows_wait_for_what_may_be_promised() -> None:
