@@ -29,6 +29,24 @@ class WindowSpace:
     num_pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotLimits:
+    """Snapshots of rows' recurrent states, for the prefix cache.
+
+    count: snapshot slots, without the dummy slot 0.
+    stride: pages between two snapshots of a prompt.
+    """
+
+    count: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        for name in ("count", "stride"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} of state snapshots is {value}; expected at least 1")
+
+
 class PriorityOrder(enum.Enum):
     """Which requests go first: SGLang's order is HIGH_FIRST, vLLM's LOW_FIRST."""
 
@@ -50,6 +68,7 @@ class ServeLimits:
     prefill_seconds: time limit that replaces the budget once prefill times are known
     num_rounds: verifications of one decode step without the host in between
     prefix_cache: keep pages after their rows for prompts with a common prefix
+    snapshots: of the states of recurrent layers; None: no layer has a state
     logprobs: there are programs with log-probabilities
     vocab_size: V, for grammar masks; 0: no grammars
     hidden: encoding of hidden states; None: they cannot be requested
@@ -74,6 +93,7 @@ class ServeLimits:
     priority_order: PriorityOrder = PriorityOrder.OFF
     windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
+    snapshots: SnapshotLimits | None = None
     logprobs: bool = False
     vocab_size: int = 0
     hidden: HiddenRows | None = None

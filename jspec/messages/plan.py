@@ -78,6 +78,14 @@ class PageGrant:
     space: int = 0
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotCopy:
+    """A copy between the recurrent state of a slot and a snapshot slot."""
+
+    slot: int
+    snapshot: int
+
+
 class StepKind(enum.Enum):
     """Kind of a step: a row of `engine.steps.table.STEPS`.
 
@@ -117,6 +125,8 @@ class StepPlan:
     features: union of the features that the rows need
     grants: of all spaces. In a prefill those of the full space are for admitted rows, from index
         0 on
+    restores: copies from snapshots to the states of admitted rows, before a prefill runs
+    saves: copies from the states of its rows to snapshots, after it
     constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
         grammar have no unread results.
     pending: pending tokens of each row, given to its drafter right before this decode; empty:
@@ -131,6 +141,8 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    restores: tuple[SnapshotCopy, ...] = ()
+    saves: tuple[SnapshotCopy, ...] = ()
     constraints: tuple[Constraint | None, ...] = ()
     pending: tuple[int, ...] = ()
     shared: tuple[SharedPrefix, ...] = ()

@@ -20,7 +20,7 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -119,8 +119,12 @@ class ChunkPacker:
     def has_room(self) -> bool:
         return self.num_rows < self.limits.prefill_rows and self.num_tokens < self.room
 
-    def pack(self, tenancy: Tenancy) -> PrefillChunk:
+    def pack(
+        self, tenancy: Tenancy, *, cut: Callable[[Tenancy, int], int] | None = None
+    ) -> PrefillChunk:
         """Return the longest possible next chunk of a row whose prefill is not fully dispatched.
+
+        cut: returns where a chunk ends that could reach a position; None: there.
 
         Worked example: room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched:
         start 4, tokens 4..6, next_id is fill token 7.
@@ -130,6 +134,7 @@ class ChunkPacker:
         if self.leaves_half and len(fill_ids) - start > self.room:
             most = -(-most // 2)
         end = min(len(fill_ids), start + most)
+        end = end if cut is None else cut(tenancy, end)
         self.num_rows += 1
         self.num_tokens += end - start
         next_id = fill_ids[end] if end < len(fill_ids) else None

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jspec.config.limits import ServeLimits
-from jspec.messages.plan import Admission, PageGrant, PrefillChunk, StepKind, StepPlan, StepRun
+from jspec.messages.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    SnapshotCopy,
+    StepKind,
+    StepPlan,
+    StepRun,
+)
 from jspec.messages.step_options import StepOption
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
@@ -33,21 +41,27 @@ class PrefillPlanner:
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
+        restores: list[SnapshotCopy] = []
+        saves: list[SnapshotCopy] = []
+        pages = self._seats.pages
         for tenancy in self._prefilling.tenancies:
             if packer.has_room:
                 with blaming(tenancy.sequence):
-                    chunks.append(packer.pack(tenancy))
+                    chunks.append(packer.pack(tenancy, cut=pages.chunk_end))
                     grants += self._grant_for_chunk(tenancy, chunks[-1])
+                    saves += pages.save(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._seats.free_slots:
             newcomer = self._waiting.head
             with blaming(newcomer):
                 hit = self._seats.hit_of(newcomer)
                 if hit is None:
                     break
-                tenancy, pages = self._seats.admit(self._waiting.pop(), hit)
+                tenancy, first_grants = self._seats.admit(self._waiting.pop(), hit)
                 admissions.append(tenancy.admission)
-                chunks.append(packer.pack(tenancy))
-                grants += pages
+                chunks.append(packer.pack(tenancy, cut=pages.chunk_end))
+                restores += pages.restore(tenancy)
+                saves += pages.save(tenancy, chunks[-1])
+                grants += first_grants
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
@@ -62,6 +76,8 @@ class PrefillPlanner:
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
+            restores=tuple(restores),
+            saves=tuple(saves),
             constraints=step_rows.constraints,
         )
         return Flight(plan, step_rows)

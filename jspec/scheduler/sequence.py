@@ -52,6 +52,8 @@ class Tenancy:
     pages: tuple[RowPages, ...] = ()  # by space id
     num_filled: int = 0  # fill tokens dispatched or cached
     cached_len: int = 0  # fill tokens cached at admission
+    # Page ends at which its state was saved, not in the tree yet, and the snapshots.
+    pending_snapshots: dict[int, int] = field(default_factory=dict)
     namespace: Hashable = None  # of the prefix cache
     last_cached: Node | None = None  # of its text there; None: it caches nothing
 

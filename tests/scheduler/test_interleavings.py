@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jspec.config.limits import Algorithm, PriorityOrder, ServeLimits, WindowSpace
+from jspec.config.limits import Algorithm, PriorityOrder, ServeLimits, SnapshotLimits, WindowSpace
 from jspec.errors import QueueFullError, RequestError
 from jspec.messages.plan import StepPlan
 from jspec.messages.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
@@ -67,6 +67,7 @@ class Interleavings(RuleBasedStateMachine):
         windows=st.lists(st.sampled_from([1, 3, 8, 40, 200]), max_size=2, unique=True),
         spare_pages=st.integers(0, 6) | st.integers(0, 60),
         prefix_cache=st.booleans(),
+        snapshots=st.none() | st.builds(SnapshotLimits, st.integers(1, 5), st.integers(1, 3)),
         shapes_seed=st.none() | st.integers(0, 9),
         order=st.sampled_from(PriorityOrder),
     )
@@ -86,6 +87,7 @@ class Interleavings(RuleBasedStateMachine):
         windows: list[int],
         spare_pages: int,
         prefix_cache: bool,
+        snapshots: SnapshotLimits | None,
         shapes_seed: int | None,
         order: PriorityOrder,
     ) -> None:
@@ -105,7 +107,7 @@ class Interleavings(RuleBasedStateMachine):
             shapes=smaller(spec) if shapes_seed is not None else (),
         )
         num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
-        full = replace(roomy, num_pages=num_pages, priority_order=order)
+        full = replace(roomy, num_pages=num_pages, priority_order=order, snapshots=snapshots)
         self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
         self.runner = FailingRunner(self.limits, accepted_at=self.accepted_at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -287,6 +287,8 @@ def test_stats_may_be_read_while_rows_come_and_go() -> None:
     tenancies: dict[Any, Any] = scheduler._tenancies
 
     class Arriving:
+        pending_snapshots: ClassVar[dict[int, int]] = {}
+
         @property
         def pages(self) -> tuple[RowPages, ...]:
             tenancies[len(tenancies)] = Arriving()

@@ -36,6 +36,7 @@ from tests.support.fake_limits import small_limits as small_limits
 from tests.support.fake_pages import FakePages
 from tests.support.fake_rows import FakeRow, FakeWindows, require
 from tests.support.fake_runs import check_runs
+from tests.support.fake_snapshots import FakeSnapshots
 from tests.support.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
@@ -118,6 +119,7 @@ class FakeRunner:
         self._rows: dict[int, FakeRow] = {}
         self._pages = FakePages(limits)
         self._windows = FakeWindows(limits)
+        self._snapshots = FakeSnapshots(limits)
         self._last_epochs: Counter[int] = Counter()
         self._in_flight: deque[Handle] = deque()
         self._thread: int | None = None
@@ -141,7 +143,9 @@ class FakeRunner:
             for admission in plan.admissions:
                 self._admit(admission, plan)
             self._grant_windows(plan)
+            self._snapshots.restore(plan, self._rows)
             by_row = [self._prefill(chunk) for chunk in plan.chunks]
+            self._snapshots.save(plan, self._rows)
         else:
             self._grant(plan)
             self._grant_windows(plan)
@@ -219,6 +223,7 @@ class FakeRunner:
                 require(is_first, f"admitted {admitted} with chunks from {begun}")
         else:
             require(not plan.chunks and not plan.admissions, "a decode with chunks")
+            require(not plan.restores and not plan.saves, "a decode with copies of states")
             require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
         new = {admission.row: admission.request for admission in plan.admissions}
         requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]

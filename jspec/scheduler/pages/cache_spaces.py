@@ -19,11 +19,12 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from jspec.config.limits import ServeLimits
-from jspec.messages.plan import PageGrant
+from jspec.messages.plan import PageGrant, PrefillChunk, SnapshotCopy
 from jspec.messages.request import DEFAULT_VERSION
 from jspec.scheduler import policy
 from jspec.scheduler.pages.page_space import PageSpace, RowPages
-from jspec.scheduler.pages.prefix_cache import Node, PrefixCache
+from jspec.scheduler.pages.prefix_cache import Node, PrefixCache, RecordSpace
+from jspec.scheduler.pages.snapshot_space import SnapshotSpace
 from jspec.scheduler.sequence import Sequence, Tenancy
 
 # Waiting must save at least 1 / WORTH_WAITING of the tokens to compute.
@@ -51,6 +52,8 @@ class Hit:
 class CacheSpaces:
     """All cache spaces, by id: 0 is the full space, i is that of limits.windows[i - 1].
 
+    Snapshots of states, if there are any, have the id after these.
+
     Without limits.prefix_cache no pages are cached.
     """
 
@@ -68,8 +71,15 @@ class CacheSpaces:
             )
             for i, (keep, num_pages) in enumerate(sizes)
         )
+        of_trees: list[RecordSpace] = [*self.spaces]
+        self.snapshots: SnapshotSpace | None = None
+        if limits.snapshots is not None:
+            self.snapshots = SnapshotSpace(
+                limits.snapshots, index=len(self.spaces), page_size=limits.page_size
+            )
+            of_trees.append(self.snapshots)
         self._cache = PrefixCache(
-            self.spaces, page_size=limits.page_size, lookahead=limits.spec.tokens_ahead
+            of_trees, page_size=limits.page_size, lookahead=limits.spec.tokens_ahead
         )
         self._is_caching = limits.prefix_cache
         self._found: tuple[tuple[int, int, int], Hit] | None = None
@@ -86,9 +96,13 @@ class CacheSpaces:
         return self.spaces[0].num_free
 
     def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
-        """Return the number of page uses that no row accounts for; always 0."""
-        rows = [tenancy.pages for tenancy in tenancies]
-        return sum(
+        """Return the uses of pages and snapshots that no row accounts for; always 0."""
+        rows, num_pending = [], 0
+        for tenancy in tenancies:
+            rows.append(tenancy.pages)
+            num_pending += len(tenancy.pending_snapshots)
+        found = 0 if self.snapshots is None else self.snapshots.num_leaked(num_pending)
+        return found + sum(
             space.num_leaked(pages[i] for pages in rows) for i, space in enumerate(self.spaces)
         )
 
@@ -228,6 +242,7 @@ class CacheSpaces:
         since = 0 if is_last else before.depth
         for space, row in self._rows(tenancy):
             space.publish(row, last, since=since, writer=step)
+        self._publish_snapshots(tenancy, last, step=step)
         before.num_users -= 1
         last.num_users += 1
         tenancy.last_cached = last
@@ -247,9 +262,57 @@ class CacheSpaces:
         """Release the pages of an ended row."""
         for space, row in self._rows(tenancy):
             space.release(row)
+        if self.snapshots is not None:
+            for snapshot in tenancy.pending_snapshots.values():
+                self.snapshots.free(snapshot)
+            tenancy.pending_snapshots.clear()
         if tenancy.last_cached is not None:
             tenancy.last_cached.num_users -= 1
             tenancy.last_cached.prune()
+
+    # Snapshots of states.
+
+    def chunk_end(self, tenancy: Tenancy, end: int) -> int:
+        """Return where a row's next chunk ends that could reach `end`."""
+        if self.snapshots is None or not self._is_caching:
+            return end
+        last = self._last_start(tenancy)
+        return self.snapshots.chunk_end(tenancy.num_filled, end, last=last)
+
+    def restore(self, tenancy: Tenancy) -> list[SnapshotCopy]:
+        """Return the copy that sets the state of a new row with a cached prefix."""
+        node = tenancy.last_cached
+        if self.snapshots is None or node is None or not node.depth:
+            return []
+        return [SnapshotCopy(tenancy.row.slot, self.snapshots.restore(node))]
+
+    def save(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[SnapshotCopy]:
+        """Return the copy of the row's state after a chunk, if it is wanted."""
+        end, size = chunk.start + len(chunk.token_ids), self._limits.page_size
+        if self.snapshots is None or tenancy.last_cached is None:
+            return []
+        if not self.snapshots.saves_at(end, last=self._last_start(tenancy)):
+            return []
+        snapshot = self.snapshots.allocate()
+        if snapshot is None:
+            return []
+        tenancy.pending_snapshots[end // size] = snapshot
+        return [SnapshotCopy(tenancy.row.slot, snapshot)]
+
+    def _last_start(self, tenancy: Tenancy) -> int:
+        """Return the last page end of a row's fill at which a text like it may start."""
+        size, length = self._limits.page_size, len(tenancy.fill_ids)
+        return min(self._cache.num_full(length), (length - 1) // size) * size
+
+    def _publish_snapshots(self, tenancy: Tenancy, last: Node, *, step: int) -> None:
+        pending = tenancy.pending_snapshots
+        if self.snapshots is None or not pending:
+            return
+        for node in last.path():
+            if node.depth < min(pending, default=last.depth + 1):
+                break
+            if node.depth in pending:
+                self.snapshots.publish(pending.pop(node.depth), node, writer=step)
 
     def withdraw(self, step: int) -> None:
         """Remove pages written by that step or later: it failed, and every row ends."""
