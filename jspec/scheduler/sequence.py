@@ -126,10 +126,6 @@ class Tenancy:
         )
 
     @property
-    def is_prefill_dispatched(self) -> bool:
-        return self.num_filled == len(self.fill_ids)
-
-    @property
     def committed_len(self) -> int:
         """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L.
 

@@ -235,14 +235,16 @@ class Spaces(RuleBasedStateMachine):
         for key, ids in texts:
             row = self.admit_row(key, ids, most=len(ids))
             if row is not None:
-                while not row.is_prefill_dispatched:
+                while row.num_filled < len(row.fill_ids):
                     self.fill_row(row, chunk)
                 for i in range(len(ids) // 3):
                     self.emit_row(row, [i % 2] * (1 + i % 3))
                 self.end_row(row, keeps=True)
 
     def pick(self, data: st.DataObject, *, is_filled: bool | None = None) -> Tenancy | None:
-        rows = [r for r in self.rows.values() if is_filled in (None, r.is_prefill_dispatched)]
+        rows = [
+            r for r in self.rows.values() if is_filled in (None, r.num_filled == len(r.fill_ids))
+        ]
         return data.draw(st.sampled_from(rows)) if rows else None
 
     @precondition(lambda self: self.rows)

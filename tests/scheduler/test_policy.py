@@ -42,7 +42,7 @@ def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tena
     tenancy.pages = (RowPages(num_pages, pages=list(range(1, num_pages + 1))),)
     tenancy.num_filled = num_filled
     sequence.tenancy = tenancy
-    is_filled = tenancy.is_prefill_dispatched
+    is_filled = num_filled == len(tenancy.fill_ids)
     sequence.state = SequenceState.RUNNING if is_filled else SequenceState.PREFILLING
     return tenancy
 
