@@ -118,7 +118,7 @@ class Latent:
 
 
 class Record(NamedTuple):
-    """An array of a state, without its leading dimensions. dtype: None for the engine's."""
+    """A row's part of an array. dtype: None for the engine's."""
 
     name: str
     shape: Shape
@@ -130,26 +130,26 @@ class Record(NamedTuple):
 class State:
     """A recurrent state of one row, and what the last step of the row leaves to fold into it.
 
-    Verification changes no state: `carried` is as of the tokens folded so far, `pending` has a
-    record for each of the N nodes of the last step, and "path" i32[slots, M] the accepted ones,
-    then -1. The next step of the row folds these (delta_rule/reference.py).
+    Verification changes no state: `carried` is as of the tokens folded so far, "pending"
+    f32[slots, N, pending_size] has what each node of the last step leaves, and "path"
+    i32[slots, M] the accepted ones, then -1. The next step of the row folds these
+    (delta_rule/reference.py). Every shard has the part of its heads.
     """
 
     carried: tuple[Record, ...]
-    pending: tuple[Record, ...]
+    pending_size: int
 
     @property
     def unit(self) -> Unit:
         return Unit.SLOT
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
-        def array(record: Record, *before: int) -> CacheArray:
-            axes = (*(None,) * len(before), *record.axes)
-            return CacheArray((*before, *record.shape), record.dtype or layout.dtype, axes)
-
-        found = {record.name: array(record, num_units) for record in self.carried}
-        for record in self.pending:
-            found[record.name] = array(record, num_units, layout.num_nodes)
+        found = {
+            name: CacheArray((num_units, *shape), dtype or layout.dtype, (None, *axes))
+            for name, shape, axes, dtype in self.carried
+        }
+        pending = (num_units, layout.num_nodes, self.pending_size)
+        found["pending"] = CacheArray(pending, "float32", (None, None, "heads"))
         found["path"] = CacheArray((num_units, layout.num_path), "int32", (None, None))
         return found
 

@@ -167,19 +167,14 @@ class DeltaNetSpec:
 
     @property
     def cache_entry(self) -> CacheEntry:
-        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         state = (self.num_heads, self.key_dim, self.value_dim)
         return State(
             carried=(
                 Record("state", state, ("heads", None, None), "float32"),
                 Record("conv", (self.conv_size - 1, self.conv_dim), (None, "heads")),
             ),
-            pending=(
-                Record("keys", keys, ("heads", None), "float32"),
-                Record("updates", values, ("heads", None), "float32"),
-                Record("decays", (self.num_heads,), ("heads",), "float32"),
-                Record("inputs", (self.conv_dim,), ("heads",)),
-            ),
+            pending_size=keys + values + self.num_heads + self.conv_dim,
         )
 
 

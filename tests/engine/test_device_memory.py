@@ -224,7 +224,8 @@ def test_no_window_gets_more_than_it_had_in_one_space() -> None:
 
 def test_states_of_all_slots_come_before_pages() -> None:
     """Five slots, the dummy's included, of two layers, each as large as ten pages of a layer."""
-    state = State((Record("state", (10 * LAYER_BYTES // 4 - 1,), (None,), "float32"),), ())
+    numbers = 10 * LAYER_BYTES // 4  # with one pending, and a path of one
+    state = State((Record("state", (numbers - 2,), (None,), "float32"),), pending_size=1)
     states = CacheGroup("states", 2, state)
     assert spaces_of(FULL, states, room=150) == (150 - 5 * 2 * 10, [])
     assert spaces_of(states, room=150) == (80, [])

@@ -47,18 +47,18 @@ def test_a_latent_is_one_record_that_every_shard_holds() -> None:
 def test_a_state_has_a_record_a_row_and_one_for_each_node() -> None:
     entry = State(
         carried=(Record("state", (4, 2), ("heads", None), "float32"),),
-        pending=(Record("inputs", (6,), ("heads",)),),
+        pending_size=6,
     )
     layout = CacheLayout(page_size=16, dtype="bfloat16", shards=2, num_nodes=7, num_path=3)
     shapes = {name: (x.shape, x.dtype) for name, x in entry.arrays(9, layout).items()}
     assert shapes == {
         "state": ((9, 4, 2), "float32"),
-        "inputs": ((9, 7, 6), "bfloat16"),
+        "pending": ((9, 7, 6), "float32"),
         "path": ((9, 3), "int32"),
     }
-    assert axes_of(entry)["inputs"] == (None, None, "heads")
+    assert axes_of(entry)["pending"] == (None, None, "heads")
     assert entry.unit is Unit.SLOT
-    assert bytes_per_unit(entry, layout) == 8 * 4 + 7 * 6 * 2 + 2 * 3 * 4
+    assert bytes_per_unit(entry, layout) == 8 * 4 + 7 * 6 * 4 + 2 * 3 * 4
 
 
 @pytest.mark.parametrize("make", [lambda: KV(0, 1, 1), lambda: Latent(0, 1), lambda: Latent(1, 0)])

@@ -9,15 +9,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.config.limits import Algorithm
+from jspec.engine.runner import init_state
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Decoder, Params
 from jspec.models.registry import table_of
 from jspec.speculative.drafters.standalone import StandaloneDrafter
+from tests.engine.pool_copies import pool_copies
 from tests.speculative.engines import (
     PLAIN,
     Compiled,
@@ -177,3 +181,14 @@ def test_a_draft_with_latent_attention(shape: tuple[int, int, int]) -> None:
     assert list(served.ids) == plain_texts("latent", 1.0)
     counts = served.counters.accept_histogram
     assert counts[-1] == sum(counts)
+
+
+def test_no_program_copies_a_cache() -> None:
+    """A row's state is read, and written in place."""
+    compiled = engine(CHAIN)
+    state = init_state(compiled.program, compiled.limits, shards=1, kv_dtype=jnp.float32)
+    shapes = {x.shape for x in jax.tree.leaves(state.kv) if x.ndim > 2}
+    assert len(shapes) == 4
+    for key, executable in compiled.executables.items():
+        text = executable.as_text()
+        assert not [line for shape in shapes for line in pool_copies(text, shape)], key

@@ -18,10 +18,10 @@ and G of its tokens, and the state after the tokens that were accepted is
 which the next step of the row computes (`folded`) in the pass that reads the state. Keys, queries
 and values come from a causal convolution over the path; its inputs are kept and folded likewise.
 
-A cache has, by slot: state f32[Hv, Dk, Dv] and conv [W - 1, C] after the folded tokens; of the last
-step's tokens keys f32[N, Hk, Dk], updates f32[N, Hv, Dv] (u), decays f32[N, Hv] (G) and inputs
-[N, C]; and path i32[M], the accepted ones of these, then -1. Heads h * Hv / Hk .. of the values
-share key head h.
+A cache has, by slot: state f32[Hv, Dk, Dv] and conv [W - 1, C] after the folded tokens; pending
+f32[N, ..], for each of the last step's tokens k, u, G and the convolution's input side by side; and
+path i32[M], the accepted ones of these, then -1. Heads h * Hv / Hk .. of the values share key head
+h. Since `pending` is one array, its only write depends on all that is read, and XLA copies no pool.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_rows(
     inputs: of the convolution, the channels of all queries, keys, then values. rows: with slots.
     """
     slots, batch = _given(rows.slots), rows.prefix_lens.shape[0]
-    own = _own_rows(cache, slots)
+    own = take_rows(cache, slots)
     state, tail = folded(own, is_fresh=rows.prefix_lens == 0)
     sees = _ancestors(rows, batch, nodes)
     new = inputs.reshape(batch, nodes, -1)
@@ -79,13 +79,13 @@ def run_rows(
         like=state,
     )
     out, updates, total = _solve(state, tokens, sees)
-    kept = {"keys": tokens.k, "updates": updates, "decays": total, "inputs": new}
-    after = {
-        "state": state,
-        "conv": tail,
-        "path": jnp.full_like(own["path"], -1),
-        **{name: _first_nodes(own[name], value) for name, value in kept.items()},
-    }
+    flat = (
+        x.reshape(batch, nodes, -1).astype(jnp.float32) for x in (tokens.k, updates, total, new)
+    )
+    pending = (
+        own["pending"].at[:, :nodes].set(jnp.concatenate([*flat], -1), mode="promise_in_bounds")
+    )
+    after = {"state": state, "conv": tail, "pending": pending}
     return out.reshape(batch * nodes, *out.shape[2:]), _stored(cache, slots, after)
 
 
@@ -99,7 +99,7 @@ def run_chunks(
 ) -> tuple[Float[Array, "T Hv Dv"], Cache]:
     """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros."""
     slots, size = _given(rows.slots), inputs.shape[0]
-    own = _own_rows(cache, slots)
+    own = take_rows(cache, slots)
     states, tail = folded(own, is_fresh=rows.prefix_lens == 0)
     index = index_queries(rows.cu_q_lens, size, queries_per_row=None)
     inputs = jnp.where(index.valid[:, None], inputs, 0)
@@ -165,19 +165,16 @@ def folded(
     valid = path >= 0
     count = jnp.sum(valid, axis=1, dtype=jnp.int32)
 
-    def on_path(name: str) -> jax.Array:
-        given = own[name]
-        at = jnp.maximum(path, 0).reshape(*path.shape, *[1] * (given.ndim - 2))
-        found = jnp.take_along_axis(given, at, axis=1, mode="clip")
-        return jnp.where(valid.reshape(*path.shape, *[1] * (given.ndim - 2)), found, 0)
-
-    keys, updates, decays = on_path("keys"), on_path("updates"), on_path("decays")
+    at = jnp.maximum(path, 0)[:, :, None]
+    pending = jnp.take_along_axis(own["pending"], at, axis=1, mode="clip")
+    pending = jnp.where(valid[:, :, None], pending, 0)
+    keys, updates, decays, inputs = _split_pending(pending, own)
     at_last = jnp.maximum(count - 1, 0)[:, None, None]
     total = jnp.take_along_axis(decays, at_last, axis=1, mode="clip")[:, 0]
     carried = jnp.where(fresh[..., None], 0, own["state"])
     updates = jnp.where(fresh[..., None], 0, updates)
     state = jax.vmap(_after)(carried, keys, updates, decays, total)
-    tail = jnp.concatenate((own["conv"], on_path("inputs")), axis=1)
+    tail = jnp.concatenate((own["conv"], inputs.astype(own["conv"].dtype)), axis=1)
     at = count[:, None, None] + jnp.arange(own["conv"].shape[1])[:, None]
     tail = jnp.take_along_axis(tail, at, axis=1, mode="clip")
     return jnp.where(fresh[..., None], 0, state), jnp.where(fresh, 0, tail)
@@ -189,18 +186,22 @@ def _given(slots: jax.Array | None) -> jax.Array:
     return slots
 
 
-def _own_rows(cache: Cache, slots: jax.Array) -> Cache:
-    # The barrier orders reads before the writes, so XLA keeps no copy of a pool.
-    own: Cache = jax.lax.optimization_barrier(take_rows(cache, slots))
-    return own
-
-
 def _stored(cache: Cache, slots: jax.Array, after: Cache) -> Cache:
     return {**cache, **put_rows({name: cache[name] for name in after}, slots, after)}
 
 
-def _first_nodes(kept: jax.Array, new: jax.Array) -> jax.Array:
-    return kept.at[:, : new.shape[1]].set(new.astype(kept.dtype), mode="promise_in_bounds")
+def _split_pending(
+    pending: Float[Array, "B M P"], own: Cache
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return keys [B, M, Hk, Dk], updates [B, M, Hv, Dv], decays [B, M, Hv], inputs [B, M, C]."""
+    _, num_values, key_dim, value_dim = own["state"].shape
+    in_values, channels = num_values * value_dim, own["conv"].shape[-1]
+    in_keys = (channels - in_values) // 2
+    parts = (in_keys, in_keys + in_values, in_keys + in_values + num_values)
+    keys, updates, decays, inputs = jnp.split(pending, parts, axis=-1)
+    keys = keys.reshape(*keys.shape[:-1], -1, key_dim)
+    updates = updates.reshape(*updates.shape[:-1], num_values, value_dim)
+    return keys, updates, decays, inputs
 
 
 def _masked(x: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
