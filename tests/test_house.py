@@ -386,6 +386,9 @@ FOR_TESTS_ALONE = {
     "causal_attention": "the dense reference that paged attention is held against",
     "is_copy_free": "a promise about a pool's shape; the tests read it off the compiled text",
     "metrics_table": "docs/metrics.md is made by it, and a test compares them",
+    "empty_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
+    "load_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
+    "save_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
 }
 
 

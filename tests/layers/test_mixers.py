@@ -20,6 +20,11 @@ from jspec.models.decoder_params import mixer_params
 from jspec.models.files.stored import value_at
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
+from jspec.pallas_kernels.delta_rule.reference import (
+    empty_snapshots,
+    load_snapshots,
+    save_snapshots,
+)
 from jspec.pallas_kernels.ops import ReferenceOps
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
@@ -99,3 +104,30 @@ def test_the_plain_definition_of_attention_serves_latents(name: str) -> None:
     rows.chunk((5, 2, 9))
     rows.verify(7, topk=2)
     rows.verify(3, topk=1)
+
+
+def test_a_row_goes_on_after_a_snapshot_of_another() -> None:
+    """Taken after a prompt and after a tree, whose accepted path is still pending."""
+    rows = Rows(mixed_of("delta_net"), seed=3, page_size=4)
+    pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty_snapshots(rows.cache, 3))
+    rows.chunk((9, 2, 5))
+    lens = [rows.told[0]]
+    pool = save_snapshots(pool, rows.cache, **pairs((1, 0), (1, 0)))
+    rows.verify(7, topk=2)
+    lens.append(rows.told[0])
+    pool = save_snapshots(pool, rows.cache, **pairs((1, 0), (2, 0)))
+    for entry, length in enumerate(lens, 1):
+        for row in (1, 2):
+            rows.restart(row)
+            rows.texts[row, :length] = rows.texts[0, :length]
+            rows.told[row] = length
+        rows.cache = load_snapshots(rows.cache, pool, **pairs((2, 3), (entry, entry)))
+        rows.chunk((0, 3, 0))
+        rows.verify(7, topk=2)
+
+
+def pairs(slots: tuple[int, ...], entries: tuple[int, ...]) -> dict[str, jax.Array]:
+    return {
+        "slots": jnp.asarray(slots, jnp.int32),
+        "entries": jnp.asarray(entries, jnp.int32),
+    }

@@ -38,6 +38,7 @@ BLOCK_TOKENS = 64  # of a prompt, solved at once
 NORM_EPS = 1e-6  # of the l2 norm of queries and keys
 
 Cache = dict[str, jax.Array]
+CARRIED = ("state", "conv")  # what a snapshot has
 
 
 @pytree
@@ -178,6 +179,31 @@ def folded(
     at = count[:, None, None] + jnp.arange(own["conv"].shape[1])[:, None]
     tail = jnp.take_along_axis(tail, at, axis=1, mode="clip")
     return jnp.where(fresh[..., None], 0, state), jnp.where(fresh, 0, tail)
+
+
+def empty_snapshots(cache: Cache, num_snapshots: int) -> Cache:
+    """Return a zeroed pool for the states of `cache`; entry 0 is a dummy, as slot 0 is."""
+    return {
+        name: jnp.zeros((num_snapshots, *cache[name].shape[1:]), cache[name].dtype)
+        for name in CARRIED
+    }
+
+
+def save_snapshots(
+    snapshots: Cache, cache: Cache, *, slots: Int[Array, "B"], entries: Int[Array, "B"]
+) -> Cache:
+    """Copy the state of row slots[b], with what is pending, to entry entries[b]."""
+    found = folded(take_rows(cache, slots), is_fresh=slots == 0)
+    return put_rows(snapshots, entries, dict(zip(CARRIED, found, strict=True)))
+
+
+def load_snapshots(
+    cache: Cache, snapshots: Cache, *, slots: Int[Array, "B"], entries: Int[Array, "B"]
+) -> Cache:
+    """Let row slots[b] go on after the tokens of entry entries[b]."""
+    path = jnp.full((slots.shape[0], cache["path"].shape[1]), -1, jnp.int32)
+    after: dict[str, jax.Array] = {**take_rows(snapshots, entries), "path": path}
+    return {**cache, **put_rows({name: cache[name] for name in after}, slots, after)}
 
 
 def _given(slots: jax.Array | None) -> jax.Array:
