@@ -5,6 +5,7 @@ Both have a leading axis with one entry for each data rank, of which there is on
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,28 @@ def programs_for(
         keys.append(key)
     keys.reverse()
     return keys
+
+
+class Use(NamedTuple):
+    """Use of a program's output in its plan. is_kept: later programs take it."""
+
+    is_read: bool
+    is_kept: bool
+    is_result: bool
+    is_last: bool
+
+
+@functools.lru_cache(maxsize=64)
+def uses_of(kinds: tuple[StepKind, ...]) -> tuple[Use, ...]:
+    """Return the use of each output of a plan; the last one that emits is the result."""
+    steps, found = [STEPS[kind] for kind in kinds], []
+    result = max((i for i, step in enumerate(steps) if step.emits), default=len(kinds) - 1)
+    for i, kind in enumerate(kinds):
+        later = steps[i + 1 :]
+        is_read = i == result or kind in {step.reads for step in later}
+        is_kept = any(kind in step.takes for step in later)
+        found.append(Use(is_read, is_kept, is_result=i == result, is_last=not later))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,22 +238,27 @@ class PlanRunner(ABC):
         """
         self._check_open()
         programs = self._programs
-        outputs: dict[StepKind, Any] = {}
         keys = programs_for(plan, self._limits, programs.nearest, programs.executables)
-        steps = [STEPS[run.kind] for run in plan.runs]
-        taken = {kind for step in steps for kind in step.takes}
-        read = {plan.kind, *[step.reads for step in steps]}
-        for run, step, key in zip(plan.runs, steps, keys, strict=True):
-            needed = None if step.reads is None else self._read(outputs[step.reads])[0]
-            outputs[run.kind] = self._enqueue(
+        outputs: dict[StepKind, Any] = {}
+        kept: list[Any] = []
+        uses = uses_of(tuple([run.kind for run in plan.runs]))
+        for run, key, use in zip(plan.runs, keys, uses, strict=True):
+            step = STEPS[run.kind]
+            read = None if step.reads is None else self._read(outputs[step.reads])[0]
+            output = self._enqueue(
                 key,
-                self._packer.pack(plan, run, key, needed)[None],
+                self._packer.pack(plan, run, key, read)[None],
                 *[outputs[kind] for kind in step.takes],
-                is_read=run.kind in read,
-                is_kept=run.kind in taken,
-                drops=tuple([outputs[kind] for kind in taken]) if run is plan.runs[-1] else (),
+                is_read=use.is_read,
+                is_kept=use.is_kept,
+                drops=tuple(kept) if use.is_last else (),
             )
-        return Dispatched(plan, keys[-1], outputs[plan.kind])
+            outputs[run.kind] = output
+            if use.is_kept:
+                kept.append(output)
+            if use.is_result:
+                result = Dispatched(plan, key, output)
+        return result
 
     def collect(self, dispatched: Dispatched) -> StepResult:
         """Wait for a dispatched step and return its result."""

@@ -121,7 +121,7 @@ class StepRun:
 class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
-    runs: all programs in order; the last one's output is the result
+    runs: all programs in order. The output of the last one that emits is the result.
     features: union of the features that the rows need
     grants: of all spaces. In a prefill those of the full space are for admitted rows, from index
         0 on
@@ -154,11 +154,11 @@ class StepPlan:
 
     @property
     def is_prefill(self) -> bool:
-        return self.runs[-1].kind is StepKind.PREFILL
+        return StepKind.PREFILL in [run.kind for run in self.runs]
 
     @property
     def shape(self) -> SpeculativeConfig:
-        """S/K/N of a decode."""
+        """S/K/N of a decode: of its last program."""
         return self.runs[-1].shape
 
     @property

@@ -122,9 +122,11 @@ def test_a_new_kind_is_compiled_stored_dispatched_and_read(
     )
     runs = (StepRun(COPY, LIMITS.spec), StepRun(REPORT, LIMITS.spec))
     plan = StepPlan(step=3, runs=runs, features=PLAIN, rows=ROWS)
-    result = runner.collect(runner.dispatch(plan))
+    with_copy_after = dataclasses.replace(plan, runs=(*runs, runs[0]))
+    results = [runner.collect(runner.dispatch(each)) for each in (plan, with_copy_after)]
     assert np.asarray(runner.state.rows.seq_lens).tolist() == [0, 7, 7]
-    assert (result.step, result.rounds[0].emitted_ids) == (3, ((77,), (77,)))
+    for result in results:
+        assert (result.step, result.rounds[0].emitted_ids) == (3, ((77,), (77,)))
 
 
 def test_every_kind_has_a_row() -> None:
