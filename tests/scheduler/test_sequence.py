@@ -284,7 +284,6 @@ def test_the_chunk_reports_the_cut() -> None:
         "text": "abc",
         "finish": dataclasses.asdict(length(3)),
         "prompt_tokens": 3,
-        "completion_tokens": 3,
         "num_retractions": 0,
         "cached_tokens": 0,
         "weight_version": "default",
