@@ -259,7 +259,7 @@ def seconds_of(
 ) -> float:
     """Return the seconds of one batch. Raises RuntimeError if its tokens are wrong."""
     length = min(PROMPT, workload.prompt_len)
-    vocab_size = engine.limits.vocab_size
+    vocab_size = engine.limits.programs.vocab_size
     firsts = [(row * 1009 + round(1e6 * acceptance)) % (vocab_size // 2) for row in range(rows)]
     prompts = [[(first + i) % vocab_size for i in range(length)] for first in firsts]
     sampling = [

@@ -58,6 +58,7 @@ from jspec.serving.loop import EngineLoop
 from jspec.spec.indexing import powers_of_two
 from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer.tokenizer import Tokenizer
+from tests.support.flat_limits import flat_limits
 
 STOPS = ("\nclass Nobody", "never written", "### END")
 PROMPT_LEN = 64
@@ -67,7 +68,7 @@ TEXTS = ("ids", "text", "stop")
 
 def limits_of(rows: int, *, prefill_rows: int = 16) -> ServeLimits:
     """Return limits of a large GPU: chain 3/1/4, pages of 64, every row may fill its context."""
-    return ServeLimits(
+    return flat_limits(
         spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
         num_slots=rows,
         num_pages=rows * (CONTEXT // 64 + 1),
@@ -118,7 +119,7 @@ def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> 
         assert plan is not None
         before = runner.pack_seconds, runner.unpack_seconds
         in_flight.append(runner.dispatch(plan))
-        if len(in_flight) <= limits.overlap_depth:
+        if len(in_flight) <= limits.scheduling.overlap_depth:
             continue
         oldest, _ = handle = in_flight.pop(0)
         result = runner.collect(handle)

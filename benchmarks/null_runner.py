@@ -49,10 +49,10 @@ class NullRunner:
         self._free_at = 0.0
         self.reset()
         rng = np.random.default_rng(0)
-        rows = limits.num_slots * limits.num_rounds
+        rows = limits.pool.num_slots * limits.scheduling.num_rounds
         self._outputs = {
             StepKind.DECODE: self._tables(rng, rows, limits.spec.max_emitted, acceptance),
-            StepKind.PREFILL: self._tables(rng, max(limits.prefill_rows, 1), 1, 1.0),
+            StepKind.PREFILL: self._tables(rng, max(limits.programs.prefill_rows, 1), 1, 1.0),
         }
 
     def _tables(
@@ -77,7 +77,11 @@ class NullRunner:
         """Packs the plan, and starts the step on the clock."""
         began = time.thread_time()
         is_decode = not plan.is_prefill
-        buckets = self._limits.decode_buckets if is_decode else self._limits.prefill_buckets
+        buckets = (
+            self._limits.programs.decode_buckets
+            if is_decode
+            else self._limits.programs.prefill_buckets
+        )
         size = STEPS[plan.kind].size(plan, plan.runs[-1])
         key = ProgramKey(plan.kind, indexing.bucket(size, buckets), ALL)
         self._packer.pack(plan, plan.runs[-1], key)

@@ -38,6 +38,7 @@ from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser
 from jspec.spec.indexing import powers_of_two
 from tests.support.counting_dial import LEAST_SHARE, OTHERS, SPREAD
+from tests.support.flat_limits import flat_limits
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES = (1, 8, 32, 64)
@@ -78,7 +79,7 @@ class Card:
 
     @property
     def limits(self) -> ServeLimits:
-        return ServeLimits(
+        return flat_limits(
             spec=self.shapes[-1],
             other_shapes=self.shapes[:-1],
             num_slots=64,

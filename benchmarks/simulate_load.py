@@ -17,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jspec.messages.request import Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
 from jspec.spec.indexing import powers_of_two
 from jspec.text.stream import IdsOnlyStream
+from tests.support.flat_limits import flat_limits, with_limits
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
 VOCAB = 120_000
@@ -124,7 +125,7 @@ class Simulation:
             if plan is not None:
                 self._now += self._card.dispatch
                 self.runner.dispatch(plan, now=self._now)
-            if plan is None or self.runner.num_in_flight > self._limits.overlap_depth:
+            if plan is None or self.runner.num_in_flight > self._limits.scheduling.overlap_depth:
                 self._collect()
 
     def _collect(self) -> None:
@@ -208,7 +209,7 @@ def mean(results: Sequence[Any]) -> Any:
 
 def limits_of(**changes: Any) -> ServeLimits:
     """Return the limits of the measured engine: 64 rows with pages for all, no prefix cache."""
-    limits = ServeLimits(
+    limits = flat_limits(
         spec=CHAIN,
         num_slots=64,
         num_pages=64 * 48,
@@ -228,7 +229,7 @@ def limits_of(**changes: Any) -> ServeLimits:
         prefill_budget=2048,
         max_queued_requests=1024,
     )
-    return replace(limits, **changes)
+    return with_limits(limits, **changes)
 
 
 def simulate(
@@ -273,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     result = {
         "command": " ".join(["python -m benchmarks.simulate_load", *(arguments or sys.argv[1:])]),
         "card": asdict(card),
-        "prefill_buckets": limits.prefill_buckets,
-        "prefill_budget": limits.prefill_budget,
+        "prefill_buckets": limits.programs.prefill_buckets,
+        "prefill_budget": limits.scheduling.prefill_budget,
         "patterns": mean([simulate(limits, card, seed=seed) for seed in range(args.seeds)]),
     }
     text = json.dumps(result, indent=1)

@@ -64,6 +64,7 @@ from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent, TraceKind
 from jspec.speculative.step import StepProgram
 from jspec.text.stream import IdsOnlyStream
+from tests.support.flat_limits import with_limits
 
 ROOT = Path(__file__).resolve().parent.parent
 FEW_STEPS, MANY_STEPS, SLOPES = 2, 34, 5
@@ -92,7 +93,7 @@ class Bench:
         state = place_state(empty, self.program, self.mesh)
         state = replace(state, kv=tuple(randomized(pages, i) for i, pages in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
-        each = min(self.limits.num_pages // self.limits.num_slots, width)
+        each = min(self.limits.pool.num_pages // self.limits.pool.num_slots, width)
         table = np.zeros((slots, width), np.int32)
         table[1:, :each] = 1 + np.arange((slots - 1) * each).reshape(slots - 1, each)
         lens = np.full((slots,), self.committed if committed is None else committed, np.int32)
@@ -102,7 +103,7 @@ class Bench:
             page_table=jnp.asarray(table),
             window_tables={  # rows may share pages there: the traffic is the same
                 space.window: jnp.asarray(table % (space.num_pages + 1))
-                for space in self.limits.windows
+                for space in self.limits.pool.windows
             },
             seq_lens=jnp.asarray(lens),
             root_ids=1 + jnp.arange(slots, dtype=jnp.int32),
@@ -132,10 +133,10 @@ def prepare(
     models = load_models(args, resolve_paths(args), mesh=mesh)
     groups = models.target.cache_groups + models.drafter.cache_groups
     limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
-    limits = replace(
+    limits = with_limits(
         limits,
         decode_buckets=(*smaller, batch),
-        prefill_buckets=(limits.chunk_size,),
+        prefill_buckets=(limits.programs.chunk_size,),
         num_slots=batch,
     )
     program = StepProgram(
@@ -160,8 +161,8 @@ def compiled(bench: Bench) -> Bench:
     program, limits = bench.program, bench.limits
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
     keys = (
-        ProgramKey(StepKind.PREFILL, limits.chunk_size, SAMPLING),
-        *(ProgramKey(StepKind.DECODE, batch, PLAIN) for batch in limits.decode_buckets),
+        ProgramKey(StepKind.PREFILL, limits.programs.chunk_size, SAMPLING),
+        *(ProgramKey(StepKind.DECODE, batch, PLAIN) for batch in limits.programs.decode_buckets),
     )
     executables = compile_all(
         program,
@@ -176,7 +177,7 @@ def compiled(bench: Bench) -> Bench:
 
 def step_of(bench: Bench, state: EngineState, batch: int | None = None) -> Step:
     """Return the next step of all rows or the first `batch`, with the drafter's own tree."""
-    slots = jnp.arange(1, (batch or bench.limits.num_slots) + 1, dtype=jnp.int32)
+    slots = jnp.arange(1, (batch or bench.limits.pool.num_slots) + 1, dtype=jnp.int32)
     rows, draft = rows_of(state, slots), take_rows(state.draft, slots)
     propose = jax.jit(on_mesh(bench.program.drafter.propose, bench.mesh))
     _, tree = propose(bench.models.params["draft"], state.draft_kv, draft, rows)
@@ -251,7 +252,7 @@ def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[
     """Return milliseconds of the step's own program, back to back, and a function to run more."""
     state = bench.state(first_length(bench, bench.committed))
     runs = DecodeRuns(bench, state, np.asarray(state.rows.seq_lens))
-    run = runs.of(batch or bench.limits.num_slots)
+    run = runs.of(batch or bench.limits.pool.num_slots)
     warm(run)
     return statistics.median(slope_ms(run) for _ in range(SLOPES)), run
 
@@ -260,7 +261,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
     """Return milliseconds between two results through scheduler, loop and runner, with all rows
     decoding. batch: requests; default: as many as slots.
     """
-    batch, workload = batch or bench.limits.num_slots, bench.workload
+    batch, workload = batch or bench.limits.pool.num_slots, bench.workload
     runner = DeviceRunner(
         limits=bench.limits,
         params=bench.models.params,
@@ -296,7 +297,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
     asyncio.run(serve())
     ends = [event.ended for event in trace if event.kind is TraceKind.COLLECT]
     # Prefill steps alternate with decode steps; then all rows decode, until the first one is done.
-    num_prefills = -(-batch * workload.prompt_len // bench.limits.chunk_size)
+    num_prefills = -(-batch * workload.prompt_len // bench.limits.programs.chunk_size)
     spec = bench.program.spec
     num_decodes = workload.long_run / (spec.simulate_acceptance or 1.0) - num_prefills
     first = min(2 * num_prefills + 2, len(ends) - 3)
@@ -312,7 +313,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
 def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None]) -> None:
     """Time everything, and call `put` with the results so far after each part."""
     found: dict[str, Any] = {"committed": bench.committed, "parts": {}}
-    batch = bench.limits.num_slots
+    batch = bench.limits.pool.num_slots
     whole, run = whole_step(bench)
     put(found := {**found, "whole_ms": round(whole, 4)})
     state = bench.state()

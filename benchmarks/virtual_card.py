@@ -44,9 +44,9 @@ class Card:
     def step(self, plan: StepPlan, limits: ServeLimits) -> float:
         """Milliseconds of a step on the device, in the nearest of all its programs."""
         if not plan.is_prefill:
-            return self.decode_step(indexing.bucket(len(plan.rows), limits.decode_buckets))
+            return self.decode_step(indexing.bucket(len(plan.rows), limits.programs.decode_buckets))
         num_tokens = plan.num_prefill_tokens
-        return self.prefill_step(indexing.bucket(num_tokens, limits.prefill_buckets))
+        return self.prefill_step(indexing.bucket(num_tokens, limits.programs.prefill_buckets))
 
     def prefill_step(self, padded: int) -> float:
         return max(self.prefill_least, self.prefill_base + self.prefill_token * padded)
@@ -95,7 +95,7 @@ class VirtualRunner:
         if plan.is_prefill:
             num_tokens = plan.num_prefill_tokens
             self.prompt_tokens += num_tokens
-            self.padded_tokens += indexing.bucket(num_tokens, self._limits.prefill_buckets)
+            self.padded_tokens += indexing.bucket(num_tokens, self._limits.programs.prefill_buckets)
         self._in_flight.append(_Running(plan, begun, self._free_at))
 
     def collect(self) -> tuple[StepPlan, StepResult, float, float]:

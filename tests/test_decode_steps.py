@@ -80,7 +80,7 @@ def test_a_drafters_halves_go_round_in_a_loop(mode: str, tmp_path: Path) -> None
     """A half returns the shapes that it takes; traced only."""
     workload = WORKLOADS["tiny"]
     bench = prepare(workload, mode, 2, tmp_path, {"compilation_cache_dir": ""}, smaller=(1,))
-    assert bench.limits.decode_buckets == (1, 2)
+    assert bench.limits.programs.decode_buckets == (1, 2)
 
     def trace_both(state: Any, params: Any) -> None:
         models = replace(bench.models, params=params)

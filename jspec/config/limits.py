@@ -6,7 +6,7 @@ Models are in `spec.model_spec`; `models/families/` reads Hugging Face's `config
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.config.speculation import Algorithm as Algorithm
@@ -56,97 +56,144 @@ class PriorityOrder(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeLimits:
-    """Static sizes of one engine: what the host may plan and what the device has compiled.
+class PoolLimits:
+    """The rows and pages of an engine.
 
     num_slots: usable rows, without the dummy slot 0
     num_pages: usable pages of the full space, without the dummy page 0
     windows: the other page spaces, by ascending window
-    decode_buckets, prefill_buckets: B and T of the programs, ascending
+    snapshots: of the states of recurrent layers; None: no layer has a state
+    """
+
+    num_slots: int
+    num_pages: int
+    page_size: int
+    context_length: int
+    windows: tuple[WindowSpace, ...] = ()
+    snapshots: SnapshotLimits | None = None
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
+        windows = [space.window for space in self.windows]
+        if windows != sorted(set(windows)) or not all(window >= 1 for window in windows):
+            raise ConfigError(f"the windows of page spaces are {windows}; expected them to ascend")
+
+    def pages_of(self, window: int | None) -> int:
+        """Usable pages of layers with this window: of its space, or else the full space."""
+        own = [space.num_pages for space in self.windows if space.window == window]
+        return own[0] if own else self.num_pages
+
+    def tail_pages(self, window: int) -> int:
+        """Most cached window pages that a row reuses: keys of a first query at a page start.
+
+        worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
+        """
+        return indexing.num_pages(window - 1, self.page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramLimits:
+    """The sizes and options of an engine's programs.
+
+    decode_buckets, prefill_buckets: B and T, ascending
+    logprobs: there are programs with log-probabilities
+    vocab_size: V, for grammar masks; 0: no grammars
+    hidden: encoding of hidden states; None: they cannot be requested
+    sharing: when rows read shared prefixes together; None: never
+    """
+
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    prefill_rows: int
+    logprobs: bool = False
+    vocab_size: int = 0
+    hidden: HiddenRows | None = None
+    sharing: SharingLimits | None = None
+
+    @property
+    def chunk_size(self) -> int:
+        """Most prefill tokens of one step (`chunked_prefill_size`)."""
+        return self.prefill_buckets[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingLimits:
+    """How steps are planned.
+
     prefill_budget: prompt tokens between two decode steps while rows decode
         (`scheduler/policy.py`); 0: chunk_size
     prefill_seconds: time limit that replaces the budget once prefill times are known
     num_rounds: verifications of one decode step without the host in between
     prefix_cache: keep pages after their rows for prompts with a common prefix
-    snapshots: of the states of recurrent layers; None: no layer has a state
-    logprobs: there are programs with log-probabilities
-    vocab_size: V, for grammar masks; 0: no grammars
-    hidden: encoding of hidden states; None: they cannot be requested
-    sharing: when rows read shared prefixes together; None: never
-    other_shapes: smaller shapes that a plan may choose instead of `spec`, the largest.
-        Scratch is reserved for `spec`, which suffices for all.
     """
 
-    spec: SpeculativeConfig
-    num_slots: int
-    num_pages: int
-    page_size: int
-    context_length: int
-    decode_buckets: tuple[int, ...]
-    prefill_buckets: tuple[int, ...]
-    prefill_rows: int
     prefill_budget: int = 0
     prefill_seconds: float | None = None
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128
     priority_order: PriorityOrder = PriorityOrder.OFF
-    windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
-    snapshots: SnapshotLimits | None = None
-    logprobs: bool = False
-    vocab_size: int = 0
-    hidden: HiddenRows | None = None
-    other_shapes: tuple[SpeculativeConfig, ...] = ()
-    sharing: SharingLimits | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
+        if not 0 <= self.overlap_depth <= 3:
+            raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1, 2 or 3")
+        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int):
+            raise ConfigError(f"num_rounds is {self.num_rounds!r}; expected an integer")
+        if self.num_rounds < 1:
+            raise ConfigError(f"num_rounds is {self.num_rounds}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLimits:
+    """Static sizes of one engine: what the host may plan and what the device has compiled.
+
+    other_shapes: smaller shapes that a plan may choose instead of `spec`, the largest.
+        Scratch is reserved for `spec`, which suffices for all.
+    """
+
+    spec: SpeculativeConfig
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
+    pool: PoolLimits
+    programs: ProgramLimits
+    scheduling: SchedulingLimits = SchedulingLimits()
+
+    def __post_init__(self) -> None:
+        budget = self.scheduling.prefill_budget or self.programs.chunk_size
+        scheduling = replace(self.scheduling, prefill_budget=budget)
+        object.__setattr__(self, "scheduling", scheduling)
         for shape in self.other_shapes:
             if shape == self.spec or not shape.fits_within(self.spec):
                 raise ConfigError(
                     f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
                     f"than {self.spec}, and not that one again"
                 )
-        if not 0 <= self.overlap_depth <= 3:
-            raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1, 2 or 3")
-        if self.page_size < 1:
-            raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
-        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int):
-            raise ConfigError(f"num_rounds is {self.num_rounds!r}; expected an integer")
-        if self.num_rounds < 1:
-            raise ConfigError(f"num_rounds is {self.num_rounds}; expected at least 1")
-        reserved = self.spec.reserved_tokens(1, unread_rounds=self.overlap_depth)
-        scratch = self.spec.num_scratch_pages(self.page_size)
-        least = max(indexing.num_pages(reserved, self.page_size), scratch + 1)
-        if self.num_pages < least:
+        reserved = self.spec.reserved_tokens(1, unread_rounds=self.scheduling.overlap_depth)
+        scratch = self.spec.num_scratch_pages(self.pool.page_size)
+        least = max(indexing.num_pages(reserved, self.pool.page_size), scratch + 1)
+        if self.pool.num_pages < least:
             raise ConfigError(
-                f"max_total_tokens gives {self.num_pages} pages of {self.page_size} tokens; "
-                f"one request needs at least {least} pages"
+                f"max_total_tokens gives {self.pool.num_pages} pages of {self.pool.page_size} "
+                f"tokens; one request needs at least {least} pages"
             )
-        if self.decode_buckets[-1] != self.num_slots:
+        if self.programs.decode_buckets[-1] != self.pool.num_slots:
             raise ConfigError(
-                f"decode buckets {self.decode_buckets} must end at max_running_requests "
-                f"{self.num_slots}"
+                f"decode buckets {self.programs.decode_buckets} must end at max_running_requests "
+                f"{self.pool.num_slots}"
             )
         self._check_windows()
 
     def _check_windows(self) -> None:
-        windows = [space.window for space in self.windows]
-        if windows != sorted(set(windows)) or not all(window >= 1 for window in windows):
-            raise ConfigError(f"the windows of page spaces are {windows}; expected them to ascend")
-        for space in self.windows:
-            least = self.window_pages_per_row(space.window) + self.pages_of_chunks(self.chunk_size)
+        for space in self.pool.windows:
+            least = self.window_pages_per_row(space.window) + self.pages_of_chunks(
+                self.programs.chunk_size
+            )
             if space.num_pages < least:
                 raise ConfigError(
                     f"the layers with a window of {space.window} tokens have {space.num_pages} "
                     f"pages; one request needs at least {least} pages"
                 )
-
-    @property
-    def chunk_size(self) -> int:
-        """Most prefill tokens of one step (`chunked_prefill_size`)."""
-        return self.prefill_buckets[-1]
 
     @property
     def shapes(self) -> tuple[SpeculativeConfig, ...]:
@@ -158,18 +205,20 @@ class ServeLimits:
         """W: most pending tokens of a row. 0: the drafter gets all tokens at once."""
         if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
-        of_page = min(max(self.page_size, LEAST_DEFERRED), MOST_DEFERRED)
-        return max(of_page, self.num_rounds)
+        of_page = min(max(self.pool.page_size, LEAST_DEFERRED), MOST_DEFERRED)
+        return max(of_page, self.scheduling.num_rounds)
 
     @property
     def cached_draft_prefill_size(self) -> int:
         """Most ids of one draft prefill of cached tokens."""
-        return min(self.context_length, MAX_CACHED_DRAFT_PREFILL)
+        return min(self.pool.context_length, MAX_CACHED_DRAFT_PREFILL)
 
     @property
     def max_total_tokens(self) -> int:
         """Most prompt and output tokens of one sequence in the pool, however it drafts."""
-        return (self.num_pages - self.spec.num_scratch_pages(self.page_size)) * self.page_size
+        return (
+            self.pool.num_pages - self.spec.num_scratch_pages(self.pool.page_size)
+        ) * self.pool.page_size
 
     @property
     def pages_per_row(self) -> int:
@@ -178,20 +227,15 @@ class ServeLimits:
         Later rounds of a step may write past a row's end. No pages are reserved for them
         (`budget.pages_for_decode`), so they write to page 0, but their index must be in the table.
         """
-        widest = self.reserved_tokens_at_most(self.context_length)
-        after_end = (self.num_rounds - 1) * self.spec.max_emitted
-        in_pool = self.num_pages + indexing.num_pages(after_end, self.page_size)
-        return min(indexing.num_pages(widest, self.page_size), in_pool)
+        widest = self.reserved_tokens_at_most(self.pool.context_length)
+        after_end = (self.scheduling.num_rounds - 1) * self.spec.max_emitted
+        in_pool = self.pool.num_pages + indexing.num_pages(after_end, self.pool.page_size)
+        return min(indexing.num_pages(widest, self.pool.page_size), in_pool)
 
     @property
     def grants_per_row(self) -> int:
         """Most page grants that one row can need in one decode step."""
-        return indexing.num_pages(self.reserved_tokens_at_most(0), self.page_size) + 1
-
-    def pages_of(self, window: int | None) -> int:
-        """Usable pages of layers with this window: of its space, or else the full space."""
-        own = [space.num_pages for space in self.windows if space.window == window]
-        return own[0] if own else self.num_pages
+        return indexing.num_pages(self.reserved_tokens_at_most(0), self.pool.page_size) + 1
 
     def window_pages_per_row(self, window: int) -> int:
         """Most pages of a window space that a row has between two plans, at any length.
@@ -204,27 +248,20 @@ class ServeLimits:
         """
         before = window - 1 + self.max_pending + self.spec.lag
         span = before + self.reserved_tokens_at_most(0)
-        return indexing.num_pages(span - 1, self.page_size) + 1
-
-    def tail_pages(self, window: int) -> int:
-        """Most cached window pages that a row reuses: keys of a first query at a page start.
-
-        worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
-        """
-        return indexing.num_pages(window - 1, self.page_size)
+        return indexing.num_pages(span - 1, self.pool.page_size) + 1
 
     def window_grants_of_prefill(self, num_tokens: int) -> int:
         """Most page grants of one window space in a prefill of num_tokens."""
-        found = self.prefix_cache * max(
-            (self.tail_pages(s.window) for s in self.windows), default=0
+        found = self.scheduling.prefix_cache * max(
+            (self.pool.tail_pages(s.window) for s in self.pool.windows), default=0
         )
-        return self.pages_of_chunks(num_tokens) + found * self.prefill_rows
+        return self.pages_of_chunks(num_tokens) + found * self.programs.prefill_rows
 
     def pages_of_chunks(self, num_tokens: int) -> int:
         """Most pages that the chunks of one prefill step start, with num_tokens over all rows."""
-        return indexing.num_pages(num_tokens, self.page_size) + self.prefill_rows
+        return indexing.num_pages(num_tokens, self.pool.page_size) + self.programs.prefill_rows
 
     def reserved_tokens_at_most(self, committed: int) -> int:
         """Bound on positions written: the last round of a step, all others unread."""
-        unread = (self.overlap_depth + 1) * self.num_rounds - 1
+        unread = (self.scheduling.overlap_depth + 1) * self.scheduling.num_rounds - 1
         return self.spec.reserved_tokens(committed, unread_rounds=unread)

@@ -86,12 +86,13 @@ def _build_runner(
         weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
     )
     hidden = HiddenRows.of(models.target.spec.hidden_size, models.config.dtype)
-    limits = replace(
-        limits,
+    programs = replace(
+        limits.programs,
         vocab_size=models.target.vocab_size,
         hidden=hidden,
         sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
     )
+    limits = replace(limits, programs=programs)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
     runner = DeviceRunner.create(

@@ -295,9 +295,9 @@ def init_state(
 ) -> EngineState:
     """Return zeroed state for all slots and pages, dummies included."""
     target, drafter = program.target, program.drafter
-    num_slots = limits.num_slots + 1
+    num_slots = limits.pool.num_slots + 1
     layout = CacheLayout(
-        page_size=limits.page_size,
+        page_size=limits.pool.page_size,
         dtype=jnp.dtype(kv_dtype).name,
         shards=shards,
         lanes=program.ops.lanes,
@@ -306,13 +306,17 @@ def init_state(
     )
 
     def num_units(group: CacheGroup) -> int:
-        return num_slots if group.entry.unit is Unit.SLOT else limits.pages_of(group.window) + 1
+        return (
+            num_slots if group.entry.unit is Unit.SLOT else limits.pool.pages_of(group.window) + 1
+        )
 
     caches = partial(empty_caches, layout=layout, num_units=num_units)
     return EngineState(
         kv=caches(target.cache_groups),
         draft_kv=caches(drafter.cache_groups),
-        draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
+        draft=drafter.init_state(
+            num_slots, context_length=limits.pool.context_length, dtype=kv_dtype
+        ),
         pending=empty_pending(
             num_slots,
             limits.max_pending,
@@ -324,7 +328,7 @@ def init_state(
             num_slots,
             pages_per_row=limits.pages_per_row,
             vocab_size=target.vocab_size,
-            windows=tuple(space.window for space in limits.windows),
+            windows=tuple(space.window for space in limits.pool.windows),
         ),
     )
 

@@ -54,7 +54,7 @@ def shape_of(key: ProgramKey, limits: ServeLimits) -> ProgramShape:
     return ProgramShape(
         kind=key.kind,
         packed=layout_of(key, limits),
-        num_rounds=limits.num_rounds if step.has_rounds else 1,
+        num_rounds=limits.scheduling.num_rounds if step.has_rounds else 1,
         takes=tuple(shape_of(key._replace(kind=kind), limits) for kind in step.takes),
     )
 
@@ -73,19 +73,19 @@ def unpack_result(
     features: of the program that ran.
     Raises ValueError if the number of columns does not match.
     """
-    words = 0 if limits.hidden is None else limits.hidden.words
+    words = 0 if limits.programs.hidden is None else limits.programs.hidden.words
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted
     columns = output_columns(max_emitted, features, hidden_words=words)
-    num_rounds = plan.num_rounds(limits)
+    num_rounds = plan.num_rounds(limits.scheduling)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
     is_asked, of_prompts = StepOption.LOGPROBS in plan.features, None
     hidden, prompt_hidden = [None] * num_rounds, None
-    asks_hidden = limits.hidden if StepOption.HIDDEN in plan.features else None
+    asks_hidden = limits.programs.hidden if StepOption.HIDDEN in plan.features else None
     if asks_hidden is not None:
         hidden = list(asks_hidden.floats(fields["hidden"]))
     if plan.is_prefill and (is_asked or asks_hidden is not None):
-        first, num_tokens = limits.prefill_rows, plan.num_prefill_tokens
+        first, num_tokens = limits.programs.prefill_rows, plan.num_prefill_tokens
         of_tokens = columns.unpack(rows[:, first : first + num_tokens])
         of_prompts = _logprobs(of_tokens, round_idx=0) if is_asked else None
         if asks_hidden is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.config.limits import SchedulingLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.messages.grammar import Constraint
 from jspec.messages.request import Request, SamplingParams, TokenLogprob
@@ -69,7 +69,7 @@ class PageGrant:
     """page_table[slot, index + i] = pages[i], applied before the step runs.
 
     Page i of a table has positions [i * page_size, (i + 1) * page_size).
-    space: 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
+    space: 0 is the full space, i is that of `PoolLimits.windows[i - 1]`.
     """
 
     slot: int
@@ -165,16 +165,16 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    def decode_rounds(self, limits: ServeLimits) -> tuple[int, int]:
+    def decode_rounds(self, scheduling: SchedulingLimits) -> tuple[int, int]:
         """Return (verifications, most tokens that a row can emit in them); (0, 0) for a prefill."""
         if self.is_prefill:
             return 0, 0
-        num_rounds = self.num_rounds(limits)
+        num_rounds = self.num_rounds(scheduling)
         return num_rounds, num_rounds * self.shape.max_emitted
 
-    def num_rounds(self, limits: ServeLimits) -> int:
+    def num_rounds(self, scheduling: SchedulingLimits) -> int:
         """Verifications of a decode; 1 with a grammar, since the host reads every tree."""
-        return 1 if self.is_prefill or self.constraints else limits.num_rounds
+        return 1 if self.is_prefill or self.constraints else scheduling.num_rounds
 
     @property
     def row_refs(self) -> tuple[RowRef, ...]:

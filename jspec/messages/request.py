@@ -295,7 +295,7 @@ class Request:
     grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
     reasoning: what may stand in front of the grammar's text; None: nothing.
     shown_ids: special tokens that have text also where `skip_special_tokens` is set.
-    priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
+    priority: who goes first, where priorities are on (`SchedulingLimits.priority_order`).
     """
 
     request_id: str

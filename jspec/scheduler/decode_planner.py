@@ -47,8 +47,8 @@ class DecodePlanner:
         self._deferred_tokens = limits.max_pending
         self._retract = retract
         self._shapes = shapes
-        sharing = limits.sharing
-        self._sharing = None if sharing is None else PrefixSharing(limits, sharing)
+        sharing = limits.programs.sharing
+        self._sharing = None if sharing is None else PrefixSharing(limits.pool, sharing)
         self.num_shared_keys = 0  # keys that rows skip because another row reads them
         self.use(seats)
 
@@ -76,7 +76,7 @@ class DecodePlanner:
             step_rows = StepRows.of(self._choose_short_of_pages(step_rows, grants))
         else:
             for tenancy, num_pages in zip(step_rows.tenancies, missing, strict=True):
-                if num_pages or self._limits.windows:
+                if num_pages or self._limits.pool.windows:
                     grants += self._grant(tenancy, num_pages)
         if not step_rows.rows:
             return None
@@ -132,7 +132,7 @@ class DecodePlanner:
         if not self._deferred_tokens:
             return ()
         pending = self._table.pending[slots]
-        room = self._deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
+        room = self._deferred_tokens - self._limits.scheduling.num_rounds if shape.is_plain else 0
         return tuple(pending.tolist()) if pending.max() > room else ()
 
     def _running_rows(self) -> StepRows:
@@ -148,7 +148,7 @@ class DecodePlanner:
         chosen: list[Tenancy] = []
         able = [tenancy.sequence for tenancy in step_rows.tenancies]
         # A victim never comes earlier in this order than the row that needs its pages.
-        for sequence in policy.by_claim(self._limits, able):
+        for sequence in policy.by_claim(self._limits.scheduling, able):
             if sequence.tenancy is None:
                 continue
             num_missing = self._make_room(sequence, sequence.tenancy)
@@ -178,7 +178,7 @@ class DecodePlanner:
                     f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
                 blame(error, sequence)
-            self._retract(policy.choose_victim(self._limits, running.values()))
+            self._retract(policy.choose_victim(self._limits.scheduling, running.values()))
         return int(num_missing)
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-from jspec.config.limits import ServeLimits
+from jspec.config.limits import ProgramLimits, SchedulingLimits, ServeLimits
 from jspec.messages.plan import PrefillChunk
 from jspec.scheduler.pages import budget
 from jspec.scheduler.sequence import Sequence, Tenancy
@@ -73,8 +73,8 @@ def prefill_room(
     timed: replaces that budget by the tokens that fit the time limit of prefills; a burst does not
     raise it.
     """
-    budget = limits.prefill_budget if timed is None else timed
-    step = _step_tokens(limits, unfilled, budget)
+    budget = limits.scheduling.prefill_budget if timed is None else timed
+    step = _step_tokens(limits.programs, unfilled, budget)
     if num_decoding:
         wave = min(max(WAVE * (unfilled.num_rows - 1), num_decoding), MOST_SHARES * num_decoding)
         if timed is not None:
@@ -86,30 +86,30 @@ def prefill_room(
     if unfilled.num_tokens <= step:
         return step
     # Prompts that have waited for a decode step do not wait for another.
-    return _unpadded(limits, step) or (0 if since_decode else step)
+    return _unpadded(limits.programs, step) or (0 if since_decode else step)
 
 
-def _step_tokens(limits: ServeLimits, unfilled: Unfilled, budget: int) -> int:
-    if unfilled.num_rows <= 1 or budget >= limits.chunk_size:
-        return limits.chunk_size
+def _step_tokens(programs: ProgramLimits, unfilled: Unfilled, budget: int) -> int:
+    if unfilled.num_rows <= 1 or budget >= programs.chunk_size:
+        return programs.chunk_size
     step = max(budget // STEPS, unfilled.num_tokens // STEPS_OF_WAVE, 1)
-    return indexing.bucket(min(step, limits.chunk_size), limits.prefill_buckets)
+    return indexing.bucket(min(step, programs.chunk_size), programs.prefill_buckets)
 
 
-def _unpadded(limits: ServeLimits, room: int) -> int:
+def _unpadded(programs: ProgramLimits, room: int) -> int:
     """Return the largest bucket within `room`, or 0 if it uses less than half of it."""
-    sizes = [size for size in limits.prefill_buckets if size <= room]
+    sizes = [size for size in programs.prefill_buckets if size <= room]
     return sizes[-1] if sizes and 2 * sizes[-1] >= room else 0
 
 
 @dataclass(slots=True)
 class ChunkPacker:
-    """Packs one prefill step: at most `limits.prefill_rows` rows and `room` tokens.
+    """Packs one prefill step: at most `prefill_rows` rows and `room` tokens.
 
     leaves_half: a row longer than the step takes half of the remaining room.
     """
 
-    limits: ServeLimits
+    programs: ProgramLimits
     room: int
     leaves_half: bool = False
     num_rows: int = 0
@@ -117,7 +117,7 @@ class ChunkPacker:
 
     @property
     def has_room(self) -> bool:
-        return self.num_rows < self.limits.prefill_rows and self.num_tokens < self.room
+        return self.num_rows < self.programs.prefill_rows and self.num_tokens < self.room
 
     def pack(
         self, tenancy: Tenancy, *, cut: Callable[[Tenancy, int], int] | None = None
@@ -164,14 +164,14 @@ def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
     return max(ahead - len(tenancy.page_ids), 0)
 
 
-def by_claim(limits: ServeLimits, running: Iterable[Sequence]) -> list[Sequence]:
+def by_claim(scheduling: SchedulingLimits, running: Iterable[Sequence]) -> list[Sequence]:
     """Return sequences in the order in which they get pages: by rank, then by arrival.
 
     The victim is the last one, so never one that already got its pages.
     """
-    return sorted(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))
+    return sorted(running, key=lambda sequence: (-rank_of(scheduling, sequence), sequence.arrival))
 
 
-def choose_victim(limits: ServeLimits, running: Iterable[Sequence]) -> Sequence:
+def choose_victim(scheduling: SchedulingLimits, running: Iterable[Sequence]) -> Sequence:
     """Return the newest sequence of the lowest rank; never called for the last sequence."""
-    return by_claim(limits, running)[-1]
+    return by_claim(scheduling, running)[-1]

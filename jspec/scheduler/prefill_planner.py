@@ -85,7 +85,7 @@ class PrefillPlanner:
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
         # A row that only its prefill extends has no page for the root, which goes to page 0.
-        num_pages = min(shapes.num_pages(end, self._limits.page_size), len(tenancy.page_ids))
+        num_pages = min(shapes.num_pages(end, self._limits.pool.page_size), len(tenancy.page_ids))
         return self._seats.pages.grow(tenancy, num_pages)
 
 
@@ -105,7 +105,7 @@ def cached_draft_prefills(
         if not keeps_ids and StepOption.PENALTIES not in admission.request.sampling.features:
             continue
         while start < end:
-            if not room or len(runs[-1]) == limits.prefill_rows:
+            if not room or len(runs[-1]) == limits.programs.prefill_rows:
                 runs.append([])
                 room = limits.cached_draft_prefill_size
             stop = min(end, start + room)

@@ -23,8 +23,8 @@ class Prefilling:
         self._limits = limits
         self._rows: dict[str, Sequence] = {}  # in order of admission
         self._since_decode = 0  # prompt tokens dispatched after the last decode step
-        self._pace = PrefillPace(limits.prefill_buckets)
-        self._nothing = policy.ChunkPacker(limits, 0)  # never has room
+        self._pace = PrefillPace(limits.programs.prefill_buckets)
+        self._nothing = policy.ChunkPacker(limits.programs, 0)  # never has room
 
     @property
     def tenancies(self) -> list[Tenancy]:
@@ -58,7 +58,7 @@ class Prefilling:
             later = policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
         shortest = min(tokens)
         first, last = (
-            policy.ChunkPacker(self._limits, size, leaves_half=2 * shortest <= size)
+            policy.ChunkPacker(self._limits.programs, size, leaves_half=2 * shortest <= size)
             for size in (room, later)
         )
         return first, last
@@ -68,20 +68,25 @@ class Prefilling:
         if not plan.is_prefill:
             self._since_decode = 0
         num_tokens = plan.num_prefill_tokens
-        if num_tokens and self._limits.prefill_seconds is not None:  # padding takes time, too
-            num_tokens = indexing.bucket(num_tokens, self._limits.prefill_buckets)
+        if (
+            num_tokens and self._limits.scheduling.prefill_seconds is not None
+        ):  # padding takes time, too
+            num_tokens = indexing.bucket(num_tokens, self._limits.programs.prefill_buckets)
         self._since_decode += num_tokens
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """Record the device time of a prefill step; decodes are ignored."""
-        if plan.is_prefill and self._limits.prefill_seconds is not None:
+        if plan.is_prefill and self._limits.scheduling.prefill_seconds is not None:
             self._pace.see(plan.num_prefill_tokens, seconds)
 
     def _timed_budget(self) -> int | None:
         """Return the tokens that fit the time limit, if any; prefill_budget until measured."""
-        if self._limits.prefill_seconds is None:
+        if self._limits.scheduling.prefill_seconds is None:
             return None
-        return self._pace.tokens_within(self._limits.prefill_seconds) or self._limits.prefill_budget
+        return (
+            self._pace.tokens_within(self._limits.scheduling.prefill_seconds)
+            or self._limits.scheduling.prefill_budget
+        )
 
     def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
         """Record that the row's next chunk is dispatched; after the last one the row decodes."""

@@ -44,11 +44,12 @@ def check_result(
     else:
         most, emits = plan.shape.max_emitted, [1] * len(plan.rows)
     rounds = [of_round.num_emitted.tolist() for of_round in result.rounds]
-    if len(rounds) != plan.num_rounds(limits) or not all(
+    num_rounds = plan.num_rounds(limits.scheduling)
+    if len(rounds) != num_rounds or not all(
         _are_within(counts, emits, most=most) for counts in rounds
     ):
         raise ResultError(
-            f"step {plan.step} emitted {rounds} ids; expected {plan.num_rounds(limits)} rounds, in "
+            f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in "
             f"each a number from {emits} on, and at most {most}, for its {len(emits)} rows"
         )
 

@@ -56,7 +56,7 @@ class Scheduler:
         self._deferred_tokens = limits.max_pending
         self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
-        self._epochs = [0] * (limits.num_slots + 1)
+        self._epochs = [0] * (limits.pool.num_slots + 1)
         self._waiting = WaitingQueue(limits)
         self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
@@ -226,7 +226,7 @@ class Scheduler:
         None if nothing can be dispatched before a result is committed (overlap_depth steps are
         unread, or every row waits for one) or a request is submitted.
         """
-        if len(self._in_flight) > self._limits.overlap_depth or self._num_lost:
+        if len(self._in_flight) > self._limits.scheduling.overlap_depth or self._num_lost:
             return None
         first, last = self._prefilling.packers(
             self._waiting,
@@ -258,7 +258,7 @@ class Scheduler:
                 self._prefilling.advance(tenancy, chunk)
                 self._pages.publish(tenancy, step=plan.step)
                 table.decodes[chunk.row.slot] = chunk.is_final
-        rounds, tokens = plan.decode_rounds(self._limits)
+        rounds, tokens = plan.decode_rounds(self._limits.scheduling)
         table.dispatched(slots, rounds=rounds, tokens=tokens)
         if plan.pending:
             table.pending[slots] = 0
@@ -285,7 +285,7 @@ class Scheduler:
         oldest = self._in_flight[0].plan.step if self._in_flight else None
         check_result(self._limits, plan, result, oldest=oldest)
         flight, table = self._in_flight.popleft(), self._table
-        rounds, tokens = plan.decode_rounds(self._limits)
+        rounds, tokens = plan.decode_rounds(self._limits.scheduling)
         table.collected(flight.slots, rounds=rounds, tokens=tokens)
         if rounds:
             tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
@@ -295,7 +295,7 @@ class Scheduler:
         pieces = self._pieces
         for of_round in result.rounds:
             self._reader.read_round(flight, of_round, pieces)
-        if self._limits.windows:
+        if self._limits.pool.windows:
             self._trim(flight)
         self._pieces, self._is_stuck = [], False
         return pieces

@@ -45,7 +45,7 @@ class Seats:
         self._epochs = epochs
         self.pages = CacheSpaces(limits, weight_version=weight_version)
         self.table = RowTable.empty(limits)
-        self.free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
+        self.free_slots = list(range(1, limits.pool.num_slots + 1))  # a heap: lowest slot first
         self.running: dict[str, Sequence] = {}
         self.tenancies: dict[RowRef, Tenancy] = {}
         self.num_changes = 0

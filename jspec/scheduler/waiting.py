@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from jspec.config.limits import PriorityOrder, ServeLimits
+from jspec.config.limits import PriorityOrder, SchedulingLimits, ServeLimits
 from jspec.scheduler.sequence import Sequence
 
 PATIENCE = 4
 
 
-def rank_of(limits: ServeLimits, sequence: Sequence) -> int:
+def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
     """Return the rank: higher goes first; 0 for all if priorities are off."""
     priority = sequence.request.priority
-    if limits.priority_order is PriorityOrder.OFF:
+    if scheduling.priority_order is PriorityOrder.OFF:
         return 0
-    return priority if limits.priority_order is PriorityOrder.HIGH_FIRST else -priority
+    return priority if scheduling.priority_order is PriorityOrder.HIGH_FIRST else -priority
 
 
 class WaitingQueue:
@@ -44,13 +44,13 @@ class WaitingQueue:
             yield from self._by_rank[rank]
 
     def push(self, sequence: Sequence) -> None:
-        patience = PATIENCE * self._limits.num_slots
+        patience = PATIENCE * self._limits.pool.num_slots
         self._latest[sequence.arrival] = self._num_gone + len(self) + patience
         self._of(sequence).append(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
         """Put a retracted sequence before all others of its rank."""
-        self._latest[sequence.arrival] = self._num_gone + PATIENCE * self._limits.num_slots
+        self._latest[sequence.arrival] = self._num_gone + PATIENCE * self._limits.pool.num_slots
         self._of(sequence).appendleft(sequence)
 
     @property
@@ -61,7 +61,7 @@ class WaitingQueue:
             overdue = [each for each in firsts if self._latest[each.arrival] <= self._num_gone]
             if overdue:
                 return min(overdue, key=lambda each: self._latest[each.arrival])
-        return max(firsts, key=lambda each: rank_of(self._limits, each))
+        return max(firsts, key=lambda each: rank_of(self._limits.scheduling, each))
 
     def pop(self) -> Sequence:
         """Remove and return the head, which is admitted now."""
@@ -72,7 +72,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that ends while it waits. Raises ValueError if it is not queued."""
-        rank = rank_of(self._limits, sequence)
+        rank = rank_of(self._limits.scheduling, sequence)
         waiting = self._by_rank.get(rank, deque())
         waiting.remove(sequence)
         if not waiting:
@@ -80,4 +80,4 @@ class WaitingQueue:
         del self._latest[sequence.arrival]
 
     def _of(self, sequence: Sequence) -> deque[Sequence]:
-        return self._by_rank.setdefault(rank_of(self._limits, sequence), deque())
+        return self._by_rank.setdefault(rank_of(self._limits.scheduling, sequence), deque())

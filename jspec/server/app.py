@@ -198,7 +198,7 @@ class Endpoints:
                 "tokenizer_path": engine.config.tokenizer_path,
                 "served_model_name": self.service.model_name,
                 "is_generation": True,
-                "context_length": engine.limits.context_length,
+                "context_length": engine.limits.pool.context_length,
                 "eos_token_ids": list(engine.eos_token_ids),
                 "weight_version": engine.weight_version,
                 "version": __version__,

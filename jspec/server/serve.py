@@ -176,8 +176,8 @@ def describe(engine: Engine) -> str:
     if spec.simulate_acceptance is not None:
         shape += f" with SIMULATED acceptance {spec.simulate_acceptance:g}"
     return (
-        f"{engine.config.speculative_algorithm}{shape}, {limits.num_slots} slots, "
-        f"context {limits.context_length}, KV pool {limits.max_total_tokens} tokens"
+        f"{engine.config.speculative_algorithm}{shape}, {limits.pool.num_slots} slots, "
+        f"context {limits.pool.context_length}, KV pool {limits.max_total_tokens} tokens"
     )
 
 

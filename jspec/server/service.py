@@ -269,7 +269,7 @@ class Service:
         )
 
     def _retry_after(self, num_sequences: int) -> float:
-        stats, bound = self.engine.stats, self.engine.limits.max_queued_requests
+        stats, bound = self.engine.stats, self.engine.limits.scheduling.max_queued_requests
         return self.meter.seconds_until_left(stats, stats.num_queued + num_sequences - bound)
 
     def retry_after_wait(self, num_sequences: int) -> float:

@@ -111,7 +111,7 @@ class Engine:
             self._tokenizer,
             vocab_size=runner.vocab_size,
             eos_token_ids=self.eos_token_ids,
-            context_length=runner.limits.context_length,
+            context_length=runner.limits.pool.context_length,
             random_seed=self.config.random_seed,
             chat_templates=templates,
             defaults=defaults,

@@ -194,7 +194,7 @@ class Generation:
             if screen is not None and left[number] == 0:
                 screen.add(not isinstance(answer, Exception))
 
-        most = min(self._engine.limits.max_queued_requests, sum(left))
+        most = min(self._engine.limits.scheduling.max_queued_requests, sum(left))
         await run_all(self._each_request(prompts), run, most=most)
         return [found[index] for index in sorted(found)]
 
@@ -257,7 +257,7 @@ class Generation:
                     await taken.wait()
 
         num_sequences = sum(prompt.num_choices for prompt in prompts)
-        most = min(num_sequences, self._engine.limits.max_queued_requests)
+        most = min(num_sequences, self._engine.limits.scheduling.max_queued_requests)
         pumping = asyncio.ensure_future(run_all(self._each_request(prompts), pump, most=most))
         pumping.add_done_callback(lambda _: events.put_nowait(None))
         try:

@@ -331,7 +331,7 @@ class EngineLoop:
             self._in_flight.append(new)
             if self._calls.first_tokens is not None:
                 self._calls.first_tokens.planned(new.plan, time.monotonic())
-        is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
+        is_full = len(self._in_flight) > self._scheduler.limits.scheduling.overlap_depth
         oldest = self._in_flight[0] if new is None or is_full else None
         turn = asyncio.get_running_loop().run_in_executor(
             self._engine_thread, self._calls.run, new, oldest

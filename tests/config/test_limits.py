@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.config.limits import Algorithm, SpeculativeConfig, WindowSpace
 from jspec.errors import ConfigError
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers, page_spaces
 from jspec.spec.model_spec import Eagle3Config, ModelSpec, MoESpec, cache_groups, uniform_decoder
+from tests.support.flat_limits import flat_limits, with_limits
 
 
 def eagle(num_steps: int, topk: int, num_draft_tokens: int) -> SpeculativeConfig:
@@ -50,7 +51,7 @@ def test_without_a_draft_model_there_is_only_the_root() -> None:
         SpeculativeConfig(num_steps=3, num_draft_tokens=4)
 
 
-LIMITS = ServeLimits(
+LIMITS = flat_limits(
     spec=eagle(3, 1, 4),
     num_slots=4,
     num_pages=64,
@@ -63,7 +64,7 @@ LIMITS = ServeLimits(
 
 
 def test_limits_of_the_worked_sizes() -> None:
-    assert LIMITS.chunk_size == 64
+    assert LIMITS.programs.chunk_size == 64
     # 256 tokens, one unread step of 4, scratch of 4: 264 positions.
     assert LIMITS.pages_per_row == 17
     # A step may need 8 positions, which touch at most one page more than they fill.
@@ -80,7 +81,7 @@ def test_limits_of_the_worked_sizes() -> None:
 def test_the_page_table_is_wide_enough_at_every_page_size(
     spec: tuple[int, int, int], page_size: int, depth: int, num_rounds: int, committed: int
 ) -> None:
-    limits = replace(
+    limits = with_limits(
         LIMITS,
         spec=eagle(*spec) if spec[0] else SpeculativeConfig.plain(),
         page_size=page_size,
@@ -112,7 +113,7 @@ def test_the_page_table_is_wide_enough_at_every_page_size(
 )
 def test_impossible_limits_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(LIMITS, **changes)
+        with_limits(LIMITS, **changes)
 
 
 def decoder(num_layers: int = 8) -> ModelSpec:
@@ -182,15 +183,15 @@ def test_groups_of_one_window_are_one_page_space() -> None:
 def test_a_row_s_window_lies_on_so_many_pages_at_most(
     committed: int, window: int, page_size: int
 ) -> None:
-    limits = replace(LIMITS, page_size=page_size, num_pages=1000, num_rounds=3)
+    limits = with_limits(LIMITS, page_size=page_size, num_pages=1000, num_rounds=3)
     first = max(committed - (window - 1), 0) // page_size
     end = indexing.num_pages(limits.reserved_tokens_at_most(committed), page_size)
     assert end - first <= limits.window_pages_per_row(window)
 
 
 def test_pools_of_a_window_without_a_space_are_as_large_as_the_full_ones() -> None:
-    limits = replace(LIMITS, windows=(WindowSpace(8, 40),))
-    assert [limits.pages_of(window) for window in (None, 8, 9)] == [64, 40, 64]
+    limits = with_limits(LIMITS, windows=(WindowSpace(8, 40),))
+    assert [limits.pool.pages_of(window) for window in (None, 8, 9)] == [64, 40, 64]
 
 
 def test_only_equal_layers_have_one_layer() -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 
+from tests.support.flat_limits import flat_limits, with_limits
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # The compiler needs no chip: it may run beside another load, whoever owns the lock file in /tmp.
@@ -155,7 +157,7 @@ class Case:
         return self.local(pools, (specs.kv, specs.draft_kv))
 
     def with_pages(self, num_pages: int) -> Case:
-        limits = dataclasses.replace(self.limits, num_pages=num_pages)
+        limits = with_limits(self.limits, num_pages=num_pages)
         state = jax.eval_shape(
             partial(init_state, self.program, limits, shards=self.mesh.size, kv_dtype=jnp.bfloat16)
         )
@@ -177,7 +179,7 @@ def make_case(
     devices = list(devices_of(topology))
     mesh = Parallel(tensor=len(devices)).mesh(devices)
     program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
-    limits = ServeLimits(
+    limits = flat_limits(
         spec=program.spec,
         num_slots=rows,
         num_pages=8192,
@@ -189,10 +191,10 @@ def make_case(
         num_rounds=num_rounds,
     )
     case = Case(mesh=mesh, program=program, limits=limits, params=params, state=None)
-    case = case.with_pages(limits.num_pages)
+    case = case.with_pages(limits.pool.num_pages)
     weights, pools = num_bytes(case.local_weights()), num_bytes(case.local_pools())
     room = int(hbm_bytes(topology) * STATIC_FRACTION) - weights
-    return case.with_pages(limits.num_pages * room // pools)
+    return case.with_pages(limits.pool.num_pages * room // pools)
 
 
 def devices_of(topology: str) -> list[Any]:
@@ -283,7 +285,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
         "device_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unshared + code,
         "temp_bytes": memory.temp_size_in_bytes,
         "pool_bytes": num_bytes(pools),
-        "num_pages": case.limits.num_pages,
+        "num_pages": case.limits.pool.num_pages,
         "pool_copies": [x for pool in sorted(shapes) for x in pool_copies(text, pool)],
         "weight_copies": weight_copies(text, weights),
         "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),

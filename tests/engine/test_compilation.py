@@ -24,6 +24,7 @@ from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.bundles import OPS
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
+from tests.support.flat_limits import flat_limits
 from tests.support.tiny_models import tiny_target_config
 
 
@@ -34,7 +35,7 @@ def limits_of(shape: str) -> ServeLimits:
         spec = SpeculativeConfig(
             algorithm=Algorithm.EAGLE3, num_steps=steps, topk=topk, num_draft_tokens=nodes
         )
-    return ServeLimits(
+    return flat_limits(
         spec=spec,
         num_slots=64,
         num_pages=4096,

@@ -60,7 +60,7 @@ def limits_of(*cards: Card, **arguments: Any) -> ServeLimits:
 def pages_beside(in_use: int, *others: int) -> int:
     """Pages that cards with room for 100, of which that many are in use, get together."""
     cards = [Card(PAGE_BYTES * 100, PAGE_BYTES * used) for used in (in_use, *others)]
-    return limits_of(*cards, mem_fraction_static=0.5, max_running_requests=48).num_pages
+    return limits_of(*cards, mem_fraction_static=0.5, max_running_requests=48).pool.num_pages
 
 
 def test_the_pool_is_the_share_less_what_is_in_use() -> None:
@@ -89,7 +89,7 @@ def test_that_nothing_is_left_for_a_pool_is_said_in_numbers() -> None:
     assert "expected mem_fraction_static of at least 0.91, tp_size of about 2, " in str(
         caught.value
     )
-    assert limits_of(card, mem_fraction_static=0.91).num_pages > 0
+    assert limits_of(card, mem_fraction_static=0.91).pool.num_pages > 0
     full = Card(limit=1000 * MIB, in_use=1000 * MIB)
     with pytest.raises(ConfigError, match="expected tp_size of about 3") as caught:
         limits_of(full, full)
@@ -98,13 +98,13 @@ def test_that_nothing_is_left_for_a_pool_is_said_in_numbers() -> None:
 
 def test_a_pool_that_was_asked_for_is_refused_only_where_it_cannot_be() -> None:
     card = Card(PAGE_BYTES * 100, PAGE_BYTES * 20)
-    assert limits_of(card, max_total_tokens=80 * 16, mem_fraction_static=0.5).num_pages == 80
+    assert limits_of(card, max_total_tokens=80 * 16, mem_fraction_static=0.5).pool.num_pages == 80
     with pytest.raises(
         ConfigError, match=r"max_total_tokens 1296 takes .* GiB on each .*480 "
     ) as e:
         limits_of(card, max_total_tokens=81 * 16, mem_fraction_static=0.5)
     assert "free after the weights" in str(e.value)
-    assert limits_of(Card(None, platform="cpu"), max_total_tokens=1 << 20).num_pages == 1 << 16
+    assert limits_of(Card(None, platform="cpu"), max_total_tokens=1 << 20).pool.num_pages == 1 << 16
 
 
 def test_a_page_beyond_what_a_cpu_gives_is_an_error() -> None:
@@ -209,7 +209,7 @@ def spaces_of(
         groups,
         devices=[Card(2 * room * LAYER_BYTES)],  # type: ignore[list-item]
     )
-    return limits.num_pages, [(space.window, space.num_pages) for space in limits.windows]
+    return limits.pool.num_pages, [(space.window, space.num_pages) for space in limits.pool.windows]
 
 
 def test_windows_of_all_slots_fit_and_the_rest_is_for_what_keeps_everything() -> None:

@@ -33,7 +33,7 @@ def limits_of(*, context_length: int | None = None, **arguments: Any) -> ServeLi
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 256), (256, 256), (100, 100)])
 def test_the_context_is_the_models_unless_it_is_shortened(given: int | None, expected: int) -> None:
-    assert limits_of(context_length=given).context_length == expected
+    assert limits_of(context_length=given).pool.context_length == expected
 
 
 def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
@@ -48,4 +48,4 @@ def test_a_queue_fills_every_slot_unless_it_is_bounded(
     slots: int, queue: int | None, expected: int
 ) -> None:
     limits = limits_of(max_running_requests=slots, max_queued_requests=queue)
-    assert limits.max_queued_requests == expected
+    assert limits.scheduling.max_queued_requests == expected

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.config.limits import SpeculativeConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.programs import build_programs
 from jspec.engine.programs.compilation import Recipe
@@ -52,12 +52,13 @@ from jspec.serving.engine import Engine
 from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
+from tests.support.flat_limits import flat_limits
 from tests.support.plans import plan_of
 from tests.support.tiny_models import tiny_target_config
 
 PATIENCE = 120.0
 CONFIG = tiny_target_config(num_layers=1)
-LIMITS = ServeLimits(
+LIMITS = flat_limits(
     spec=SpeculativeConfig.plain(),
     num_slots=2,
     num_pages=8,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.config.limits import SpeculativeConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.programs import compilation, program_store, source_digest
 from jspec.engine.programs.compilation import compile_all
@@ -35,10 +35,11 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.spec.axes import TENSOR
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
+from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.tiny_models import tiny_target_config
 
 CONFIG = tiny_target_config()
-LIMITS = ServeLimits(
+LIMITS = flat_limits(
     spec=SpeculativeConfig.plain(),
     num_slots=2,
     num_pages=8,
@@ -183,7 +184,7 @@ def test_programs_limits_options_and_shapes_are_told_apart(tmp_path: Path) -> No
 
 def files_of(folder: Path, **changes: Any) -> set[str]:
     """What the decode program of LIMITS with `changes` is looked for and written as."""
-    limits = dataclasses.replace(LIMITS, **changes)
+    limits = with_limits(LIMITS, **changes)
     program = static_program()
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=jnp.float32))
     asked: list[Path] = []

@@ -29,6 +29,7 @@ from jspec.errors import InvariantError
 from jspec.messages.plan import RowRef, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import ALL, PLAIN, StepOption, StepOptions
 from jspec.scheduler.decode_planner import CUT
+from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.plans import plan_of
 from tests.support.programs import programs_of
 
@@ -92,7 +93,7 @@ def test_the_error_names_what_is_needed_and_what_is_ready() -> None:
 
 
 def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimits:
-    return ServeLimits(
+    return flat_limits(
         spec=SpeculativeConfig.plain(),
         num_slots=decode[-1],
         num_pages=64,
@@ -117,8 +118,8 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
 ) -> None:
     first, every = programs_at_start(limits, "first"), program_keys(limits)
     largest = {
-        StepKind.DECODE: limits.decode_buckets[-1],
-        StepKind.PREFILL: limits.prefill_buckets[-1],
+        StepKind.DECODE: limits.programs.decode_buckets[-1],
+        StepKind.PREFILL: limits.programs.prefill_buckets[-1],
     }
     for kind, size in largest.items():
         for needed in (ProgramKey(kind, n, f) for n in (1, size) for f in SUBSETS):
@@ -156,9 +157,7 @@ def test_powers_of_two_come_before_what_lies_between() -> None:
     assert sizes[:6] == [256, 512, 1024, 2048, 4096, 384]
 
 
-SHARING = dataclasses.replace(
-    H200, sharing=SharingLimits(rows_a_pack=4, pays_from=1, least_rows=16)
-)
+SHARING = with_limits(H200, sharing=SharingLimits(rows_a_pack=4, pays_from=1, least_rows=16))
 
 
 def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() -> None:
@@ -255,7 +254,7 @@ def test_features_read_alike_in_every_process() -> None:
 
 def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() -> None:
     off = SpeculativeConfig.plain()
-    limits = dataclasses.replace(
+    limits = with_limits(
         limits_with((1, 4, 8), (32,)),
         spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
         other_shapes=(off, SMALL),
@@ -286,13 +285,13 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
 def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
     logprobs: bool, limits: ServeLimits, data: st.DataObject
 ) -> None:
-    limits = dataclasses.replace(limits, logprobs=logprobs)
+    limits = with_limits(limits, logprobs=logprobs)
     every = programs_at_start(limits, "all")
     assert len(set(every)) == len(every)
     refused = {StepOption.SHARED} if logprobs else {StepOption.SHARED, StepOption.LOGPROBS}
     asked = StepOptions(data.draw(st.frozensets(st.sampled_from([*set(StepOption) - refused]))))
-    tokens = data.draw(st.integers(1, limits.prefill_buckets[-1]))
-    rows = data.draw(st.integers(1, limits.decode_buckets[-1]))
+    tokens = data.draw(st.integers(1, limits.programs.prefill_buckets[-1]))
+    rows = data.draw(st.integers(1, limits.programs.decode_buckets[-1]))
     needed = ProgramKey(StepKind.PREFILL, tokens, asked)
     assert can_run(nearest_program(needed, every), needed)
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))

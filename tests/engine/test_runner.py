@@ -269,7 +269,7 @@ def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing(depth: int) 
     assert list(served.ids) == expected
     assert served.per_request == tuple(run.per_request[0] for run in alone)
     assert served.num_leaked_pages == 0
-    assert served.num_free_pages == tree_engine().limits.num_pages
+    assert served.num_free_pages == tree_engine().limits.pool.num_pages
 
 
 @pytest.mark.parametrize("depth", [1, 2])

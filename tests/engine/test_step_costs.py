@@ -41,7 +41,7 @@ def measure_all(runner: DeviceRunner, compiled: Compiled) -> None:
 
 def test_every_shape_has_a_cost_once_its_program_was_added(compiled: Compiled) -> None:
     runner = compiled.runner()
-    (rows,) = compiled.limits.decode_buckets
+    (rows,) = compiled.limits.programs.decode_buckets
     assert runner.step_costs(rows, PLAIN) == {}  # these came with the constructor
     measure_all(runner, compiled)
     for features in (PLAIN, SAMPLING):
@@ -97,7 +97,7 @@ def test_a_program_that_fails_while_it_is_timed_is_ready_without_a_cost(
         raise RuntimeError("out of scratch")
 
     runner = compiled.runner()
-    (rows,) = compiled.limits.decode_buckets
+    (rows,) = compiled.limits.programs.decode_buckets
     key = ProgramKey(StepKind.DECODE, rows, PLAIN)
     runner.add(key, fails)
     assert key in runner.ready_programs

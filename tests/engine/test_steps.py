@@ -30,6 +30,7 @@ from jspec.engine.steps.table import STEPS
 from jspec.messages.plan import RowRef, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import PLAIN
 from tests.engine.test_program_store import LIMITS, MESH, fresh_state, make_program
+from tests.support.flat_limits import with_limits
 
 
 class More(enum.Enum):
@@ -156,7 +157,7 @@ class Recorder(DeviceRunner):
 
 
 def test_an_output_is_kept_for_later_programs_and_dropped_by_the_last() -> None:
-    limits = dataclasses.replace(LIMITS, vocab_size=9)
+    limits = with_limits(LIMITS, vocab_size=9)
     keys = dict.fromkeys(programs_at_start(limits, "all"))
     state: Any = object()
     runner = Recorder(

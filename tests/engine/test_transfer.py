@@ -28,11 +28,12 @@ from jspec.messages.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
 from jspec.messages.step_options import PLAIN, SAMPLING, StepOption, StepOptions
 from jspec.scheduler.prefill_planner import cached_draft_prefills
 from tests.support.fake_limits import small_limits
+from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.plans import plan_of
 from tests.support.programs import packed, programs_of
 
 V = 100
-LIMITS = ServeLimits(
+LIMITS = flat_limits(
     spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
     num_slots=4,
     num_pages=32,
@@ -144,7 +145,7 @@ def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
 def test_grants_arrive_by_page_space() -> None:
     """In a prefill those of the full space are whole rows of its table."""
     windows = (WindowSpace(3, 20), WindowSpace(8, 20))
-    limits = replace(LIMITS, windows=windows)
+    limits = with_limits(LIMITS, windows=windows)
     first, second = PageGrant(4, 1, (5, 7), space=1), PageGrant(1, 0, (6,), space=2)
     decode = decode_batch(replace(DECODE, grants=(*DECODE.grants, first, second)), limits)
     assert decode.grants[:3].tolist() == [[4, 3, 17], [1, 0, 31], [0, 0, 0]]
@@ -159,8 +160,8 @@ def test_grants_arrive_by_page_space() -> None:
     assert prefill.window_grants.shape == (2, limits.pages_of_chunks(8), 3)
     assert prefill.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
     assert prefill.page_table.tolist() == arrived(PREFILL).page_table.tolist()
-    caching = arrived(both, replace(limits, prefix_cache=True))
-    found = LIMITS.prefill_rows * limits.tail_pages(8)
+    caching = arrived(both, with_limits(limits, prefix_cache=True))
+    found = LIMITS.programs.prefill_rows * limits.pool.tail_pages(8)
     assert caching.window_grants is not None
     assert caching.window_grants.shape == (2, limits.pages_of_chunks(8) + found, 3)
 
@@ -273,7 +274,7 @@ def test_results_come_back_by_row() -> None:
 
 
 def test_results_of_several_rounds_come_back_by_round() -> None:
-    limits = replace(LIMITS, num_rounds=2)
+    limits = with_limits(LIMITS, num_rounds=2)
     first = [[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]]
     second = [[1, 51, 0, 0, 0], [3, 52, 53, 54, 0], [1, 55, 0, 0, 0], [1, 9, 9, 9, 9]]
     assert by_round(DECODE, np.array(first + second), limits) == [
@@ -286,7 +287,7 @@ def test_results_of_several_rounds_come_back_by_round() -> None:
 
 def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
     """28 ids are cached of row 2, which has penalties, 8 of row 1, which has none."""
-    limits = replace(LIMITS, prefix_cache=True, context_length=20, prefill_rows=2)
+    limits = with_limits(LIMITS, prefix_cache=True, context_length=20, prefill_rows=2)
     fill = tuple(range(10, 40))
     plan = replace(
         PREFILL,
@@ -319,7 +320,7 @@ def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
     assert (second["cu_q_lens"].tolist(), second["next_ids"].tolist()) == ([0, 8, 8], [38, 0])
     assert second["prompt_lens"].tolist() == [12, 0]
     ngram = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
-    more = arrived(plan, replace(limits, spec=ngram))
+    more = arrived(plan, with_limits(limits, spec=ngram))
     assert [fields["slots"].tolist() for fields in more] == [[2, 0], [2, 1]]
     assert more[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
     assert more[1]["cu_q_lens"].tolist() == [0, 8, 16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import fields
 
 import jax
@@ -20,10 +19,11 @@ from jspec.messages.layout import OutputColumns, PackedLayout, output_columns
 from jspec.messages.plan import StepKind
 from jspec.messages.step_options import StepOption, StepOptions
 from tests.support.fake_limits import small_limits
+from tests.support.flat_limits import with_limits
 
-PLAIN_LIMITS = dataclasses.replace(small_limits(), vocab_size=90)
+PLAIN_LIMITS = with_limits(small_limits(), vocab_size=90)
 WINDOWS = (WindowSpace(window=4, num_pages=32), WindowSpace(window=8, num_pages=32))
-LIMITS = dataclasses.replace(PLAIN_LIMITS, windows=WINDOWS)
+LIMITS = with_limits(PLAIN_LIMITS, windows=WINDOWS)
 
 
 def layout_with(kind: StepKind, *options: StepOption, limits: ServeLimits = LIMITS) -> PackedLayout:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import sampling_rows
 from jspec.device.state import SamplingBatch
 from jspec.engine.steps.step_def import Host
@@ -22,11 +22,12 @@ from jspec.messages.sampling_fields import Number, Row, rows_of, sampled, table_
 from jspec.messages.step_options import StepOption
 from jspec.server.native.generate_schema import SAMPLING_NAMES
 from jspec.server.openai.completion_schema import COMPLETION_FIELDS
+from tests.support.flat_limits import flat_limits
 from tests.support.plans import plan_of
 from tests.support.programs import programs_of
 
 V = 50
-LIMITS = ServeLimits(
+LIMITS = flat_limits(
     spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
     num_slots=2,
     num_pages=8,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from jspec.config.shape_sets import shapes_for
 from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
 from jspec.messages.step_options import PLAIN
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from tests.support.flat_limits import with_limits
 from tests.support.plans import plan_of
 
 LEAST = 0.97  # of the better of plain and the best fixed shape
@@ -78,7 +78,7 @@ Milliseconds = Callable[[int, str, str], float]
 
 def limits_of(largest: SpeculativeConfig, emitted: Mapping[str, float]) -> ServeLimits:
     others = tuple(shape for shape in shapes_for(largest)[:-1] if str(shape) in emitted)
-    return replace(CARDS["H100 chain"].limits, spec=largest, other_shapes=others)
+    return with_limits(CARDS["H100 chain"].limits, spec=largest, other_shapes=others)
 
 
 def chosen(

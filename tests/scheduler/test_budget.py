@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from jspec.errors import RequestError
 from jspec.scheduler.pages import budget
 from jspec.spec import indexing
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 EXAMPLE = small_limits(steps_topk_nodes=(3, 1, 4), page_size=4, num_pages=6)
-THREE_ROUNDS = replace(EXAMPLE, num_rounds=3)
+THREE_ROUNDS = with_limits(EXAMPLE, num_rounds=3)
 FAR = 1000  # `last` of a sequence that does not end soon
 
 
@@ -40,9 +40,9 @@ def test_worked_example_of_three_rounds() -> None:
 
 @pytest.mark.parametrize("most", [None, 5, 100])
 def test_rounds_never_shorten_what_may_be_asked_for(most: int | None) -> None:
-    limits = replace(EXAMPLE, context_length=200)
+    limits = with_limits(EXAMPLE, context_length=200)
     clipped = budget.clip_max_new_tokens(limits, 10, most)
-    assert budget.clip_max_new_tokens(replace(limits, num_rounds=9), 10, most) == clipped
+    assert budget.clip_max_new_tokens(with_limits(limits, num_rounds=9), 10, most) == clipped
 
 
 def test_the_last_token_needs_no_scratch() -> None:
@@ -95,25 +95,25 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
     limits = small_limits(**knobs)
     if prompt_len > limits.max_total_tokens:
         return
-    if prompt_len + wanted > limits.context_length:
+    if prompt_len + wanted > limits.pool.context_length:
         with pytest.raises(RequestError, match="left of the context length 128"):
             budget.clip_max_new_tokens(limits, prompt_len, wanted)
         return
     most = budget.clip_max_new_tokens(limits, prompt_len, wanted)
     last = budget.last_committed(prompt_len, most)
     assert 1 <= most <= wanted
-    assert prompt_len + most <= limits.context_length
+    assert prompt_len + most <= limits.pool.context_length
     for num_out in range(most):
         fill_len, left = prompt_len + num_out, most - num_out
         pages = budget.pages_for_admission(limits, fill_len, num_tokens_left=left)
-        assert pages <= limits.num_pages
+        assert pages <= limits.pool.num_pages
         if left > 1:  # the decode after this prefill, and every later one, starts within `last`
             assert fill_len <= last
             needed = budget.pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
             assert needed == pages
             # Never more than what its last useful round needs.
             positions = last + limits.spec.num_scratch_rows
-            assert needed <= indexing.num_pages(positions, limits.page_size)
+            assert needed <= indexing.num_pages(positions, limits.pool.page_size)
 
 
 @given(
@@ -123,19 +123,19 @@ def test_growth_of_one_step_fits_the_grants_and_the_table(
     knobs: dict[str, Any], committed: int, unread: int, last: int
 ) -> None:
     limits = small_limits(**knobs)
-    if unread > limits.overlap_depth:
+    if unread > limits.scheduling.overlap_depth:
         return
     before, after = (
         budget.pages_for_decode(
             limits,
             committed,
-            unread_tokens=steps * limits.num_rounds * limits.spec.max_emitted,
+            unread_tokens=steps * limits.scheduling.num_rounds * limits.spec.max_emitted,
             last=last,
         )
         for steps in (unread, unread + 1)
     )
     assert 0 <= after - before <= limits.grants_per_row
-    assert min(before, limits.num_pages) <= limits.pages_per_row  # a row never owns more
+    assert min(before, limits.pool.num_pages) <= limits.pages_per_row  # a row never owns more
 
 
 @given(knobs=LIMITS, committed=st.integers(1, 126), last=st.integers(1, 126))
@@ -156,10 +156,10 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
     knobs: dict[str, Any], committed: int, unread: int, last: int
 ) -> None:
     limits = small_limits(**knobs)
-    most, size = limits.spec.max_emitted, limits.page_size
+    most, size = limits.spec.max_emitted, limits.pool.page_size
     ahead = unread * most
     owned = size * budget.pages_for_decode(limits, committed, unread_tokens=ahead, last=last)
-    for later in range(limits.num_rounds):
+    for later in range(limits.scheduling.num_rounds):
         start = committed + (unread + later) * most
         if later == 0 or start <= last:
             assert start + limits.spec.num_scratch_rows <= owned

@@ -5,7 +5,7 @@ The same laws hold for the full space and for windows: who finds, uses and loses
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import settings
@@ -24,6 +24,7 @@ from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.spec import indexing
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 Key = tuple[object, Ids]  # namespace, and the tokens that a page and its lookahead depend on
 
@@ -78,9 +79,9 @@ class Spaces(RuleBasedStateMachine):
             overlap_depth=0,
             prefix_cache=True,
         )
-        of_chunks = limits.pages_of_chunks(limits.chunk_size) + spare
+        of_chunks = limits.pages_of_chunks(limits.programs.chunk_size) + spare
         spaces = [WindowSpace(w, limits.window_pages_per_row(w) + of_chunks) for w in windows]
-        self.limits: ServeLimits = replace(limits, windows=tuple(spaces))
+        self.limits: ServeLimits = with_limits(limits, windows=tuple(spaces))
         self.spaces, self.table = CacheSpaces(self.limits), RowTable.empty(self.limits)
         self.models = [Records(space) for space in self.spaces.spaces]
         self.rows: dict[int, Tenancy] = {}
@@ -91,14 +92,14 @@ class Spaces(RuleBasedStateMachine):
 
     def key(self, row: Tenancy | Sequence, depth: int) -> Key:
         sequence = row.sequence if isinstance(row, Tenancy) else row
-        end = depth * self.limits.page_size + self.limits.spec.tokens_ahead
+        end = depth * self.limits.pool.page_size + self.limits.spec.tokens_ahead
         return sequence.request.extra_key, sequence.fill_ids[:end]
 
     def in_use(self, i: int) -> set[int]:
         return {page for row in self.rows.values() for page in row.pages[i].pages}
 
     def naive_start(self, sequence: Sequence) -> int:
-        size, ahead = self.limits.page_size, self.limits.spec.tokens_ahead
+        size, ahead = self.limits.pool.page_size, self.limits.spec.tokens_ahead
         ids = sequence.fill_ids
         most = max(min((len(ids) - ahead) // size, (len(ids) - 1) // size), 0)
         return max(
@@ -142,7 +143,7 @@ class Spaces(RuleBasedStateMachine):
 
     def publish_model(self, row: Tenancy, *, since: int, seeks: bool) -> None:
         known = row.drafted_len
-        last = max(known - self.limits.spec.tokens_ahead, 0) // self.limits.page_size
+        last = max(known - self.limits.spec.tokens_ahead, 0) // self.limits.pool.page_size
         for i, (model, pages) in enumerate(zip(self.models, row.pages, strict=True)):
             for depth in range(max(since, pages.first) + 1, min(last, pages.end) + 1):
                 key, page = self.key(row, depth), pages.pages[depth - 1 - pages.first]
@@ -258,7 +259,7 @@ class Spaces(RuleBasedStateMachine):
         end = min(row.num_filled + count, len(row.fill_ids))
         is_final = end == len(row.fill_ids)
         roots = is_final * self.limits.spec.num_root_rows
-        self.grow(row, indexing.num_pages(end + roots, self.limits.page_size))
+        self.grow(row, indexing.num_pages(end + roots, self.limits.pool.page_size))
         row.num_filled = end
         self.step += 1
         self.publish_model(row, since=self.depth_of(row), seeks=is_final)
@@ -271,7 +272,7 @@ class Spaces(RuleBasedStateMachine):
         for i, (space, pages) in enumerate(zip(self.spaces.spaces, row.pages, strict=True)):
             table = self.tables[row.row.slot][i]
             seen = 0 if space.keep is None else max(length - (space.keep - 1), 0)
-            first = min(seen // self.limits.page_size, max(table, default=-1) + 1)
+            first = min(seen // self.limits.pool.page_size, max(table, default=-1) + 1)
             gone = [table.pop(index) for index in sorted(table) if index < first]
             assert pages.pages == [table[index] for index in sorted(table)]
             assert len(pages.pages) <= pages.promised
@@ -355,7 +356,7 @@ class Spaces(RuleBasedStateMachine):
 
     def alive(self) -> set[Key]:
         """Prefixes that the tree has nodes of: up to a cached page, or to the end of a row."""
-        size, ahead = self.limits.page_size, self.limits.spec.tokens_ahead
+        size, ahead = self.limits.pool.page_size, self.limits.spec.tokens_ahead
         ends = [key for model in self.models for key in model.pages]
         ends += [self.key(row, self.depth_of(row)) for row in self.rows.values()]
         return {
@@ -380,7 +381,7 @@ def key_of(node: Node, limits: ServeLimits) -> Key:
     path = list(node.path())
     root = path[-1].parent
     assert root is not None
-    ids = [token for each in path[:0:-1] for token in each.key[: limits.page_size]]  # type: ignore[index]
+    ids = [token for each in path[:0:-1] for token in each.key[: limits.pool.page_size]]  # type: ignore[index]
     return root.key[1], (*ids, *node.key)  # type: ignore[index,misc]
 
 

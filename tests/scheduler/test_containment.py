@@ -32,6 +32,7 @@ from tests.serving.test_recovery import check_output, loop_of, make_request, rea
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import FakeRunner, Handle, small_limits
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import with_limits
 
 LIMITS = with_windows(small_limits(num_pages=40, prefix_cache=True, overlap_depth=2), 8, spare=20)
 
@@ -92,7 +93,7 @@ async def check_idle(loop: EngineLoop) -> SchedulerStats:
     while (stats := loop.stats).num_steps_in_flight:
         await asyncio.sleep(0)
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
-    sizes = tuple(space.num_pages for space in LIMITS.windows)
+    sizes = tuple(space.num_pages for space in LIMITS.pool.windows)
     assert stats.num_free_window_pages == sizes
     assert (stats.num_running, stats.num_queued) == (0, 0)
     await loop.close()
@@ -115,7 +116,7 @@ def test_one_request_at_most_ends_and_the_others_have_the_same_text(
     place: tuple[type, str], name: str, call: int, depth: int, error: Exception, *, is_late: bool
 ) -> None:
     async def main() -> None:
-        limits = replace(LIMITS, overlap_depth=depth)
+        limits = with_limits(LIMITS, overlap_depth=depth)
         loop = loop_of(limits, FailingRunner(limits))
         found = await outcomes(loop, REQUESTS)
         for request in REQUESTS:
@@ -171,7 +172,7 @@ def test_pages_that_are_lost_are_found_again_and_nobody_ends(num_lost: int, dept
     """Too few are left for one request: who runs alone misses some, or nobody is admitted."""
 
     async def main() -> None:
-        limits = replace(LIMITS, overlap_depth=depth)
+        limits = with_limits(LIMITS, overlap_depth=depth)
         scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         loop = EngineLoop(scheduler, FakeRunner(limits))
         scheduler._pages.spaces[0].allocate(num_lost)

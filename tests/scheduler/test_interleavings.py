@@ -6,7 +6,6 @@ The fake runner checks every plan; this machine checks what comes out.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from tests.scheduler.test_scheduler import check_rows_have_slots
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import Handle, hash_token, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, text_of
+from tests.support.flat_limits import with_limits
 from tests.support.random_shapes import RandomShapes
 
 # They differ in what they write beyond the text, look ahead at, and lag behind by.
@@ -39,8 +39,8 @@ def smaller(spec: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
 
 def with_windows(limits: ServeLimits, windows: list[int], *, spare_pages: int) -> ServeLimits:
     """With window spaces of the fewest pages that are allowed, and a few more."""
-    of_chunks = limits.pages_of_chunks(limits.chunk_size) + spare_pages
-    return replace(
+    of_chunks = limits.pages_of_chunks(limits.programs.chunk_size) + spare_pages
+    return with_limits(
         limits,
         windows=tuple(
             WindowSpace(window, limits.window_pages_per_row(window) + of_chunks)
@@ -107,7 +107,7 @@ class Interleavings(RuleBasedStateMachine):
             shapes=smaller(spec) if shapes_seed is not None else (),
         )
         num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
-        full = replace(roomy, num_pages=num_pages, priority_order=order, snapshots=snapshots)
+        full = with_limits(roomy, num_pages=num_pages, priority_order=order, snapshots=snapshots)
         self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
         self.runner = FailingRunner(self.limits, accepted_at=self.accepted_at)
@@ -159,7 +159,7 @@ class Interleavings(RuleBasedStateMachine):
             seed=seed,
             eos_token_ids=tuple(eos),
             extra_key=extra_key,
-            priority=0 if self.limits.priority_order is PriorityOrder.OFF else priority,
+            priority=0 if self.limits.scheduling.priority_order is PriorityOrder.OFF else priority,
         )
         try:
             self.scheduler.enqueue([request])
@@ -277,7 +277,7 @@ class Interleavings(RuleBasedStateMachine):
     def run_on(self, turns: int) -> None:
         for _ in range(turns):
             self.dispatch(count=1)
-            if self.in_flight and len(self.in_flight) > self.limits.overlap_depth:
+            if self.in_flight and len(self.in_flight) > self.limits.scheduling.overlap_depth:
                 self.collect()
 
     def receive(self, chunk: StreamChunk) -> None:
@@ -303,7 +303,7 @@ class Interleavings(RuleBasedStateMachine):
             self.collect()
         stats = self.scheduler.stats
         assert stats.num_free_pages == stats.num_pages
-        sizes = tuple(space.num_pages for space in self.limits.windows)
+        sizes = tuple(space.num_pages for space in self.limits.pool.windows)
         assert stats.num_free_window_pages == sizes
         assert (stats.num_running, stats.num_queued) == (0, 0)
         for name in self.requests:

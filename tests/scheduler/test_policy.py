@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from tests.support.fake_runner import small_limits
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import with_limits
 
 LIMITS = small_limits(page_size=4, chunk_size=8, prefill_rows=2)
 
@@ -47,7 +46,7 @@ def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tena
     return tenancy
 
 
-GPU = replace(
+GPU = with_limits(
     small_limits(num_slots=64, num_pages=4096, context_length=9000, prefill_rows=16),
     prefill_buckets=(*range(128, 1025, 128), 1536, 2048, 3072, 4096, 8192),
     prefill_budget=2048,
@@ -97,36 +96,36 @@ def test_every_prompt_gets_its_turn_and_no_step_is_too_large(
     num_decoding: int,
     since_decode: int,
 ) -> None:
-    limits = replace(GPU, prefill_buckets=buckets, prefill_budget=budget)
+    limits = with_limits(GPU, prefill_buckets=buckets, prefill_budget=budget)
     unfilled = policy.Unfilled(num_rows=num_rows, num_tokens=num_rows + more_tokens)
 
     def room(since: int) -> int:
         return policy.prefill_room(limits, unfilled, num_decoding=num_decoding, since_decode=since)
 
-    assert 0 <= room(since_decode) <= limits.chunk_size
+    assert 0 <= room(since_decode) <= limits.programs.chunk_size
     assert room(0) > 0
     if num_decoding:
-        most = policy.MOST_SHARES * limits.prefill_budget
+        most = policy.MOST_SHARES * limits.scheduling.prefill_budget
         assert since_decode + room(since_decode) <= most or not room(since_decode)
         assert room(most) == 0
 
 
 def test_packing_the_worked_example() -> None:
-    packer = policy.ChunkPacker(LIMITS, 8, num_rows=1, num_tokens=5)
+    packer = policy.ChunkPacker(LIMITS.programs, 8, num_rows=1, num_tokens=5)
     chunk = packer.pack(seat(make_sequence(10), num_filled=4))
     assert (chunk.start, chunk.token_ids, chunk.next_id) == (4, (104, 105, 106), 107)
     assert not packer.has_room
 
 
 def test_the_final_chunk_has_no_next_id() -> None:
-    packer = policy.ChunkPacker(LIMITS, 8)
+    packer = policy.ChunkPacker(LIMITS.programs, 8)
     chunk = packer.pack(seat(make_sequence(5), num_filled=2))
     assert (chunk.start, chunk.token_ids, chunk.next_id) == (2, (102, 103, 104), None)
     assert packer.has_room
 
 
 def test_a_prefill_is_full_by_rows_too() -> None:
-    packer = policy.ChunkPacker(LIMITS, 8)
+    packer = policy.ChunkPacker(LIMITS.programs, 8)
     packer.pack(seat(make_sequence(1)))
     packer.pack(seat(make_sequence(1)))
     assert not packer.has_room
@@ -159,4 +158,4 @@ def test_headroom_ends_where_the_sequence_ends() -> None:
 
 def test_the_newest_gives_way() -> None:
     sequences = [make_sequence(4, arrival=arrival) for arrival in (2, 7, 5)]
-    assert policy.choose_victim(LIMITS, sequences) is sequences[1]
+    assert policy.choose_victim(LIMITS.scheduling, sequences) is sequences[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import jax
 import pytest
@@ -14,6 +13,7 @@ from jspec.messages.request import Request
 from jspec.spec.model_spec import cache_groups
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 from tests.support.fake_runner import FakeRunner, random_acceptance
+from tests.support.flat_limits import with_limits
 from tests.support.limits import limits_for
 from tests.support.tiny_models import tiny_target_config
 
@@ -74,7 +74,7 @@ def test_a_pool_of_the_context_gives_every_token(
 ) -> None:
     whole = limits_of(shape, page_size=page_size)
     for depth, rounds, prompt in itertools.product((0, 1, 2), (1, 3), (1, 44, CONTEXT - 1)):
-        limits = replace(whole, overlap_depth=depth, num_rounds=rounds)
+        limits = with_limits(whole, overlap_depth=depth, num_rounds=rounds)
         request = make_request(prompt_len=prompt, max_new_tokens=CONTEXT - prompt)
         assert num_tokens(limits, request) == [CONTEXT - prompt]
 
@@ -87,7 +87,7 @@ def test_rows_that_share_a_pool_of_one_context_get_every_token(
     whole = limits_of(shape, page_size=page_size, slots=3)
     wanted = [10, CONTEXT - 10, 9, 40]
     for depth, rounds in itertools.product((0, 1, 2), (1, 3)):
-        limits = replace(whole, overlap_depth=depth, num_rounds=rounds)
+        limits = with_limits(whole, overlap_depth=depth, num_rounds=rounds)
         requests = [
             make_request(f"r{i}", prompt_len=CONTEXT - most, max_new_tokens=most)
             for i, most in enumerate(wanted)

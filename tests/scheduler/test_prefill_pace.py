@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from jspec.scheduler.prefill_pace import COLD_RUNS, SAMPLES, PrefillPace
 from jspec.spec import indexing
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 BUCKETS = (128, 256, 512, 768, 1024, 2048)
 
@@ -88,7 +87,7 @@ def test_decode_steps_come_within_the_time(depth: int) -> None:
     limits = small_limits(
         chunk_size=32, num_pages=400, context_length=400, overlap_depth=depth, prefill_rows=4
     )
-    bench = Bench(replace(limits, prefill_seconds=0.0101))
+    bench = Bench(with_limits(limits, prefill_seconds=0.0101))
     first = make_request("a", max_new_tokens=250)
     others = [make_request(f"b{i}", prompt_len=150, max_new_tokens=2) for i in range(3)]
     bench.submit(first)
@@ -96,7 +95,7 @@ def test_decode_steps_come_within_the_time(depth: int) -> None:
     bench.submit(*others)
 
     def sizes(plans: list[int]) -> list[int]:
-        return [indexing.bucket(size, limits.prefill_buckets) for size in plans if size]
+        return [indexing.bucket(size, limits.programs.prefill_buckets) for size in plans if size]
 
     while bench.dispatch() or bench.in_flight:
         if bench.dispatch() is None:

@@ -11,11 +11,12 @@ from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 
 def limits_of(**changes: object) -> ServeLimits:
     """Pages of 4, chunks of 16, two rows a prefill."""
-    return replace(small_limits(num_pages=64, prefix_cache=True), **changes)  # type: ignore[arg-type]
+    return with_limits(small_limits(num_pages=64, prefix_cache=True), **changes)  # type: ignore[arg-type]
 
 
 def turn(name: str, *prompt: int, max_new_tokens: int = 8) -> Request:
@@ -174,7 +175,7 @@ def test_the_whole_pool_is_one_requests_again(page_size: int) -> None:
     """What fits alone runs alone, whatever is cached and however it begins."""
     roomy = limits_of(page_size=page_size, num_pages=1000)
     num_pages = 64 // page_size + roomy.spec.num_scratch_pages(page_size)
-    bench = Bench(replace(roomy, num_pages=num_pages))
+    bench = Bench(with_limits(roomy, num_pages=num_pages))
     for i in range(4):
         prompt = range(20) if i % 2 else range(1, 21)
         bench.submit(turn(f"r{i}", *prompt, max_new_tokens=45))

@@ -13,6 +13,7 @@ from jspec.messages.request import Request, StreamChunk
 from jspec.spec.hidden_rows import HiddenRows
 from tests.scheduler.test_scheduler import Bench, make_request
 from tests.support.fake_runner import FakeRunner, small_limits
+from tests.support.flat_limits import with_limits
 
 OF_A_WEIGHT = 1000.0
 
@@ -45,7 +46,7 @@ def logprobs_of(values: np.ndarray) -> StepLogprobs:
 
 
 def bench_of(**changes: object) -> Bench:
-    limits: ServeLimits = replace(
+    limits: ServeLimits = with_limits(
         small_limits(chunk_size=2, num_pages=256, context_length=512, prefix_cache=True),
         logprobs=True,
         hidden=HiddenRows(1),

@@ -21,6 +21,7 @@ from tests.support.fake_runner import (
     small_limits,
 )
 from tests.support.fake_text import ids_of
+from tests.support.flat_limits import with_limits
 
 THREE = small_limits(num_rounds=3)
 
@@ -53,7 +54,7 @@ def test_chunks_and_counters_are_those_of_single_rounds(
     )
     for acceptance in (0.3, 0.9):
         single = chunks_of(limits, acceptance=acceptance)
-        several = chunks_of(replace(limits, num_rounds=num_rounds), acceptance=acceptance)
+        several = chunks_of(with_limits(limits, num_rounds=num_rounds), acceptance=acceptance)
         assert several == single
     kinds = [chunks[-1].finish and chunks[-1].finish.kind for chunks in single.values()]
     assert set(kinds) == {FinishKind.LENGTH, FinishKind.STOP}
@@ -145,7 +146,7 @@ def test_a_tiny_context_is_filled_to_its_end(context_length: int, page_size: int
 def test_page_pressure_changes_no_token(depth: int, page_size: int) -> None:
     num_pages = 160 // page_size
     limits = small_limits(num_pages=num_pages, page_size=page_size, overlap_depth=depth)
-    bench = Bench(replace(limits, num_rounds=3))
+    bench = Bench(with_limits(limits, num_rounds=3))
     requests = [make_request(name, prompt_len=2, max_new_tokens=100) for name in "abc"]
     bench.submit(*requests)
     bench.run_all()
@@ -185,7 +186,7 @@ def test_a_result_of_another_number_of_rounds_raises() -> None:
 
 def started(*, max_new_tokens: int) -> FakeRunner:
     """One row, prefilled and collected: L = 5, 12 positions owned; each round emits 4."""
-    limits = replace(walk.LIMITS, num_rounds=3)
+    limits = with_limits(walk.LIMITS, num_rounds=3)
     runner = FakeRunner(limits, accepted_at=lambda _r, _l: 3)
     sampling = replace(walk.REQUEST.sampling, max_new_tokens=max_new_tokens)
     request = replace(walk.REQUEST, sampling=sampling)

@@ -23,6 +23,7 @@ from jspec.scheduler.pages.prefix_sharing import (
 )
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 TABLES = st.lists(
     st.lists(st.integers(1, 2), max_size=6), min_size=1, max_size=9, unique_by=tuple
@@ -72,9 +73,9 @@ def test_the_groups_of_the_worked_example() -> None:
 
 def sharing_of(tables: dict[int, list[int]], **changes: Any) -> PrefixSharing:
     """tables: page ids by slot; pages of 64."""
-    limits = replace(small_limits(num_slots=8), page_size=64)
+    limits = with_limits(small_limits(num_slots=8), page_size=64)
     settings = {"rows_a_pack": 2, "pays_from": 1, "least_rows": 1, **changes}
-    sharing = PrefixSharing(limits, SharingLimits(**settings))
+    sharing = PrefixSharing(limits.pool, SharingLimits(**settings))
     rows: Any = [
         SimpleNamespace(page_ids=pages, row=SimpleNamespace(slot=slot))
         for slot, pages in tables.items()
@@ -120,7 +121,7 @@ def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
     """Rows come after one prompt of 132 tokens, one of them with log-probabilities."""
     limits = small_limits(num_pages=256, context_length=256, chunk_size=64, prefix_cache=True)
     sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
-    bench = Bench(replace(limits, sharing=sharing, logprobs=True))
+    bench = Bench(with_limits(limits, sharing=sharing, logprobs=True))
     prompt = tuple(range(UNIT + 4))
 
     def asked(name: str, *, length: int, **sampling: Any) -> Request:
@@ -167,7 +168,7 @@ def test_whoever_comes_and_goes_rows_are_told_what_is_true() -> None:
             prefix_cache=True,
         )
         sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1, unit=4)
-        bench = Bench(replace(limits, sharing=sharing))
+        bench = Bench(with_limits(limits, sharing=sharing))
         requests = [drawn_request(rng, i) for i in range(10)]
         for request in requests:
             bench.submit(request)

@@ -18,17 +18,18 @@ from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench
 from tests.scheduler.test_window_sharing import cached_of, traffic, with_windows
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 
 def limits_of(*, count: int, stride: int = 2, chunk_size: int = 12) -> ServeLimits:
     roomy = small_limits(
         num_pages=400, num_slots=4, context_length=400, prefix_cache=True, chunk_size=chunk_size
     )
-    return replace(roomy, page_size=4, snapshots=SnapshotLimits(count, stride))
+    return with_limits(roomy, page_size=4, snapshots=SnapshotLimits(count, stride))
 
 
 def test_the_worked_example_of_a_prompt() -> None:
-    bench = Bench(replace(limits_of(count=9), overlap_depth=0))
+    bench = Bench(with_limits(limits_of(count=9), overlap_depth=0))
     bench.submit(turn("a", *range(25), *range(5)))
     ends, saves = [], []
     while (plan := bench.dispatch()) is not None and plan.kind is StepKind.PREFILL:
@@ -100,7 +101,7 @@ def test_a_node_that_loses_its_page_loses_its_snapshot() -> None:
 
 
 def test_a_failed_step_takes_its_snapshots_with_it() -> None:
-    bench = Bench(replace(limits_of(count=9), overlap_depth=2))
+    bench = Bench(with_limits(limits_of(count=9), overlap_depth=2))
     bench.submit(turn("a", *range(20)))
     plans = [bench.must_dispatch(StepKind.PREFILL) for _ in range(2)]
     assert [plan.saves for plan in plans] == [(SnapshotCopy(1, 1),), (SnapshotCopy(1, 2),)]
@@ -117,7 +118,7 @@ def test_any_traffic_runs_with_any_number_of_snapshots(
 ) -> None:
     """The fake runner refuses a row that starts from another state than its own."""
     limits = limits_of(count=count)
-    bench = Bench(with_windows(replace(limits, num_pages=200), *windows, spare=40))
+    bench = Bench(with_windows(with_limits(limits, num_pages=200), *windows, spare=40))
     found = [cached_of(bench, request) for request in traffic(count, count=40)]
     assert sum(each > 0 for each in found) >= {1: 0, 3: 2, 40: 10}[count]
 

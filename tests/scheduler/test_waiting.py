@@ -18,10 +18,11 @@ from jspec.scheduler.waiting import PATIENCE, WaitingQueue
 from tests.scheduler.test_policy import make_sequence
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 from tests.support.fake_runner import small_limits
+from tests.support.flat_limits import with_limits
 
 OFF = small_limits(num_slots=2)
-HIGH = replace(OFF, priority_order=PriorityOrder.HIGH_FIRST)
-LOW = replace(OFF, priority_order=PriorityOrder.LOW_FIRST)
+HIGH = with_limits(OFF, priority_order=PriorityOrder.HIGH_FIRST)
+LOW = with_limits(OFF, priority_order=PriorityOrder.LOW_FIRST)
 
 
 def waiting(arrival: int, priority: int = 0) -> Sequence:
@@ -71,7 +72,7 @@ def test_patience_begins_anew_when_a_sequence_gives_way() -> None:
         gone.append(queue.pop().arrival)
         if gone[-1] == 0:
             break
-    assert len(gone) == PATIENCE * HIGH.num_slots + 1
+    assert len(gone) == PATIENCE * HIGH.pool.num_slots + 1
 
 
 def test_a_retracted_sequence_outlasts_the_limit_of_the_queue() -> None:
@@ -120,13 +121,13 @@ def test_nobody_starves(before: int, priorities: list[int]) -> None:
     for passed, priority in enumerate(priorities):
         queue.push(waiting(before + passed, priority))
         if queue.pop().arrival == 1000:
-            assert passed <= before + PATIENCE * HIGH.num_slots
+            assert passed <= before + PATIENCE * HIGH.pool.num_slots
             return
     raise AssertionError("it was never its turn")
 
 
 def test_the_scheduler_admits_by_priority_and_writes_the_same_text() -> None:
-    limits = replace(HIGH, num_slots=1, decode_buckets=(1,), overlap_depth=0)
+    limits = with_limits(HIGH, num_slots=1, decode_buckets=(1,), overlap_depth=0)
     bench = Bench(limits)
     requests = [urgent("a", 0), urgent("b", -1), urgent("c", 3)]
     bench.submit(*requests)
@@ -140,7 +141,7 @@ def test_the_scheduler_admits_by_priority_and_writes_the_same_text() -> None:
 
 def test_of_two_rows_the_lower_rank_gives_way() -> None:
     """Pages for one of them; the one that came first is the less urgent."""
-    limits = replace(HIGH, num_pages=28, page_size=4, context_length=80, overlap_depth=0)
+    limits = with_limits(HIGH, num_pages=28, page_size=4, context_length=80, overlap_depth=0)
     bench = Bench(limits)
     bench.submit(urgent("a", 0, max_new_tokens=60), urgent("b", 1, max_new_tokens=60))
     bench.run_all()
@@ -154,7 +155,7 @@ def test_of_two_rows_the_lower_rank_gives_way() -> None:
 def test_no_step_has_a_row_that_gave_way_for_another_of_it(num_pages: int, depth: int) -> None:
     """The less urgent row came first, so it is older; the other one misses a page while both
     decode. The bench looks at each plan's rows."""
-    limits = replace(
+    limits = with_limits(
         small_limits(
             num_pages=num_pages,
             page_size=4,
@@ -215,7 +216,7 @@ def test_decode_steps_come_within_the_budget(depth: int) -> None:
     limits = small_limits(
         chunk_size=32, num_pages=300, context_length=400, overlap_depth=depth, prefill_rows=4
     )
-    bench = Bench(replace(limits, prefill_budget=8))
+    bench = Bench(with_limits(limits, prefill_budget=8))
     bench.submit(make_request("a", max_new_tokens=200))
     bench.must_dispatch(StepKind.PREFILL)
     bench.submit(make_request("b", prompt_len=190, max_new_tokens=2))

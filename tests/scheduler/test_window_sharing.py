@@ -16,15 +16,16 @@ from jspec.messages.request import Request
 from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench, expected_ids
 from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.support.flat_limits import with_limits
 
 LIMITS = small_limits(num_pages=400, num_slots=4, context_length=400, prefix_cache=True)
 
 
 def with_windows(limits: ServeLimits, *windows: int, spare: int = 0) -> ServeLimits:
     """The fewest pages in each space, and some more."""
-    of_chunks = limits.pages_of_chunks(limits.chunk_size)
+    of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
     spaces = [WindowSpace(w, limits.window_pages_per_row(w) + of_chunks + spare) for w in windows]
-    return replace(limits, windows=tuple(spaces))
+    return with_limits(limits, windows=tuple(spaces))
 
 
 def cached_of(bench: Bench, request: Request) -> int:
@@ -34,7 +35,7 @@ def cached_of(bench: Bench, request: Request) -> int:
     name, most = request.request_id, request.sampling.max_new_tokens
     assert most is not None
     assert bench.output(name) == expected_ids(request, most)
-    stats, spaces = bench.scheduler.stats, bench.scheduler.limits.windows
+    stats, spaces = bench.scheduler.stats, bench.scheduler.limits.pool.windows
     assert stats.num_leaked_pages == 0
     assert stats.num_free_window_pages == tuple(space.num_pages for space in spaces)
     return bench.chunks[name][-1].cached_tokens
@@ -90,7 +91,7 @@ def test_any_traffic_runs_in_any_pool(
 ) -> None:
     """Several at once, some aborted, some retracted: every text right, no page lost; also where
     draft layers lag behind."""
-    tight = replace(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
+    tight = with_limits(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
     tight = replace(tight, spec=replace(tight.spec, algorithm=algorithm))
     limits = with_windows(tight, *windows, spare=spare)
     bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
@@ -109,7 +110,7 @@ def test_any_traffic_runs_in_any_pool(
             assert said == expected_ids(request, len(said))
     stats = bench.scheduler.stats
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, 90)
-    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.windows)
+    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.pool.windows)
     assert stats.num_cached_tokens > 0
     assert bench.scheduler.flush_cache()
     assert bench.scheduler.stats.num_cached_window_pages == (0,) * len(windows)
@@ -122,7 +123,7 @@ def table_of(plan: StepPlan, slot: int) -> dict[int, int]:
 
 
 def test_siblings_wait_and_hold_the_same_window() -> None:
-    limits = with_windows(replace(LIMITS, overlap_depth=0, prefill_rows=4), 8, spare=60)
+    limits = with_windows(with_limits(LIMITS, overlap_depth=0, prefill_rows=4), 8, spare=60)
     bench = Bench(limits)
     bench.submit(*(turn(name, *range(14), ord(name)) for name in "abcd"))
     first = bench.must_dispatch(StepKind.PREFILL)
@@ -166,7 +167,7 @@ def test_the_end_of_a_prompt_is_kept_while_a_long_answer_is_written() -> None:
 
 
 def test_what_a_failed_step_wrote_in_a_window_is_found_by_nobody() -> None:
-    bench = Bench(with_windows(replace(LIMITS, overlap_depth=2), 8, spare=40))
+    bench = Bench(with_windows(with_limits(LIMITS, overlap_depth=2), 8, spare=40))
     bench.submit(turn("a", *range(13)))
     bench.run_all()
     bench.submit(turn("b", *range(13), *range(20)))
@@ -176,7 +177,7 @@ def test_what_a_failed_step_wrote_in_a_window_is_found_by_nobody() -> None:
     stats = bench.scheduler.stats
     assert 0 < stats.num_cached_window_pages[0] < before[0]
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
-    assert stats.num_free_window_pages == (bench.scheduler.limits.windows[0].num_pages,)
+    assert stats.num_free_window_pages == (bench.scheduler.limits.pool.windows[0].num_pages,)
     again = bench.scheduler.plan()
     assert again is not None
     assert again.admissions[0].cached_len == 12
@@ -195,8 +196,8 @@ def test_other_extra_keys_and_other_weights_find_no_window() -> None:
 def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algorithm) -> None:
     """A short common beginning is not waited for, so rows have pages of their own for it. What
     comes after it is cached as it leaves the window, for each, wherever pages end."""
-    limits = replace(LIMITS, page_size=2, num_pages=800, prefill_rows=4, prefill_buckets=(5,))
-    limits = replace(limits, spec=replace(limits.spec, algorithm=algorithm), overlap_depth=2)
+    limits = with_limits(LIMITS, page_size=2, num_pages=800, prefill_rows=4, prefill_buckets=(5,))
+    limits = with_limits(limits, spec=replace(limits.spec, algorithm=algorithm), overlap_depth=2)
     for num_new in range(18, 26):
         bench = Bench(with_windows(limits, 6, spare=80))
         asked = [
@@ -248,7 +249,7 @@ def test_rows_that_say_the_same_need_no_more_than_their_own_pages(
 def test_what_a_row_computes_again_takes_the_place_of_what_was_cached() -> None:
     """A text is cached whole, but in the window space of it hardly anything is left: a row that
     begins at the beginning has pages of its own, and holds the text once."""
-    limits = with_windows(replace(LIMITS, num_pages=32, overlap_depth=0), 8)
+    limits = with_windows(with_limits(LIMITS, num_pages=32, overlap_depth=0), 8)
     bench, prompt = Bench(limits), tuple(range(24))
     assert cached_of(bench, turn("a", *prompt, max_new_tokens=60)) == 0
     assert cached_of(bench, turn("b", *[3] * 40, max_new_tokens=1)) == 0

@@ -16,13 +16,14 @@ from tests.scheduler.test_scheduler import Bench, expected_ids
 from tests.support.fake_rows import FakeRow, FakeWindows, PlanError
 from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import with_limits
 
 FULL = small_limits(page_size=4, num_pages=200, context_length=600, chunk_size=8, num_slots=2)
 FEWEST = FULL.window_pages_per_row(8) + FULL.pages_of_chunks(8)
 
 
 def limits_of(num_pages: int = FEWEST, **changes: int) -> ServeLimits:
-    return replace(FULL, windows=(WindowSpace(8, num_pages),), **changes)  # type: ignore[arg-type]
+    return with_limits(FULL, windows=(WindowSpace(8, num_pages),), **changes)  # type: ignore[arg-type]
 
 
 def request_of(prompt_len: int, max_new_tokens: int, *, name: str = "r") -> Request:
@@ -43,8 +44,8 @@ def run(limits: ServeLimits, *requests: Request) -> Bench:
         assert ids == expected_ids(request, len(ids))
         assert len(ids) == request.sampling.max_new_tokens
     stats = bench.scheduler.stats
-    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.num_pages)
-    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.windows)
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.pool.num_pages)
+    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.pool.windows)
     return bench
 
 
@@ -69,10 +70,10 @@ def test_the_worked_example_of_a_prompt() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: int) -> None:
-    limits = replace(FULL, overlap_depth=depth, num_rounds=num_rounds)
+    limits = with_limits(FULL, overlap_depth=depth, num_rounds=num_rounds)
     fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
-    limits = replace(limits, windows=(WindowSpace(8, fewest),))
-    assert fewest * limits.page_size < 200
+    limits = with_limits(limits, windows=(WindowSpace(8, fewest),))
+    assert fewest * limits.pool.page_size < 200
     run(limits, request_of(3, 400))
     run(limits, request_of(500, 20))
 
@@ -83,9 +84,9 @@ def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission
     algorithm: Algorithm, prompt_len: int
 ) -> None:
     """Its root is never decoded: in no space is there a page for it."""
-    limits = replace(FULL, page_size=1, spec=replace(FULL.spec, algorithm=algorithm))
+    limits = with_limits(FULL, page_size=1, spec=replace(FULL.spec, algorithm=algorithm))
     fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
-    limits = replace(limits, windows=(WindowSpace(8, fewest),))
+    limits = with_limits(limits, windows=(WindowSpace(8, fewest),))
     plans = run(limits, request_of(prompt_len, 1)).runner.plans
     spaces = [grant.space for plan in plans for grant in plan.grants for _ in grant.pages]
     assert (spaces.count(0), spaces.count(1)) == (prompt_len, prompt_len)
@@ -103,13 +104,13 @@ def test_several_windows_have_their_own_pages() -> None:
     spaces = tuple(
         WindowSpace(w, FULL.window_pages_per_row(w) + FULL.pages_of_chunks(8)) for w in (1, 8, 30)
     )
-    bench = run(replace(FULL, windows=spaces), request_of(40, 90))
+    bench = run(with_limits(FULL, windows=spaces), request_of(40, 90))
     spaces_of = {grant.space for plan in bench.runner.plans for grant in plan.grants}
     assert spaces_of == {0, 1, 2, 3}
 
 
 def test_a_retracted_row_gives_its_window_pages_back() -> None:
-    limits = replace(limits_of(2 * FEWEST), num_pages=28, context_length=104)
+    limits = with_limits(limits_of(2 * FEWEST), num_pages=28, context_length=104)
     requests = (request_of(5, 80, name="a"), request_of(6, 80, name="b"))
     assert run(limits, *requests).scheduler.stats.num_retractions > 0
 
@@ -133,7 +134,7 @@ def test_too_small_a_space_is_refused() -> None:
     with pytest.raises(ConfigError, match=message):
         limits_of(FEWEST - 1)
     with pytest.raises(ConfigError, match=r"windows of page spaces are \[8, 8\]; expected them to"):
-        replace(FULL, windows=(WindowSpace(8, 99), WindowSpace(8, 99)))
+        with_limits(FULL, windows=(WindowSpace(8, 99), WindowSpace(8, 99)))
 
 
 def admission(slot: int) -> Admission:

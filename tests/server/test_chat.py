@@ -135,9 +135,9 @@ def test_a_message_is_continued(client: httpx.Client, engine: Engine) -> None:
 
 def test_without_a_length_the_context_is_the_bound(engine: Engine) -> None:
     ids, sampling = engine.chat_prompt(MESSAGES)
-    assert sampling.max_new_tokens == engine.limits.context_length - len(ids)
+    assert sampling.max_new_tokens == engine.limits.pool.context_length - len(ids)
     assert engine.chat_prompt(MESSAGES, {"max_new_tokens": 5})[1].max_new_tokens == 5
-    long = [{"role": "user", "content": "x" * engine.limits.context_length}]
+    long = [{"role": "user", "content": "x" * engine.limits.pool.context_length}]
     with pytest.raises(RequestError, match=r"the prompt has .* expected fewer than the context"):
         engine.chat_prompt(long)
 

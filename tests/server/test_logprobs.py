@@ -166,7 +166,7 @@ def test_nothing_is_emitted_and_only_then_may_a_prompt_fill_the_context(
 ) -> None:
     meta = generate(client, text="ab", sampling_params={"max_new_tokens": 0})["meta_info"]
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (2, 0)
-    length = engine.limits.context_length
+    length = engine.limits.pool.context_length
     (whole,) = engine.requests(input_ids=[5] * length, sampling_params={"max_new_tokens": 0})
     assert budget.check_request(engine.limits, whole) == 0
     for too_long, most in ((length, 1), (length + 1, 0)):

@@ -30,7 +30,7 @@ def test_refused_requests_are_forgotten_and_do_not_disturb_others(
         return Prompt(sampling=sampling, input_ids=(1, 2, 3), request_id=rid)
 
     async def run() -> None:
-        most = engine.limits.max_queued_requests
+        most = engine.limits.scheduling.max_queued_requests
         full = await service.submit([call(f"r{i}", 64) for i in range(most)])
         with pytest.raises(QueueFullError):
             await service.submit([call(f"s{i}") for i in range(most)])

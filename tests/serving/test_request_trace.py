@@ -88,7 +88,7 @@ def test_rows_that_end_in_prefill_and_steps_that_are_lost_leave_nothing_behind()
         calls = loop._calls
         assert runner.num_restarts == 1
         assert calls.first_tokens is not None
-        assert len(calls.first_tokens._names) <= limits.num_slots
+        assert len(calls.first_tokens._names) <= limits.pool.num_slots
         assert not calls.first_tokens._by_step
         assert not loop._in_flight
         await loop.close()

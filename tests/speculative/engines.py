@@ -56,6 +56,7 @@ from jspec.speculative.step import StepProgram
 from tests.models.dense_forward import dense_forward
 from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 NUM_SLOTS = 8
@@ -98,7 +99,7 @@ def tiny_params() -> tuple[Params, Params]:
 def limits_of(
     spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200, num_rounds: int = 1
 ) -> ServeLimits:
-    return ServeLimits(
+    return flat_limits(
         spec=spec,
         num_slots=NUM_SLOTS,
         num_pages=num_tokens // page_size,
@@ -197,7 +198,7 @@ def build(
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
-    limits = dataclasses.replace(
+    limits = with_limits(
         limits,
         logprobs=ALL in variants,
         other_shapes=shapes,
@@ -218,7 +219,7 @@ def build(
             for key in program_keys(limits)
             if StepOptions(key.features.members - {StepOption.SHARED}) in variants
             or key.kind in (StepKind.DRAFT_PREFILL, StepKind.CACHED_DRAFT_PREFILL)
-            or (key.kind is StepKind.PREFILL and not limits.logprobs)
+            or (key.kind is StepKind.PREFILL and not limits.programs.logprobs)
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
@@ -226,7 +227,7 @@ def build(
 
 def with_prefix_cache(compiled: Compiled) -> Compiled:
     """The same engine with a prefix cache: one small program more."""
-    limits = dataclasses.replace(compiled.limits, prefix_cache=True)
+    limits = with_limits(compiled.limits, prefix_cache=True)
     mesh = mesh_of(compiled.program.target.shard.size)
     state = init_state(compiled.program, limits, shards=mesh.size, kv_dtype=jnp.float32)
     cached = compile_all(
@@ -314,14 +315,14 @@ def serve(
     shapes: ShapeChooser | None = None,
 ) -> Served:
     """Runs the requests together through scheduler, loop and the real runner."""
-    limits = dataclasses.replace(
+    limits = with_limits(
         compiled.limits,
         num_slots=num_slots,
         decode_buckets=(num_slots,),
         prefill_buckets=(chunk_size,),
         prefill_rows=min(4, num_slots),
         overlap_depth=overlap_depth,
-        num_pages=num_pages or compiled.limits.num_pages,
+        num_pages=num_pages or compiled.limits.pool.num_pages,
     )
     view = ViewRunner(compiled.runner(dial=dial, draft=draft), limits)
     return asyncio.run(serve_view(view, requests, shapes=shapes))
@@ -438,7 +439,7 @@ def check_an_abort_ends_one_and_no_other(
     """r5, the last of six, is aborted at its third chunk: the others are whole, it is a part of
     what it would have been, every page comes back, and what was handed out is what counts."""
     expected = [plain_ids(request) for request in requests]
-    limits = dataclasses.replace(engine.limits, overlap_depth=depth)
+    limits = with_limits(engine.limits, overlap_depth=depth)
     view = ViewRunner(engine.runner(dial=dial_for(requests, expected)), limits)
 
     async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
@@ -469,5 +470,5 @@ def check_an_abort_ends_one_and_no_other(
     assert last is not None
     assert last.kind is FinishKind.ABORT
     stats = scheduler.stats
-    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.num_pages)
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.pool.num_pages)
     assert stats.num_emitted == sum(len(row) for row in ids)

@@ -113,7 +113,7 @@ def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 3
         num_slots=batch,
     )
     assert list(served.ids) == expected
-    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.pool.num_pages)
     told = {count for counts in served.accepted[::3] for count in counts}
     assert told == set(range(setting.shape[0] + 1)), told
 

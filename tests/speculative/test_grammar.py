@@ -45,13 +45,14 @@ from tests.speculative.engines import (
 )
 from tests.speculative.every_drafter import sharded
 from tests.support.fake_grammar import FakeGrammar
+from tests.support.flat_limits import with_limits
 
 END = 5
 
 
 def with_grammars(compiled: Compiled) -> Compiled:
     """The same engine with what rows with a grammar need."""
-    limits = dataclasses.replace(compiled.limits, vocab_size=TARGET.vocab_size)
+    limits = with_limits(compiled.limits, vocab_size=TARGET.vocab_size)
     state = init_state(
         compiled.program,
         limits,
@@ -269,7 +270,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:
 
 def watched(name: str, requests: list[Request]) -> tuple[Served, ViewRunner]:
     compiled = engine_of(name)
-    view = ViewRunner(compiled.runner(), dataclasses.replace(compiled.limits, overlap_depth=1))
+    view = ViewRunner(compiled.runner(), with_limits(compiled.limits, overlap_depth=1))
     return asyncio.run(serve_view(view, requests)), view
 
 

@@ -41,6 +41,7 @@ from tests.speculative.engines import (
     with_prefix_cache,
 )
 from tests.support.fake_grammar import FakeGrammar
+from tests.support.flat_limits import with_limits
 
 TOLERANCE = 1e-4
 END = 5
@@ -87,7 +88,7 @@ def compiled(name: str, *, beside_grammars: bool = False) -> Compiled:
         features = features.union((constrained().sampling.features,))
     own = build(SHAPES[name], page_size=4, variants=(ALL,))
     hidden = HiddenRows(TARGET.hidden_size)
-    limits = dataclasses.replace(own.limits, hidden=hidden, vocab_size=TARGET.vocab_size)
+    limits = with_limits(own.limits, hidden=hidden, vocab_size=TARGET.vocab_size)
     more = compile_all(
         own.program,
         limits,
@@ -159,7 +160,7 @@ def test_they_equal_a_dense_forward(name: str, chunk_size: int, depth: int) -> N
 def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
     engine = with_prefix_cache(compiled("tree"))
     asked = requests()[:4]
-    view = ViewRunner(engine.runner(), dataclasses.replace(engine.limits, prefill_buckets=(8,)))
+    view = ViewRunner(engine.runner(), with_limits(engine.limits, prefill_buckets=(8,)))
     for wave in range(2):
         again = [dataclasses.replace(r, request_id=f"{r.request_id}.{wave}") for r in asked]
         served = asyncio.run(serve_view(view, again))

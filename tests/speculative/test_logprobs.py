@@ -49,6 +49,7 @@ from tests.speculative.engines import (
     tiny_params,
     with_prefix_cache,
 )
+from tests.support.flat_limits import with_limits
 
 TOLERANCE = 1e-4
 WATCHED = (3, 300, 7)
@@ -185,7 +186,7 @@ def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
     """The same prompts again: what is found in the cache ends in time."""
     engine = with_prefix_cache(compiled("tree", 2))
     asked = requests()
-    view = ViewRunner(engine.runner(), dataclasses.replace(engine.limits, prefill_buckets=(8,)))
+    view = ViewRunner(engine.runner(), with_limits(engine.limits, prefill_buckets=(8,)))
     for wave in range(2):
         again = [dataclasses.replace(r, request_id=f"{r.request_id}.{wave}") for r in asked]
         served = asyncio.run(serve_view(view, again))

@@ -62,6 +62,7 @@ from tests.speculative.multi_layer_rows import (
 from tests.speculative.published_layers import FAMILIES
 from tests.speculative.test_prefix_cache import Session, ids_of
 from tests.support.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
+from tests.support.flat_limits import with_limits
 
 SLOW = pytest.mark.slow
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
@@ -325,8 +326,8 @@ def test_the_pool_law_holds_under_a_scheduler(name: str, shape: tuple[int, int, 
         for i, n in enumerate((130, 120, 60, 200))
     ]
     expected = [plain_ids(request) for request in requests]
-    num_pages = 20 if compiled.limits.page_size == 16 else 80
-    limits = dataclasses.replace(compiled.limits, num_pages=num_pages, prefill_buckets=(8,))
+    num_pages = 20 if compiled.limits.pool.page_size == 16 else 80
+    limits = with_limits(compiled.limits, num_pages=num_pages, prefill_buckets=(8,))
     view = ViewRunner(compiled.runner(dial=dial_for(requests, expected)), limits)
     served = asyncio.run(serve_view(view, requests))
     assert served.num_retractions > 0

@@ -48,6 +48,7 @@ from tests.speculative.engines import (
     spec_of,
 )
 from tests.speculative.test_drafter import chunks
+from tests.support.flat_limits import with_limits
 
 WIDTH = 24  # of the histories in the unit tests
 CHAIN, TREE = (3, 1, 4), (3, 3, 8)
@@ -328,7 +329,7 @@ def test_a_resumed_row_still_knows_what_it_said() -> None:
         for i in range(4)
     ]
     engine = ngram_engine(CHAIN)
-    limits = dataclasses.replace(engine.limits, num_pages=20, prefill_buckets=(8,))
+    limits = with_limits(engine.limits, num_pages=20, prefill_buckets=(8,))
     view = ViewRunner(engine.runner(), limits)
     served = asyncio.run(serve_view(view, requests))
     assert list(served.ids) == [plain_ids(request) for request in requests]

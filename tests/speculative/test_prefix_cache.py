@@ -40,6 +40,7 @@ from tests.speculative.engines import (
 from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids
 from tests.speculative.multi_layer_rows import head_of
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import with_limits
 
 PENALTIES: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},
@@ -138,13 +139,13 @@ class Session:
         num_pages: int | None = None,
         windows: tuple[WindowSpace, ...] | None = None,
     ) -> None:
-        limits = dataclasses.replace(
+        limits = with_limits(
             compiled.limits,
-            windows=compiled.limits.windows if windows is None else windows,
+            windows=compiled.limits.pool.windows if windows is None else windows,
             prefix_cache=prefix_cache,
             prefill_buckets=(chunk_size,),
             overlap_depth=overlap_depth,
-            num_pages=num_pages or compiled.limits.num_pages,
+            num_pages=num_pages or compiled.limits.pool.num_pages,
         )
         self.compiled = compiled
         self.runner = compiled.runner()
@@ -231,7 +232,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     compiled = engine(kind)
     session = Session(compiled, chunk_size=chunk_size, overlap_depth=depth)
     chunks = conversations(num_turns=3, session=session)
-    size = compiled.limits.page_size
+    size = compiled.limits.pool.page_size
     for of_request in chunks[4:]:  # from the second turn on, all but the last words are cached
         last = of_request[-1]
         new = 5 + 1 + compiled.limits.spec.tokens_ahead
@@ -250,7 +251,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
 def test_text_is_the_same_in_a_pool_that_is_short(kind: str) -> None:
     """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
     compiled = engine(kind)
-    session = Session(compiled, num_pages=272 // compiled.limits.page_size)
+    session = Session(compiled, num_pages=272 // compiled.limits.pool.page_size)
     requests = [
         make_request(i, prompt_len=9, seed=70 + i, max_new_tokens=100, **sampling)
         for i, sampling in enumerate(PENALTIES)
@@ -343,7 +344,7 @@ def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
 def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     """What the pools hold for the first `count` tokens of the last row, which was in slot 1."""
     table = np.asarray(session.runner.state.rows.page_table)[1]
-    size = session.view.limits.page_size
+    size = session.view.limits.pool.page_size
     pages = table[: -(-count // size)]
     return [
         np.asarray(pool)[pages].reshape(-1, *pool.shape[2:])[:count]
@@ -362,7 +363,7 @@ def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -
     """A prompt that ends at a page's edge, and one that goes on otherwise after it. Pages hold what
     a kind looks ahead, or more: of smaller ones it would find several fewer."""
     compiled = engine(kind)
-    size, ahead = compiled.limits.page_size, compiled.limits.spec.tokens_ahead
+    size, ahead = compiled.limits.pool.page_size, compiled.limits.spec.tokens_ahead
     assert ahead <= size
     session = Session(compiled)
     first = make_request(0, prompt_len=48, seed=3, max_new_tokens=1)

@@ -30,6 +30,7 @@ from tests.speculative.engines import (
     spec_of,
 )
 from tests.support.fake_text import FakeTextStream
+from tests.support.flat_limits import with_limits
 
 ROUNDS, PAGE = 3, 4
 CHAIN, TREE = (2, 1, 3), (2, 2, 4)
@@ -81,7 +82,7 @@ def test_a_chain_in_rounds_gives_the_same_tokens(depth: int) -> None:
     assert list(served.ids) == expected
     assert all(served.counters.accept_histogram)
     assert (served.num_leaked_pages, served.num_retractions) == (0, 0)
-    assert served.num_free_pages == chain_engine().limits.num_pages
+    assert served.num_free_pages == chain_engine().limits.pool.num_pages
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_tree_in_rounds_with_filters_and_penalties(depth: int) -> None:
     assert list(served.ids) == expected
     assert all(served.counters.accept_histogram)
     assert any(len(set(counts)) > 1 for counts in served.accepted_together)
-    assert served.num_free_pages == tree_engine().limits.num_pages
+    assert served.num_free_pages == tree_engine().limits.pool.num_pages
 
 
 @pytest.mark.slow_cases("sampling1]")
@@ -122,7 +123,7 @@ def test_a_stop_id_in_any_round_ends_the_text_there(sampling: dict[str, Any]) ->
     )
     served = serve(engine, requests, num_slots=2, dial=dial_for(requests, expected))
     assert list(served.ids) == expected
-    assert served.num_free_pages == engine.limits.num_pages
+    assert served.num_free_pages == engine.limits.pool.num_pages
 
 
 def test_rows_at_the_end_of_the_context_write_into_no_other() -> None:
@@ -204,7 +205,7 @@ def test_what_nobody_wrote_stays_unread_after_an_end() -> None:
     state = runner.state
     spoiled = dataclasses.replace(state, kv=spoil(state.kv), draft_kv=spoil(state.draft_kv))
     runner.replace_state(jax.device_put(spoiled, jax.tree.map(lambda x: x.sharding, state)))
-    view = ViewRunner(runner, dataclasses.replace(chain_engine().limits, num_slots=8))
+    view = ViewRunner(runner, with_limits(chain_engine().limits, num_slots=8))
 
     async def run() -> list[tuple[int, ...]]:
         loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)

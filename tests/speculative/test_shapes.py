@@ -109,7 +109,7 @@ def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int)
     scripted_engine = with_script(compiled, scripted(requests, expected))
     served = serve(scripted_engine, requests, overlap_depth=depth, num_slots=batch, shapes=shapes)
     assert list(served.ids) == expected
-    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.pool.num_pages)
     assert all(shapes.used.values()), shapes.used
     told, own = told_by_plans(compiled, served), served.counters
     # Rows run on after their end in steps that were in flight: nobody counts those.

@@ -17,6 +17,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of
+from tests.support.flat_limits import with_limits
 
 SLOW = ("plain", "tree")
 PAGE_SIZE = 4
@@ -88,7 +89,7 @@ def test_what_rows_share_is_in_their_leaders_pages(kind: str, retract_after: int
 def test_little_to_gain_is_not_told() -> None:
     compiled = engine("chain")
     sharing = dataclasses.replace(SHARING, pays_from=5 * UNIT)
-    limits = dataclasses.replace(compiled.limits, sharing=sharing)
+    limits = with_limits(compiled.limits, sharing=sharing)
     session = Session(dataclasses.replace(compiled, limits=limits))
     session.serve(prompts_after([0], seed=1))
     requests = prompts_after([0, 0, 0], seed=3)

@@ -101,20 +101,20 @@ def window_of(kind: str) -> int:
 
 def space_of(limits: ServeLimits, window: int, *, num_rows: int, spare: int) -> WindowSpace:
     of_rows = num_rows * limits.window_pages_per_row(window)
-    return WindowSpace(window, of_rows + limits.pages_of_chunks(limits.chunk_size) + spare)
+    return WindowSpace(window, of_rows + limits.pages_of_chunks(limits.programs.chunk_size) + spare)
 
 
 def session_of(
     compiled: Compiled, *, spare: int = SPARE, prefix_cache: bool = True, **how: Any
 ) -> Session:
     """As the engine, or with fewer pages of windows."""
-    (own,) = compiled.limits.windows
+    (own,) = compiled.limits.pool.windows
     space = space_of(compiled.limits, own.window, num_rows=2, spare=spare)
     return Session(compiled, prefix_cache=prefix_cache, windows=(space,), **how)
 
 
 def check_idle(session: Session) -> None:
-    (space,) = session.view.limits.windows
+    (space,) = session.view.limits.pool.windows
     assert session.scheduler.stats.num_free_window_pages == (space.num_pages,)
 
 
@@ -149,7 +149,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_
     compiled = engine(kind)
     how: dict[str, Any] = {"chunk_size": chunk, "overlap_depth": depth}
     session, cold = session_of(compiled, **how), session_of(compiled, prefix_cache=False, **how)
-    size, new = compiled.limits.page_size, 5 + 1 + compiled.limits.spec.tokens_ahead
+    size, new = compiled.limits.pool.page_size, 5 + 1 + compiled.limits.spec.tokens_ahead
     for turn, prompt, found in conversations(kind, num_turns=num_turns, session=session, cold=cold):
         assert found % size == 0
         assert found >= (prompt - new) // size * size or turn == 0
@@ -160,7 +160,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_
 def test_text_is_the_same_in_pools_that_are_short(kind: str) -> None:
     """In both spaces: rows wait or are retracted, and cached pages are evicted."""
     compiled = engine(kind)
-    num_pages = 272 // compiled.limits.page_size
+    num_pages = 272 // compiled.limits.pool.page_size
     session = session_of(compiled, spare=0, num_pages=num_pages)
     cold = session_of(compiled, prefix_cache=False)
     for seed in (70, 71):  # the second wave begins as the first
@@ -192,7 +192,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     again = dataclasses.replace(requests[0], prompt_ids=(*requests[0].prompt_ids, *half(expected)))
     warm, other = session.serve([again])[0], cold.serve([again])[0]
     assert ids_of(warm) == ids_of(other)
-    size, ahead = compiled.limits.page_size, compiled.limits.spec.tokens_ahead
+    size, ahead = compiled.limits.pool.page_size, compiled.limits.spec.tokens_ahead
     assert warm[-1].cached_tokens >= (len(again.prompt_ids) - 1 - ahead) // size * size
     check_idle(session)
 
@@ -244,7 +244,7 @@ def compare_rows(warm: Session, cold: Session, *, committed: int) -> None:
 def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     """What the pools hold for the first `count` tokens of the last row, which was in slot 1: for
     layers with a window for the last ones, which a next query would see."""
-    state, size = session.runner.state, session.view.limits.page_size
+    state, size = session.runner.state, session.view.limits.pool.page_size
     program = session.compiled.program
     groups = (program.target if name == "kv" else program.drafter).cache_groups
     found = []

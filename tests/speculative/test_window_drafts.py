@@ -6,7 +6,6 @@ The layers are those that two families publish (`published_layers`), over a targ
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from typing import Any
 
@@ -37,6 +36,7 @@ from tests.speculative.engines import (
 from tests.speculative.multi_layer_rows import config_of, head_of
 from tests.speculative.test_multi_layer import draft_params, whole_text
 from tests.support.dial_drafter import DialMultiLayerDrafter
+from tests.support.flat_limits import with_limits
 
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
 PAGE, NUM_ROWS, CHUNK = 2, 2, 8
@@ -54,7 +54,7 @@ def engine(name: str, shape: tuple[int, int, int]) -> Compiled:
     spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
     limits, window = limits_of(spec, page_size=PAGE), window_of(name)
     pages = NUM_ROWS * limits.window_pages_per_row(window)
-    pages += limits.pages_of_chunks(limits.chunk_size)
+    pages += limits.pages_of_chunks(limits.programs.chunk_size)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
         return DialMultiLayerDrafter(head_of(name, ops, shard), spec, acceptance=DIAL_ACCEPTANCE)
@@ -92,12 +92,12 @@ def check(name: str, shape: tuple[int, int, int]) -> None:
     it caches, layer by layer."""
     compiled, requests = engine(name, shape), some_requests()
     expected = [plain_ids(request) for request in requests]
-    limits = dataclasses.replace(compiled.limits, prefill_buckets=(CHUNK,), prefix_cache=False)
+    limits = with_limits(compiled.limits, prefill_buckets=(CHUNK,), prefix_cache=False)
     view = ViewRunner(compiled.runner(dial=dial_for(requests, expected)), limits)
     served = asyncio.run(serve_view(view, requests))
     assert list(served.ids) == expected
     assert served.num_leaked_pages == 0
-    assert served.num_free_window_pages == (limits.windows[0].num_pages,)
+    assert served.num_free_window_pages == (limits.pool.windows[0].num_pages,)
     counts = {count for accepted in served.accepted for count in accepted}
     assert counts >= {0, shape[0]}
     last = next(plan.rows for plan, _ in reversed(served.steps) if plan.rows)[0]

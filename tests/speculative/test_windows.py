@@ -52,6 +52,7 @@ from tests.speculative.engines import (
 )
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
 from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.support.flat_limits import with_limits
 
 PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
@@ -71,8 +72,8 @@ def windowed(windows: tuple[int | None, ...]) -> ModelSpec:
 def with_space(limits: ServeLimits, *, num_rows: int) -> ServeLimits:
     """Window pages for that many rows and not one more."""
     each = limits.window_pages_per_row(WINDOW)
-    num_pages = num_rows * each + limits.pages_of_chunks(limits.chunk_size)
-    return dataclasses.replace(limits, windows=(WindowSpace(WINDOW, num_pages),))
+    num_pages = num_rows * each + limits.pages_of_chunks(limits.programs.chunk_size)
+    return with_limits(limits, windows=(WindowSpace(WINDOW, num_pages),))
 
 
 @functools.cache
@@ -98,7 +99,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
         draft_params = {"head": head_params, "dial": empty}
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = with_space(limits_of(spec, page_size=PAGE), num_rows=2)
-    limits = dataclasses.replace(limits, prefix_cache=True)
+    limits = with_limits(limits, prefix_cache=True)
     params = place(mesh, program.tables, {"target": target_params, "draft": draft_params})
     executables = compile_all(
         program,
@@ -150,9 +151,9 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     dial = dial_for(asked, expected) if name in DIALLED else None
     served = serve(compiled, asked, dial=dial, **how)
     assert list(served.ids) == expected
-    (space,) = compiled.limits.windows
+    (space,) = compiled.limits.pool.windows
     assert served.num_free_window_pages == (space.num_pages,)
-    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.pool.num_pages)
     return served
 
 
@@ -172,7 +173,7 @@ def test_the_text_is_that_of_a_dense_forward(
 ) -> None:
     """In a pool that no row's text would fit into, let alone two."""
     served = run(name, windows, overlap_depth=depth, chunk_size=chunk)
-    (space,) = engine(name, windows).limits.windows
+    (space,) = engine(name, windows).limits.pool.windows
     assert space.num_pages * PAGE < 2 * NUM_TOKENS
     if name != "plain":
         assert len({n for accepted in served.accepted for n in accepted}) > 1
@@ -209,7 +210,7 @@ def test_a_next_turn_begins_after_the_first_and_says_the_same(
     ahead = compiled.limits.spec.tokens_ahead
     assert served[-1].cached_tokens == (prompt_len + 30 - 1 - ahead) // PAGE * PAGE
     assert expected[-1].cached_tokens == 0
-    (space,) = compiled.limits.windows
+    (space,) = compiled.limits.pool.windows
     assert warm.scheduler.stats.num_free_window_pages == (space.num_pages,)
 
 

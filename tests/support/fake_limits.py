@@ -6,6 +6,7 @@ import dataclasses
 
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
 from jspec.spec.indexing import powers_of_two
+from tests.support.flat_limits import flat_limits
 
 
 def small_limits(
@@ -33,7 +34,7 @@ def small_limits(
         topk=topk,
         num_draft_tokens=nodes,
     )
-    return ServeLimits(
+    return flat_limits(
         spec=spec,
         num_slots=num_slots,
         num_pages=num_pages,

@@ -19,8 +19,8 @@ class FakePages:
     """A page has one owner, the only row that writes it; once shared it is read-only."""
 
     def __init__(self, limits: ServeLimits) -> None:
-        self._size = limits.page_size
-        self._num_pages = limits.num_pages
+        self._size = limits.pool.page_size
+        self._num_pages = limits.pool.num_pages
         self._lookahead, self._lag = limits.spec.tokens_ahead, limits.spec.lag
         self._owners: dict[int, RowRef] = {}
         self._sharers: dict[int, set[RowRef]] = {}

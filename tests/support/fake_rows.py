@@ -81,11 +81,11 @@ class FakeWindows:
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
-        self._pages: tuple[dict[int, FakeWindowPage], ...] = tuple({} for _ in limits.windows)
+        self._pages: tuple[dict[int, FakeWindowPage], ...] = tuple({} for _ in limits.pool.windows)
 
     def grant(self, grant: PageGrant, ref: RowRef, rows: dict[int, FakeRow]) -> None:
         """Give the page to the row; a former row that still needs it must have ended."""
-        space, size = self._limits.windows[grant.space - 1], self._limits.page_size
+        space, size = self._limits.pool.windows[grant.space - 1], self._limits.pool.page_size
         row, pages = rows[ref.slot], self._pages[grant.space - 1]
         table = row.window_pages[grant.space - 1]
         for index, page in enumerate(grant.pages, grant.index):
@@ -104,7 +104,7 @@ class FakeWindows:
     def _share(
         self, grant: PageGrant, row: FakeRow, pages: dict[int, FakeWindowPage], *, index: int
     ) -> None:
-        ref, size = row.admission.row, self._limits.page_size
+        ref, size = row.admission.row, self._limits.pool.page_size
         number = grant.pages[index - grant.index]
         require(number in pages, f"{grant}, which nobody has written")
         page = pages[number]
@@ -120,7 +120,7 @@ class FakeWindows:
         self, grant: PageGrant, other: RowRef, rows: dict[int, FakeRow], *, ref: RowRef, index: int
     ) -> None:
         """Take the page from a former row, which must not see it any more, or have ended."""
-        space, size = self._limits.windows[grant.space - 1], self._limits.page_size
+        space, size = self._limits.pool.windows[grant.space - 1], self._limits.pool.page_size
         row = rows.get(other.slot)
         if row is None or row.admission.row != other:
             return
@@ -133,9 +133,9 @@ class FakeWindows:
 
     def check(self, row: FakeRow, *, first: int, end: int) -> None:
         """Check that queries from `first` and writes up to `end` use only the row's own pages."""
-        size = self._limits.page_size
+        size = self._limits.pool.page_size
         first = max(first - self._limits.spec.lag, row.admission.cached_len)
-        for space, table in zip(self._limits.windows, row.window_pages, strict=True):
+        for space, table in zip(self._limits.pool.windows, row.window_pages, strict=True):
             begin = max(first - (space.window - 1), 0) // size
             missing = [i for i in range(begin, indexing.num_pages(end, size)) if i not in table]
             require(
@@ -145,7 +145,11 @@ class FakeWindows:
             )
 
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
-        ref, size, ahead = row.admission.row, self._limits.page_size, self._limits.spec.tokens_ahead
+        ref, size, ahead = (
+            row.admission.row,
+            self._limits.pool.page_size,
+            self._limits.spec.tokens_ahead,
+        )
         first = max(first - self._limits.spec.lag, row.admission.cached_len)
         for pages, table in zip(self._pages, row.window_pages, strict=True):
             for position in range(first, end + scratch):

@@ -204,18 +204,18 @@ class FakeRunner:
         limits, refs = self._limits, plan.row_refs
         require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
         unread = len(self._in_flight)
-        require(unread <= limits.overlap_depth, f"{unread} unread steps at a dispatch")
+        require(unread <= limits.scheduling.overlap_depth, f"{unread} unread steps at a dispatch")
         slots = [ref.slot for ref in refs]
         require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
-        require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
+        require(all(1 <= slot <= limits.pool.num_slots for slot in slots), f"slots {slots}")
         if plan.is_prefill:
             slots_in = [admission.row.slot for admission in plan.admissions]
             slots_of = [grant.slot for grant in plan.grants if grant.space == 0]
             require(slots_of == slots_in, f"pages of {slots_of} for {slots_in}")
             require(not plan.rows, "a prefill with rows")
-            require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
+            require(len(slots) <= limits.programs.prefill_rows, f"{len(slots)} rows of a prefill")
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-            require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
+            require(num_tokens <= limits.programs.chunk_size, f"{num_tokens} tokens of a prefill")
             begun = {chunk.row: chunk.start for chunk in plan.chunks}
             admitted = {admission.row: admission.cached_len for admission in plan.admissions}
             for row in (*admitted, *(row for row, start in begun.items() if start == 0)):
@@ -224,7 +224,9 @@ class FakeRunner:
         else:
             require(not plan.chunks and not plan.admissions, "a decode with chunks")
             require(not plan.restores and not plan.saves, "a decode with copies of states")
-            require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
+            require(
+                len(slots) <= limits.programs.decode_buckets[-1], f"{len(slots)} rows of a decode"
+            )
         new = {admission.row: admission.request for admission in plan.admissions}
         requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
         needed = PLAIN.union(request.sampling.features for request in requests)
@@ -247,7 +249,7 @@ class FakeRunner:
         require(grant.index == 0, f"{grant}, of a new row")
         require(len(grant.pages) <= self._limits.pages_per_row, f"many pages for {ref}")
         self._rows[ref.slot] = FakeRow(
-            admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.windows]
+            admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.pool.windows]
         )
         row = self._rows[ref.slot]
         row.num_filled = admission.cached_len
@@ -297,7 +299,7 @@ class FakeRunner:
                 self._pages.own(page, refs[grant.slot], self._rows)
         for slot in per_slot:
             row = self._rows[slot]
-            needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
+            needed, without = self._needed(row), self._num_owned(row) - self._limits.pool.page_size
             require(needed > without, f"slot {slot} needs {needed} and had {without} granted")
 
     def _grant_windows(self, plan: StepPlan) -> None:
@@ -320,7 +322,7 @@ class FakeRunner:
         """Positions that the useful rounds of the next step may write."""
         spec = self._limits.spec
         first = row.read_len + row.unread_tokens
-        final = first + (self._limits.num_rounds - 1) * spec.max_emitted
+        final = first + (self._limits.scheduling.num_rounds - 1) * spec.max_emitted
         return max(first, min(final, self._last(row))) + spec.num_scratch_rows
 
     def _last(self, row: FakeRow) -> int:
@@ -343,7 +345,7 @@ class FakeRunner:
                 self._windows.check(row, first=row.seq_len - row.pending, end=row.seq_len)
                 row.pending = 0
             if limits.max_pending and plan.shape.is_plain:
-                row.pending += plan.num_rounds(limits)
+                row.pending += plan.num_rounds(limits.scheduling)
                 require(row.pending <= limits.max_pending, f"{row.pending} tokens wait")
             else:
                 require(row.pending == 0, f"a row drafts while {row.pending} tokens wait")
@@ -357,7 +359,7 @@ class FakeRunner:
         require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
         require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
         self._check_tokens_left(row)
-        return tuple(self._run_round(row, plan) for _ in range(self._limits.num_rounds))
+        return tuple(self._run_round(row, plan) for _ in range(self._limits.scheduling.num_rounds))
 
     def _run_round(self, row: FakeRow, plan: StepPlan) -> tuple[int, ...]:
         shape = plan.shape
@@ -370,7 +372,7 @@ class FakeRunner:
             require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
             require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
             self._windows.check(row, first=row.seq_len, end=reserved)
-        width = self._limits.pages_per_row * self._limits.page_size
+        width = self._limits.pages_per_row * self._limits.pool.page_size
         require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
         is_drafting = request.sampling.speculative
         num_accepted = self._accepted_at(request, row.seq_len) if is_drafting else 0
@@ -397,4 +399,4 @@ class FakeRunner:
         require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
 
     def _num_owned(self, row: FakeRow) -> int:
-        return len(row.page_ids) * self._limits.page_size
+        return len(row.page_ids) * self._limits.pool.page_size

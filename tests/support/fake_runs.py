@@ -33,7 +33,10 @@ def check_cached(limits: ServeLimits, plan: StepPlan, cached: tuple[StepRun, ...
     for run in cached:
         rows = [chunk.row for chunk in run.chunks]
         num_ids = sum(len(chunk.token_ids) for chunk in run.chunks)
-        fits = 0 < num_ids <= limits.cached_draft_prefill_size and len(rows) <= limits.prefill_rows
+        fits = (
+            0 < num_ids <= limits.cached_draft_prefill_size
+            and len(rows) <= limits.programs.prefill_rows
+        )
         require(fits and len(set(rows)) == len(rows), f"runs give cached {run.chunks}")
         for chunk in run.chunks:
             ids = found.setdefault(chunk.row, [])

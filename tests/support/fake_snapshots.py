@@ -11,7 +11,7 @@ class FakeSnapshots:
     """What each snapshot slot has. A prefill restores before it runs, and saves afterwards."""
 
     def __init__(self, limits: ServeLimits) -> None:
-        self._count = 0 if limits.snapshots is None else limits.snapshots.count
+        self._count = 0 if limits.pool.snapshots is None else limits.pool.snapshots.count
         self._states: dict[int, int] = {}
 
     def restore(self, plan: StepPlan, rows: dict[int, FakeRow]) -> None:

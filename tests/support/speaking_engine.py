@@ -116,7 +116,7 @@ class SpeakingEngine(Engine):
             tokenizer,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=self.eos_token_ids,
-            context_length=self._limits.context_length,
+            context_length=self._limits.pool.context_length,
             chat_templates=ChatTemplates.from_directory(self._directory),
         )
         self._preparation = Heard(self.grammars, self.reasoning)

@@ -10,7 +10,13 @@ from functools import partial
 
 import jax
 
-from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.config.limits import (
+    PoolLimits,
+    ProgramLimits,
+    SchedulingLimits,
+    ServeLimits,
+    WindowSpace,
+)
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.engine.memory import device_memory
@@ -48,24 +54,30 @@ def size_pool(
     page_size, num_slots = config.page_size, config.max_running_requests
     limits = ServeLimits(
         spec=config.speculative,
-        num_slots=num_slots,
-        num_pages=num_slots * _pages_of_context(config),
-        page_size=page_size,
-        context_length=config.context_length,
-        decode_buckets=config.decode_buckets,
-        prefill_buckets=config.prefill_buckets,
-        prefill_rows=config.prefill_rows,
-        prefill_budget=config.prefill_budget_tokens,
-        prefill_seconds=None
-        if config.prefill_budget_ms is None
-        else config.prefill_budget_ms / 1e3,
-        overlap_depth=config.overlap_depth,
-        num_rounds=config.num_continuous_decode_steps,
-        max_queued_requests=config.max_queued_requests,
-        priority_order=config.priority_order,
-        prefix_cache=not config.disable_radix_cache,
-        logprobs=config.logprobs,
         other_shapes=config.other_shapes,
+        pool=PoolLimits(
+            num_slots=num_slots,
+            num_pages=num_slots * _pages_of_context(config),
+            page_size=page_size,
+            context_length=config.context_length,
+        ),
+        programs=ProgramLimits(
+            decode_buckets=config.decode_buckets,
+            prefill_buckets=config.prefill_buckets,
+            prefill_rows=config.prefill_rows,
+            logprobs=config.logprobs,
+        ),
+        scheduling=SchedulingLimits(
+            prefill_budget=config.prefill_budget_tokens,
+            prefill_seconds=None
+            if config.prefill_budget_ms is None
+            else config.prefill_budget_ms / 1e3,
+            overlap_depth=config.overlap_depth,
+            num_rounds=config.num_continuous_decode_steps,
+            max_queued_requests=config.max_queued_requests,
+            priority_order=config.priority_order,
+            prefix_cache=not config.disable_radix_cache,
+        ),
     )
     layout = CacheLayout(
         page_size=page_size,
@@ -92,13 +104,13 @@ def _sized(
     max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
     row: the last one that runs when pages are short. Caches by slot are allocated whole.
     """
-    page_size, of_page = limits.page_size, partial(cache_bytes, layout=layout)
+    page_size, of_page = limits.pool.page_size, partial(cache_bytes, layout=layout)
     states = slot_groups(groups)
     groups = tuple(group for group in groups if group not in states)
     scratch = config.speculative.num_scratch_pages(page_size)
-    of_states = (limits.num_slots + 1) * cache_bytes(states, layout)
+    of_states = (limits.pool.num_slots + 1) * cache_bytes(states, layout)
     pool_bytes = _pool_bytes(devices, config.mem_fraction_static) - of_states
-    most = limits.num_pages
+    most = limits.pool.num_pages
     tokens = config.max_total_tokens
     asked = None if tokens is None else indexing.num_pages(tokens, page_size) + scratch
     wanted = most if asked is None else asked
@@ -115,7 +127,7 @@ def _sized(
             num_bytes=asked * of_full + taken + of_states,
             fitting=max(0, room - scratch) * page_size,
         )
-        return replace(limits, num_pages=asked, windows=windows)
+        return _with_pages(limits, asked, windows)
     if room < scratch + 1:
         least = (scratch + 1) * of_full + taken + of_states
         raise device_memory.no_pool_error(
@@ -124,7 +136,13 @@ def _sized(
     notice = device_memory.unused_notice(devices, os.environ) if room < most else None
     if notice is not None:
         log.warning("%s", notice)
-    return replace(limits, num_pages=min(room, most), windows=windows)
+    return _with_pages(limits, min(room, most), windows)
+
+
+def _with_pages(
+    limits: ServeLimits, num_pages: int, windows: tuple[WindowSpace, ...]
+) -> ServeLimits:
+    return replace(limits, pool=replace(limits.pool, num_pages=num_pages, windows=windows))
 
 
 def _window_spaces(
@@ -137,15 +155,15 @@ def _window_spaces(
     shrinks. A window stays in the full space if one row's does not fit, or if it is as long as the
     context.
     """
-    of_chunks = limits.pages_of_chunks(limits.chunk_size)
-    of_context = limits.num_pages // limits.num_slots
+    of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
+    of_context = limits.pool.num_pages // limits.pool.num_slots
     spaces = []
     for window in sorted({group.window for group in groups if group.window is not None}):
         of_row = limits.window_pages_per_row(window)
         if of_row < of_context and of_row + of_chunks <= as_one:
-            wanted = limits.num_slots * of_row + of_chunks
-            if limits.prefix_cache:
-                tails = limits.num_slots * TAILS_PER_SLOT * limits.tail_pages(window)
+            wanted = limits.pool.num_slots * of_row + of_chunks
+            if limits.scheduling.prefix_cache:
+                tails = limits.pool.num_slots * TAILS_PER_SLOT * limits.pool.tail_pages(window)
                 wanted += min(tails, as_one // MOST_FOR_TAILS)
             spaces.append(WindowSpace(window, min(wanted, as_one)))
     return tuple(spaces)

@@ -45,8 +45,8 @@ HIDDEN, GRAMMAR = frozenset({StepOption.HIDDEN}), frozenset({StepOption.GRAMMAR}
 def decodes(limits: ServeLimits) -> Iterator[Wanted]:
     """Yield decodes with and without sampling, and the largest with log-probabilities, which few
     requests need (decision 22)."""
-    sizes = limits.decode_buckets
-    most = ALL if limits.logprobs else SAMPLING
+    sizes = limits.programs.decode_buckets
+    most = ALL if limits.programs.logprobs else SAMPLING
     key = partial(ProgramKey, StepKind.DECODE)
     yield Wanted(key(sizes[-1], most), Turn.NEEDED)
     yield Wanted(key(sizes[0], PLAIN), Turn.START)
@@ -57,8 +57,8 @@ def decodes(limits: ServeLimits) -> Iterator[Wanted]:
     for options in (PLAIN, SAMPLING):
         for shape in limits.other_shapes:
             yield from (Wanted(key(batch, options, shape), Turn.SHAPES) for batch in sizes)
-        if limits.sharing is not None:  # optional: the others serve too, but read more
-            large = [batch for batch in sizes if batch >= limits.sharing.least_rows]
+        if limits.programs.sharing is not None:  # optional: the others serve too, but read more
+            large = [batch for batch in sizes if batch >= limits.programs.sharing.least_rows]
             shared = with_sharing(options)
             yield from (Wanted(key(batch, shared), Turn.SHARING) for batch in reversed(large))
     hidden = StepOptions(most.members | HIDDEN)
@@ -106,7 +106,7 @@ DECODE = StepDef(
 
 
 def draft_prefills(limits: ServeLimits) -> Iterator[Wanted]:
-    for batch in limits.decode_buckets if limits.max_pending else ():
+    for batch in limits.programs.decode_buckets if limits.max_pending else ():
         yield Wanted(ProgramKey(StepKind.DRAFT_PREFILL, batch, PLAIN), Turn.SHAPES)
 
 
@@ -128,14 +128,16 @@ def cut_decodes(
     limits: ServeLimits, *, kind: StepKind, options: frozenset[StepOption]
 ) -> Iterator[Wanted]:
     """Yield the largest decode with each part of `options` that requests may ask for."""
-    most = ALL if limits.logprobs else SAMPLING
+    most = ALL if limits.programs.logprobs else SAMPLING
     for asked in (GRAMMAR, GRAMMAR | HIDDEN):
         needed = StepOptions((most.members | asked) & options)
-        yield Wanted(ProgramKey(kind, limits.decode_buckets[-1], needed), Turn.ON_DEMAND, asked)
+        yield Wanted(
+            ProgramKey(kind, limits.programs.decode_buckets[-1], needed), Turn.ON_DEMAND, asked
+        )
 
 
 def settle_layout(key: ProgramKey, host: Host) -> PackedLayout:
-    nodes, words = host.limits.spec.num_draft_tokens, num_words(host.limits.vocab_size)
+    nodes, words = host.limits.spec.num_draft_tokens, num_words(host.limits.programs.vocab_size)
     return PackedLayout((("slots", (key.bucket,)), ("allowed", (key.bucket, nodes, words))))
 
 

@@ -38,8 +38,8 @@ ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)
 def prefills(limits: ServeLimits) -> Iterator[Wanted]:
     """Yield prefills with all sampling options (decision 4), the largest also with
     log-probabilities, and three sizes for rows with a grammar."""
-    sizes = limits.prefill_buckets
-    most = ALL if limits.logprobs else SAMPLING
+    sizes = limits.programs.prefill_buckets
+    most = ALL if limits.programs.logprobs else SAMPLING
 
     def wanted(
         size: int, options: StepOptions, turn: Turn, asked: frozenset[StepOption] = frozenset()
@@ -61,8 +61,8 @@ def prefills(limits: ServeLimits) -> Iterator[Wanted]:
 
 
 def layout(key: ProgramKey, host: Host) -> PackedLayout:
-    limits, tokens, rows = host.limits, key.bucket, host.limits.prefill_rows
-    masks = (("allowed", (rows, num_words(limits.vocab_size))),)
+    limits, tokens, rows = host.limits, key.bucket, host.limits.programs.prefill_rows
+    masks = (("allowed", (rows, num_words(limits.programs.vocab_size))),)
     return PackedLayout(
         (
             ("slots", (rows,)),
@@ -82,7 +82,7 @@ def layout(key: ProgramKey, host: Host) -> PackedLayout:
 
 
 def cached_layout(key: ProgramKey, host: Host) -> PackedLayout:
-    rows = host.limits.prefill_rows
+    rows = host.limits.programs.prefill_rows
     names = ("slots", "starts", "next_ids", "is_first", "prompt_lens")
     of_rows = tuple((name, (rows,)) for name in names)
     return PackedLayout((*of_rows, ("cu_q_lens", (rows + 1,)), ("token_ids", (key.bucket,))))
@@ -150,7 +150,7 @@ PREFILL = StepDef(
 
 
 def cached_draft_prefills(limits: ServeLimits) -> Iterator[Wanted]:
-    if limits.prefix_cache:
+    if limits.scheduling.prefix_cache:
         yield Wanted(
             ProgramKey(StepKind.CACHED_DRAFT_PREFILL, limits.cached_draft_prefill_size, PLAIN),
             Turn.NEEDED,

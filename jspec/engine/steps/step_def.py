@@ -114,7 +114,7 @@ class StepDef:
     reads: the one of them that `write` needs on the host
     gives: shardings of the output
     emits: the output has the columns of `layout.output_columns`
-    has_rounds: a program has `ServeLimits.num_rounds` verifications
+    has_rounds: a program has `SchedulingLimits.num_rounds` verifications
     is_decode: forwards run over bucket * N tokens, and XLA is set up for few
     is_timed: its draft shapes are chosen by their measured times
     """
@@ -148,7 +148,7 @@ def write_slots(fields: Fields, part: Part) -> None:
 
 def window_grants(host: Host, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the field of `num_grants` grants of each window space, if there are any."""
-    windows = host.limits.windows
+    windows = host.limits.pool.windows
     return (("window_grants", (len(windows), num_grants, 3)),) if windows else ()
 
 
@@ -165,5 +165,5 @@ def write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
 
 
 def write_window_grants(fields: Fields, part: Part) -> None:
-    for i in range(len(part.host.limits.windows)):
+    for i in range(len(part.host.limits.pool.windows)):
         write_grants(fields["window_grants"][i], part.plan, space=i + 1)

@@ -36,10 +36,10 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
     to page 0.
     """
     first = committed + unread_tokens
-    final = first + (limits.num_rounds - 1) * limits.spec.max_emitted
+    final = first + (limits.scheduling.num_rounds - 1) * limits.spec.max_emitted
     start = max(first, min(final, last))
     positions = limits.spec.reserved_tokens(start, unread_rounds=0)
-    return indexing.num_pages(positions, limits.page_size)
+    return indexing.num_pages(positions, limits.pool.page_size)
 
 
 def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
@@ -48,7 +48,7 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
     With one token left the prefill emits it, nothing is decoded, and no scratch is needed.
     """
     if num_tokens_left <= 1:
-        return indexing.num_pages(fill_len, limits.page_size)
+        return indexing.num_pages(fill_len, limits.pool.page_size)
     last = fill_len + num_tokens_left - 2
     return pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
 
@@ -67,16 +67,18 @@ def pages_at_most(limits: ServeLimits, *, last: int, keep: int | None) -> int:
 
     keep: keys that a query of the space's layers sees; None: all.
     """
-    whole = indexing.num_pages(limits.reserved_tokens_at_most(last), limits.page_size)
+    whole = indexing.num_pages(limits.reserved_tokens_at_most(last), limits.pool.page_size)
     return min(limits.pages_per_row if keep is None else limits.window_pages_per_row(keep), whole)
 
 
 def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
     """Return the pages of a row after HEADROOM_ROUNDS more rounds, or at its end."""
-    rounds = HEADROOM_ROUNDS + (limits.overlap_depth + 1) * limits.num_rounds - 1
+    rounds = (
+        HEADROOM_ROUNDS + (limits.scheduling.overlap_depth + 1) * limits.scheduling.num_rounds - 1
+    )
     goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
     positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
-    return indexing.num_pages(positions, limits.page_size)
+    return indexing.num_pages(positions, limits.pool.page_size)
 
 
 def check_batch(
@@ -95,10 +97,10 @@ def check_batch(
         names.add(name)
     found = [check_request(limits, request) for request in requests]
     check_number(limits, len(requests))
-    if num_queued + len(requests) > limits.max_queued_requests:
+    if num_queued + len(requests) > limits.scheduling.max_queued_requests:
         raise QueueFullError(
             f"requests: {num_queued} waiting, {len(requests)} new; expected at most "
-            f"max_queued_requests {limits.max_queued_requests} together"
+            f"max_queued_requests {limits.scheduling.max_queued_requests} together"
         )
     return found
 
@@ -108,7 +110,7 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 
     Raises RequestError for a request that can never run here.
     """
-    if request.priority and limits.priority_order is PriorityOrder.OFF:
+    if request.priority and limits.scheduling.priority_order is PriorityOrder.OFF:
         raise RequestError(
             f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
             f"an engine with enable_priority_scheduling"
@@ -125,12 +127,12 @@ def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams)
     Raises RequestError for a prompt that can never run here, because of its length or because no
     program supports its parameters.
     """
-    if sampling.return_logprob and not limits.logprobs:
+    if sampling.return_logprob and not limits.programs.logprobs:
         raise RequestError(
             "return_logprob is true; expected false, since the engine was started with "
             "disable_logprobs"
         )
-    if sampling.return_hidden_states and limits.hidden is None:
+    if sampling.return_hidden_states and limits.programs.hidden is None:
         raise RequestError(
             "return_hidden_states is true; expected false, since this engine has no programs for it"
         )
@@ -139,10 +141,10 @@ def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams)
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
     """Raise RequestError for more requests than can ever wait together."""
-    if num_requests > limits.max_queued_requests:
+    if num_requests > limits.scheduling.max_queued_requests:
         raise RequestError(
             f"{num_requests} sequences at once; expected at most max_queued_requests "
-            f"{limits.max_queued_requests}"
+            f"{limits.scheduling.max_queued_requests}"
         )
 
 
@@ -161,22 +163,23 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")
     emits_nothing = max_new_tokens == 0
-    if prompt_len >= limits.context_length + emits_nothing:
+    if prompt_len >= limits.pool.context_length + emits_nothing:
         expected = "at most" if emits_nothing else "fewer than"
         raise RequestError(
             f"the prompt has {prompt_len} tokens; expected {expected} the context length "
-            f"{limits.context_length}"
+            f"{limits.pool.context_length}"
         )
     if prompt_len > limits.max_total_tokens:
         raise RequestError(
             f"the prompt has {prompt_len} tokens; expected at most {limits.max_total_tokens}, the "
             f"size of the whole KV pool (max_total_tokens)"
         )
-    in_context = limits.context_length - prompt_len
+    in_context = limits.pool.context_length - prompt_len
     if max_new_tokens is not None and max_new_tokens > in_context:
         raise RequestError(
             f"max_new_tokens is {max_new_tokens} after a prompt of {prompt_len} tokens; expected "
-            f"at most {in_context}, which is left of the context length {limits.context_length}"
+            f"at most {in_context}, which is left of the context length "
+            f"{limits.pool.context_length}"
         )
     wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     in_pool = limits.max_total_tokens - prompt_len + 1  # the last token's KV is not written

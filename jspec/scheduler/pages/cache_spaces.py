@@ -59,8 +59,8 @@ class CacheSpaces:
 
     def __init__(self, limits: ServeLimits, *, weight_version: str = DEFAULT_VERSION) -> None:
         self._limits = limits
-        sizes: list[tuple[int | None, int]] = [(None, limits.num_pages)]
-        sizes += [(space.window, space.num_pages) for space in limits.windows]
+        sizes: list[tuple[int | None, int]] = [(None, limits.pool.num_pages)]
+        sizes += [(space.window, space.num_pages) for space in limits.pool.windows]
         self.spaces = tuple(
             PageSpace(
                 limits,
@@ -73,15 +73,15 @@ class CacheSpaces:
         )
         of_trees: list[RecordSpace] = [*self.spaces]
         self.snapshots: SnapshotSpace | None = None
-        if limits.snapshots is not None:
+        if limits.pool.snapshots is not None:
             self.snapshots = SnapshotSpace(
-                limits.snapshots, index=len(self.spaces), page_size=limits.page_size
+                limits.pool.snapshots, index=len(self.spaces), page_size=limits.pool.page_size
             )
             of_trees.append(self.snapshots)
         self._cache = PrefixCache(
-            of_trees, page_size=limits.page_size, lookahead=limits.spec.tokens_ahead
+            of_trees, page_size=limits.pool.page_size, lookahead=limits.spec.tokens_ahead
         )
-        self._is_caching = limits.prefix_cache
+        self._is_caching = limits.scheduling.prefix_cache
         self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = weight_version
         self._num_weights = 0
@@ -139,7 +139,7 @@ class CacheSpaces:
         """
         if not self._is_caching:
             return False
-        page_size, namespace = self._limits.page_size, self._namespace(sequence)
+        page_size, namespace = self._limits.pool.page_size, self._namespace(sequence)
         fill_ids, have = sequence.sharable_ids, hit.num_pages
         most = (len(fill_ids) - 1) // page_size
         for writer in writers:
@@ -158,7 +158,7 @@ class CacheSpaces:
         high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
         while low < high:
             middle = (low + high + 1) // 2
-            end = middle * self._limits.page_size + self._limits.spec.tokens_ahead
+            end = middle * self._limits.pool.page_size + self._limits.spec.tokens_ahead
             if ids[:end] == other[:end]:
                 low = middle
             else:
@@ -181,7 +181,7 @@ class CacheSpaces:
             tenancy.last_cached = node
             for end in (node, hit.reached or node):
                 self._cache.seek(end)
-        tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
+        tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.pool.page_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = tenancy.cached_len
         slot = tenancy.row.slot
@@ -236,7 +236,7 @@ class CacheSpaces:
         before, known = tenancy.last_cached, tenancy.drafted_len
         if before is None or not self._is_current(tenancy):
             return
-        begin = before.depth * self._limits.page_size
+        begin = before.depth * self._limits.pool.page_size
         ids = tenancy.ids_between(begin, known)
         last = self._cache.extend(before, ids, known=known, begin=begin)
         since = 0 if is_last else before.depth
@@ -288,7 +288,7 @@ class CacheSpaces:
 
     def save(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[SnapshotCopy]:
         """Return the copy of the row's state after a chunk, if it is wanted."""
-        end, size = chunk.start + len(chunk.token_ids), self._limits.page_size
+        end, size = chunk.start + len(chunk.token_ids), self._limits.pool.page_size
         if self.snapshots is None or tenancy.last_cached is None:
             return []
         if not self.snapshots.saves_at(end, last=self._last_start(tenancy)):
@@ -301,7 +301,7 @@ class CacheSpaces:
 
     def _last_start(self, tenancy: Tenancy) -> int:
         """Return the last page end of a row's fill at which a text like it may start."""
-        size, length = self._limits.page_size, len(tenancy.fill_ids)
+        size, length = self._limits.pool.page_size, len(tenancy.fill_ids)
         return min(self._cache.num_full(length), (length - 1) // size) * size
 
     def _publish_snapshots(self, tenancy: Tenancy, last: Node, *, step: int) -> None:

@@ -86,11 +86,11 @@ class PageSpace:
         self.index = index
         self.keep = keep
         self.num_pages = num_pages
-        self.tail = sys.maxsize if keep is None else limits.tail_pages(keep)
+        self.tail = sys.maxsize if keep is None else limits.pool.tail_pages(keep)
         self.version = 0  # changes with each page attached or detached
         self._limits = limits
         self._on_evict = on_evict
-        self._of_chunks = 0 if keep is None else limits.pages_of_chunks(limits.chunk_size)
+        self._of_chunks = 0 if keep is None else limits.pages_of_chunks(limits.programs.chunk_size)
         self._free = list(range(num_pages, 0, -1))  # a stack
         self._users = [0] * (num_pages + 1)  # rows that use a page
         self._num_uses = 0  # the sum of _users
@@ -213,7 +213,7 @@ class PageSpace:
         """Return how many of the row's first pages no query from `length` on can see."""
         if self.keep is None:
             return 0
-        end = max(length - (self.keep - 1), 0) // self._limits.page_size
+        end = max(length - (self.keep - 1), 0) // self._limits.pool.page_size
         return min(max(end - row.first, 0), len(row.pages))
 
     def trim(self, row: RowPages, length: int) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jspec.config.limits import ServeLimits
+from jspec.config.limits import PoolLimits
 from jspec.config.shared_prefixes import SharedPrefix, SharingLimits
 from jspec.scheduler.row_table import Ints
 from jspec.scheduler.sequence import Tenancy
@@ -70,11 +70,11 @@ def saved_rows(count: int, *, rows_a_pack: int) -> int:
 class PrefixSharing:
     """The groups of the running rows, by slot; call `regroup` when a row starts or ends."""
 
-    def __init__(self, limits: ServeLimits, sharing: SharingLimits) -> None:
-        self._page_size = limits.page_size
+    def __init__(self, pool: PoolLimits, sharing: SharingLimits) -> None:
+        self._page_size = pool.page_size
         self._sharing = sharing
-        self._group = np.zeros(limits.num_slots + 1, np.int64)
-        self._keys = np.zeros(limits.num_slots + 1, np.int64)
+        self._group = np.zeros(pool.num_slots + 1, np.int64)
+        self._keys = np.zeros(pool.num_slots + 1, np.int64)
         self._found: tuple[Ints, Shared] | None = None  # of a decode, mostly the next one's
 
     def regroup(self, tenancies: Collection[Tenancy]) -> None:

@@ -168,7 +168,7 @@ class AdaptiveShapes:
             self._probe, self._num_probes_left = shape, num_steps
 
     def _place(self, num_rows: int, features: StepOptions) -> Place:
-        return core_shapes.bucket(num_rows, self._limits.decode_buckets), features
+        return core_shapes.bucket(num_rows, self._limits.programs.decode_buckets), features
 
     def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
         """Return the seconds of a step, at least half of the measured ones."""

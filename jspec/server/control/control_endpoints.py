@@ -100,13 +100,13 @@ class ControlEndpoints:
             {
                 "tokens": rows if is_list else rows[0],
                 "count": [len(row) for row in rows] if is_list else len(rows[0]),
-                "max_model_len": self.service.engine.limits.context_length,
+                "max_model_len": self.service.engine.limits.pool.context_length,
             }
         )
 
     def _check_size(self, name: str, size: int, unit: str) -> None:
         """Raise RequestError beyond any real prompt; 1 MB takes seconds, and 100 MB of memory."""
-        most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.context_length)
+        most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.pool.context_length)
         if size > most:
             raise RequestError(f"{name} has {size} {unit}; expected at most {most}")
 
@@ -134,7 +134,7 @@ class ControlEndpoints:
         given = {name: values[name] for name in CHAT_PROMPT_FIELDS if name in values}
         prompt = await self.service.chat_prompt(parse_chat(given))
         ids = list(prompt.input_ids or ())
-        most = self.service.engine.limits.context_length
+        most = self.service.engine.limits.pool.context_length
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
 
     async def detokenize(self, request: Request) -> Response:

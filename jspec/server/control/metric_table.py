@@ -139,7 +139,7 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
 
 def _used_tokens(now: Snapshot) -> int:
     """Clip to max_total_tokens: the pool's additional pages, for drafts, are not counted."""
-    return min(now.stats.num_used_pages * now.limits.page_size, now.limits.max_total_tokens)
+    return min(now.stats.num_used_pages * now.limits.pool.page_size, now.limits.max_total_tokens)
 
 
 def _gauge(*names: str, text: str, read: Callable[[Snapshot], Value]) -> MetricRow:

@@ -131,7 +131,7 @@ class OpenAIEndpoints:
             self.service.model_name,
             created=int(self.service.started),
             root=engine.args.model_path or self.service.model_name,
-            max_model_len=engine.limits.context_length,
+            max_model_len=engine.limits.pool.context_length,
         )
 
     async def models(self, _: Request) -> Response:
