@@ -67,6 +67,18 @@ class Ops:
         del decode_tokens
         return {}
 
+    def write_kv(
+        self,
+        k_new: Float[Array, "T G Dk"],
+        v_new: Float[Array, "T G Dv"],
+        kv_pages: Float[Array, "NP S G2 D"],
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+    ) -> Float[Array, "NP S G2 D"]:
+        """Write K and V as `attend` does, for tokens that attend to nothing."""
+        return reference.write_new(k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row)
+
     def attend(
         self,
         q: Float[Array, "T H Dq"],
@@ -80,9 +92,8 @@ class Ops:
         """Write k_new and v_new, then attend, as attention/api.py specifies."""
         check_call(q, kv_pages, rows, call)
         if k_new is not None and v_new is not None:
-            kv_pages = reference.write_new(
-                k_new, v_new, kv_pages, rows, queries_per_row=call.queries_per_row
-            )
+            per_row = call.queries_per_row
+            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
         return self.attend_written(q, kv_pages, rows, call, sinks), kv_pages
 
     def attend_written(

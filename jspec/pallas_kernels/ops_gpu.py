@@ -14,7 +14,7 @@ from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_fused as fused_attention_gpu
-from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared, reference
+from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
@@ -88,7 +88,7 @@ class GpuOps(Ops):
         if per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES:
             return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
         if k_new is not None and v_new is not None:
-            kv_pages = reference.write_new(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
+            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
         if per_row is None:
             out = paged_prefill_gpu.attend_packed(
                 q, kv_pages, rows, sinks=sinks, interpret=self.interpret, **call.settings

@@ -9,6 +9,7 @@ what one of its slots holds and where it is (`BeamLayout`).
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -82,8 +83,11 @@ class _Beams:
     ids: jax.Array  # i32[B, K]
     scores: jax.Array  # f32[B, K]
     carried: Any  # [B, K, .], from the parents
-    ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far]
+    ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far], each beam's own included
     pool_idx: jax.Array  # i32[B, K], index in the candidate pool
+
+
+_Expanded = tuple[Any, jax.Array, jax.Array]
 
 
 def first_level(
@@ -105,6 +109,62 @@ def grow_tree(
 ) -> tuple[KVPool, DraftTree]:
     """Run S - 1 draft forwards, then build the tree; the caches get the scratch slots."""
     first = first.best(spec.topk)
+
+    def expand(depth: int, beams: _Beams) -> _Expanded:
+        nonlocal caches
+        places = _rows_of_beams(rows, beams.ancestors, depth=depth, layout=layout)
+        caches, carried, ids, terms = forward(caches, beams.ids, beams.carried, places)
+        return carried, ids, terms
+
+    tree = _grow(rows.root_ids, first, expand, spec=spec)
+    return caches, tree
+
+
+def grow_from_lattice(
+    root_ids: Int[Array, "B"],
+    ids: Int[Array, "B S K"],
+    terms: Float[Array, "B S K"] | Float[Array, "B S K K"],
+    *,
+    spec: SpeculativeConfig,
+) -> DraftTree:
+    """Build the tree of a lattice: at each level the same K candidates follow every node.
+
+    terms: a candidate's log-probability (`candidates`, with shared noise). With four axes it
+        depends on the candidate before it: [b, s, p, k] is that of candidate k of level s + 1 under
+        candidate p of level s. Level 1 has one parent, the root, whose terms are at p = 0.
+
+    In:  ids [[a1 b1], [a2 b2]], terms [[-1 -2], [-0.5 -3]], S/K/N = 2/2/4
+    Out: tokens [root a1 b1 a2], parents [-1 0 0 1]: a2 under a1 scores -1.5, a2 under b1 -2.5
+    """
+    batch, topk = ids.shape[0], spec.topk
+    has_edges = terms.ndim == 4
+    root_terms = terms[:, 0, :1] if has_edges else terms[:, :1]
+
+    def expand(depth: int, beams: _Beams) -> _Expanded:
+        square = (batch, topk, topk)
+        here = terms[:, depth]
+        if has_edges:  # levels of the pool are of K or K * K candidates: K is a candidate's place
+            here = jnp.take_along_axis(here, (beams.pool_idx % topk)[:, :, None], 1, mode="clip")
+        else:
+            here = jnp.broadcast_to(here[:, None], square)
+        return (), jnp.broadcast_to(ids[:, depth, None], square), here
+
+    first = first_level(ids[:, :1], root_terms, carried=())
+    return _grow(root_ids, first, expand, spec=spec)
+
+
+def _grow(
+    root_ids: Int[Array, "B"],
+    first: LevelOne,
+    expand: Callable[[int, _Beams], _Expanded],
+    *,
+    spec: SpeculativeConfig,
+) -> DraftTree:
+    """Expand the K best candidates of each level, S - 1 times, and build the tree.
+
+    expand: returns (arrays the children carry, ids [B, K, K], terms [B, K, K]) of the beams at a
+        depth.
+    """
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
     first_of_level = 0
@@ -112,13 +172,11 @@ def grow_tree(
         ids=first.ids,
         scores=first.scores,
         carried=first.carried,
-        ancestors=jnp.zeros((batch, topk, 0), bool),
+        ancestors=_with_itself(jnp.zeros((batch, topk, 0), bool)),
         pool_idx=jnp.broadcast_to(jnp.arange(topk, dtype=jnp.int32), first.ids.shape),
     )
     for depth in range(1, spec.num_steps):
-        ancestors = _with_itself(beams.ancestors)
-        places = _rows_of_beams(rows, ancestors, depth=depth, layout=layout)
-        caches, carried, ids, terms = forward(caches, beams.ids, beams.carried, places)
+        carried, ids, terms = expand(depth, beams)
         first_of_level += levels[-1].ids.shape[1]
         level = Level(
             ids=ids.reshape(batch, -1),
@@ -127,9 +185,8 @@ def grow_tree(
         )
         levels.append(level)
         if depth < spec.num_steps - 1:
-            beams = _best_beams(level, ancestors, carried, topk=topk, first=first_of_level)
-    tree = build_tree(rows.root_ids, tuple(levels), num_draft_tokens=spec.num_draft_tokens)
-    return caches, tree
+            beams = _best_beams(level, beams.ancestors, carried, topk=topk, first=first_of_level)
+    return build_tree(root_ids, tuple(levels), num_draft_tokens=spec.num_draft_tokens)
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:
@@ -186,6 +243,6 @@ def _best_beams(
         ids=jnp.take_along_axis(level.ids, idx, axis=1, mode="clip"),
         scores=scores,
         carried=jax.tree.map(of_parent, carried),
-        ancestors=of_parent(ancestors),
+        ancestors=_with_itself(of_parent(ancestors)),
         pool_idx=first + idx,
     )

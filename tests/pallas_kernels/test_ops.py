@@ -110,8 +110,10 @@ def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
     assert not any(ops.with_columns(False).column_major for ops in OPS.values())
 
 
-def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Four tokens on each of two rows, K and V written by the call."""
+def written_and_seen(
+    ops: Ops, *, packed: bool, without_queries: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Four tokens on each of two rows, K and V written by the call, or before it."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -124,14 +126,14 @@ def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]
         cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
         q_positions=(prefix[:, None] + jnp.arange(4)).reshape(-1),
     )
-    out, pages = ops.attend(
-        draw(8, 4, 64),
-        draw(8, 2, 64),
-        draw(8, 2, 64),
-        draw(6, 16, 4, pool_width(ops, 64)),
-        rows,
-        AttentionCall(queries_per_row=None if packed else 4, scale=0.125),
-    )
+    q, k, v = draw(8, 4, 64), draw(8, 2, 64), draw(8, 2, 64)
+    pages, per_row = draw(6, 16, 4, pool_width(ops, 64)), None if packed else 4
+    call = AttentionCall(queries_per_row=per_row, scale=0.125)
+    if without_queries:
+        pages = ops.write_kv(k, v, pages, rows, queries_per_row=per_row)
+        out, pages = ops.attend(q, None, None, pages, rows, call)
+    else:
+        out, pages = ops.attend(q, k, v, pages, rows, call)
     return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
 
 
@@ -142,6 +144,19 @@ def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
     expected, expected_pages = written_and_seen(OPS["reference"], packed=packed)
     np.testing.assert_array_equal(pages, expected_pages)
     np.testing.assert_allclose(out, expected, atol=0.02)
+
+
+@pytest.mark.slow_cases("tpu_interpret-F", "tpu_interpret-T")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "name", ["xla", "tpu_interpret", pytest.param("gpu_interpret", marks=needs_mosaic_gpu)]
+)
+def test_k_and_v_written_without_queries_are_those_of_a_call(name: str, packed: bool) -> None:
+    expected = written_and_seen(OPS[name], packed=packed)
+    for ours, theirs in zip(
+        written_and_seen(OPS[name], packed=packed, without_queries=True), expected, strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:

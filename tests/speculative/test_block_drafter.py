@@ -28,11 +28,11 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup
-from jspec.speculative import beams
+from jspec.speculative.beams import grow_from_lattice
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
-from jspec.speculative.tree import Level, beam_scores, pack_bits
+from jspec.speculative.tree import pack_bits
 from tests.speculative.drafter_rows import Programs, Texts, random_history, refilled
 from tests.speculative.engines import TARGET, build, make_request, plain_ids, serve, tiny_params
 from tests.speculative.every_drafter import Kind
@@ -69,9 +69,9 @@ class BlockDrafter:
         """Two products a token: no layer is run."""
         context = emitted.features.aux_hidden @ params["fc"]
         k, v = (split(context @ params[name], G) for name in ("k", "v"))
-        call = AttentionCall(queries_per_row=emitted.queries_per_row, scale=SCALE)
-        nobody = jnp.zeros((context.shape[0], H, D), context.dtype)
-        _, pool = self.ops.attend(nobody, k, v, caches[0], emitted.rows, call)
+        pool = self.ops.write_kv(
+            k, v, caches[0], emitted.rows, queries_per_row=emitted.queries_per_row
+        )
         return (pool,), state
 
     def propose(
@@ -113,32 +113,7 @@ class BlockDrafter:
             shard=Shard(),
             ops=self.ops,
         )
-        return (pool,), self.lattice(rows.root_ids, ids, terms)
-
-    def lattice(self, root_ids: jax.Array, ids: jax.Array, terms: jax.Array) -> DraftTree:
-        """ids, terms [B, S, K]: what may follow at each depth, whatever came before."""
-        batch, num_steps, topk = ids.shape
-        scores = beam_scores(jnp.zeros((batch, 1)), terms[:, :1])[:, 0]
-        levels = [Level(ids=ids[:, 0], scores=scores, parents=jnp.full_like(ids[:, 0], -1))]
-        first = 0  # place in the pool of the level before
-        for depth in range(1, num_steps):
-            best, idx = jax.lax.top_k(levels[-1].scores, topk)
-            every = jnp.broadcast_to(ids[:, depth, None], (batch, topk, topk))
-            following = beam_scores(best, jnp.broadcast_to(terms[:, depth, None], every.shape))
-            parents = jnp.repeat(first + idx, topk, axis=1)
-            first += levels[-1].ids.shape[1]
-            levels.append(
-                Level(
-                    ids=every.reshape(batch, -1),
-                    scores=following.reshape(batch, -1),
-                    parents=parents.astype(jnp.int32),
-                )
-            )
-        build = vars(beams)["build_tree"]  # where drafter_rows looks in
-        tree: DraftTree = build(
-            root_ids, tuple(levels), num_draft_tokens=self.spec.num_draft_tokens
-        )
-        return tree
+        return (pool,), grow_from_lattice(rows.root_ids, ids, terms, spec=self.spec)
 
 
 def split(x: jax.Array, heads: int) -> jax.Array:

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.device.batch import DraftTree
+from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.spec import indexing
+from jspec.speculative.beams import grow_from_lattice
 from jspec.speculative.tree import (
     Level,
     ancestors,
@@ -208,3 +210,59 @@ def test_a_child_never_scores_above_its_parent() -> None:
     """Rounding may put a log-probability above 0; the tree would not be closed then."""
     scores = jax.jit(partial(beam_scores))(jnp.asarray([[-1.0, -2.0]]), jnp.full((1, 2, 2), 1e-7))
     np.testing.assert_array_equal(scores, [[[-1.0, -1.0], [-2.0, -2.0]]])
+
+
+def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
+    """Tokens, parents and depths; candidate k of level s + 1 is token 10 * (s + 1) + k."""
+    num_steps, topk = terms.shape[1], terms.shape[2]
+    ids = 10 * (1 + np.arange(num_steps))[:, None] + np.arange(topk)
+    tree = grow_from_lattice(
+        jnp.asarray([7], jnp.int32),
+        jnp.asarray(ids[None], jnp.int32),
+        jnp.asarray(terms, jnp.float32),
+        spec=SpeculativeConfig(
+            algorithm=Algorithm.EAGLE,
+            num_steps=num_steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+        ),
+    )
+    return [np.asarray(x)[0].tolist() for x in (tree.tokens, tree.parents, tree.depths)]
+
+
+def test_the_best_paths_of_a_lattice_are_its_tree() -> None:
+    """The example of `grow_from_lattice`; and equal terms go to the lower index."""
+    terms = np.array([[[-1.0, -2.0], [-0.5, -3.0]]])
+    assert lattice_tree(terms, num_draft_tokens=4) == [[7, 10, 11, 20], [-1, 0, 0, 1], [0, 1, 1, 2]]
+    tree = lattice_tree(np.full((1, 2, 2), -1.0), num_draft_tokens=5)
+    assert tree == [[7, 10, 11, 20, 21], [-1, 0, 0, 1, 1], [0, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(("topk", "num_draft_tokens"), [(1, 4), (3, 9)])
+def test_edges_of_a_lattice_follow_the_candidate_before(topk: int, num_draft_tokens: int) -> None:
+    """Every node is reached by its own path's edges, and no candidate that is left out beats one
+    that is in: by hand, over what the K best of each level expand to."""
+    rng = np.random.default_rng(topk)
+    edges = -rng.exponential(size=(3, topk, topk))
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for level in edges:
+        grown = [
+            (score + float(level[path[-1] if path else 0, k]), (*path, k))
+            for score, path in beams
+            for k in range(topk)
+        ]
+        pool += grown
+        beams = sorted(grown, key=lambda found: -found[0])[:topk]
+    best = {path for _, path in sorted(pool, key=lambda found: -found[0])[: num_draft_tokens - 1]}
+    tokens, parents, _ = lattice_tree(edges[None], num_draft_tokens=num_draft_tokens)
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token % 10))
+    assert set(paths[1:]) == best
+    if topk > 1:  # terms alone are edges that do not differ
+        terms = edges[:, 0]
+        same = np.broadcast_to(terms[None, :, None], (1, 3, topk, topk))
+        assert lattice_tree(same, num_draft_tokens=num_draft_tokens) == lattice_tree(
+            terms[None], num_draft_tokens=num_draft_tokens
+        )
