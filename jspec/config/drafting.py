@@ -1,16 +1,20 @@
-"""The host's data about draft algorithms: one constant per drafter.
+"""Draft algorithms: one record each, by name. Host data; the names are SGLang's.
 
-The scheduler reserves pages by these numbers and knows no drafter. A drafter's device half uses the
-same constant, so the two cannot differ.
+The scheduler reserves pages by these numbers and knows no drafter. The record's device half, which
+reads a checkpoint and builds the drafter, is in `speculative/drafters/registry.py` under the same
+name; a drafter carries its record, so the two cannot differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from jspec.errors import ConfigError
 from jspec.spec import indexing
 
+DEFAULT_STEPS = 3
 OfTree = Callable[[int, int], int]  # of S and K
 
 
@@ -19,28 +23,28 @@ def _nothing(num_steps: int, topk: int) -> int:
     return 0
 
 
-def _emitted(num_steps: int, topk: int) -> int:
-    """M rows: one per token that a verification can emit."""
+def emitted(num_steps: int, topk: int) -> int:
+    """M slots: one per token that a verification can emit."""
     del topk
     return indexing.max_emitted(num_steps)
 
 
-def _beams(num_steps: int, topk: int) -> int:
-    """K rows per draft forward, one forward per level after the first."""
+def beams(num_steps: int, topk: int) -> int:
+    """K slots per draft forward, one forward per level after the first."""
     return topk * max(num_steps - 1, 0)
 
 
 def _emitted_and_root(num_steps: int, topk: int) -> int:
-    """M + 1 rows: the next root's row is written too, which the next propose builds on."""
-    return _emitted(num_steps, topk) + 1
+    """M + 1 slots: the next root's slot is written too, which the next propose builds on."""
+    return emitted(num_steps, topk) + 1
 
 
 def _root_and_beams(num_steps: int, topk: int) -> int:
-    """The beams follow the root's row."""
-    return 1 + _beams(num_steps, topk)
+    """The beams follow the root's slot."""
+    return 1 + beams(num_steps, topk)
 
 
-def _expanded(num_steps: int, topk: int) -> int:
+def expanded(num_steps: int, topk: int) -> int:
     """K candidates at level 1; at each later level K for each of the K best before it."""
     return topk + max(num_steps - 1, 0) * topk * topk
 
@@ -55,62 +59,114 @@ def _branches(num_steps: int, topk: int) -> int:
     return num_steps * topk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
-    """lookahead: what a drafter caches at position i depends on tokens up to i + lookahead, and on
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Algorithm:
+    """How drafts are made, as the host knows it.
+
+    name: SGLang's `speculative_algorithm`. bundled_draft: folder of the bundled target's draft.
+    lookahead: what a drafter caches at position i depends on tokens up to i + lookahead, and on
         as many more as its last layer lags behind (`tokens_ahead`).
-    lag: rows by which its last layer lags behind, by S and K: rows before L that propose writes,
+    lag: slots by which its last layer lags behind, by S and K: slots before L that propose writes,
         too, and that the next advance writes again.
 
-    propose_rows, advance_rows: cache rows written past L, by S and K; L is the committed length
+    propose_slots, advance_slots: cache slots written past L, by S and K; L is the committed length
         before the verification whose tokens `advance` is given.
     num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
     keeps_ids: its state derives from the ids of its row alone; a row that begins after a cached
-        prefix must be told of the ids in it.
+        prefix must be given the ids in it.
     has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
     """
 
-    lookahead: int
-    propose_rows: OfTree = _nothing
-    advance_rows: OfTree = _nothing
+    name: str
+    lookahead: int = 0
+    propose_slots: OfTree = _nothing
+    advance_slots: OfTree = _nothing
     num_candidates: OfTree = _nothing
     candidates: str = "none"
     keeps_ids: bool = False
     has_model: bool = False
     lag: OfTree = _nothing
     in_target: bool = False
+    bundled_draft: str | None = None
+
+    NONE: ClassVar[Algorithm]
+    EAGLE: ClassVar[Algorithm]
+    EAGLE3: ClassVar[Algorithm]
+    NGRAM: ClassVar[Algorithm]
+    STANDALONE: ClassVar[Algorithm]
+    NEXTN: ClassVar[Algorithm]
+    MULTI_LAYER_EAGLE: ClassVar[Algorithm]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        """The name: part of the keys of stored programs, so it holds no address."""
+        return self.name
 
     def tokens_ahead(self, num_steps: int, topk: int) -> int:
         """Return n such that the cache of any layer at position i depends on tokens up to i + n."""
         return self.lookahead + self.lag(num_steps, topk)
 
+    def filled_in(
+        self, steps: int | None, topk: int | None, nodes: int | None
+    ) -> tuple[int, int, int]:
+        """Return S/K/N with defaults for None: 3/1/4, and as many nodes as suit S and K."""
+        topk = 1 if topk is None else topk
+        if steps is None:
+            steps = DEFAULT_STEPS
+            if not self.has_model and topk == 1 and nodes is not None:
+                steps = max(nodes - 1, 1)  # like SGLang, whose flags of NGRAM give only N
+        if nodes is None:
+            pool = self.num_candidates(steps, topk)
+            nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
+        return steps, topk, nodes
 
-NO_DRAFTING = Drafting(lookahead=0)
-EAGLE = Drafting(
-    lookahead=1,
-    propose_rows=_beams,
-    advance_rows=_emitted,
-    num_candidates=_expanded,
-    candidates="K + (S-1)*K*K",
-    has_model=True,
+
+ALGORITHMS: dict[str, Algorithm] = {}
+
+
+def register(algorithm: Algorithm) -> Algorithm:
+    """Let `speculative_algorithm` name an algorithm. Raises ConfigError for a name in use."""
+    if algorithm.name in ALGORITHMS:
+        raise ConfigError(f"algorithm {algorithm.name} is registered; expected a new name")
+    ALGORITHMS[algorithm.name] = algorithm
+    return algorithm
+
+
+def _expanding(
+    name: str, *, advance_slots: OfTree = emitted, propose_slots: OfTree = beams, **more: Any
+) -> Algorithm:
+    """Register an algorithm with a draft model that expands the K best of each level."""
+    return register(
+        Algorithm(
+            name=name,
+            propose_slots=propose_slots,
+            advance_slots=advance_slots,
+            num_candidates=expanded,
+            candidates="K + (S-1)*K*K",
+            has_model=True,
+            **more,
+        )
+    )
+
+
+Algorithm.NONE = register(Algorithm(name="NONE"))
+Algorithm.EAGLE = _expanding("EAGLE", lookahead=1, bundled_draft="draft_eagle1")
+Algorithm.EAGLE3 = _expanding("EAGLE3", lookahead=1, bundled_draft="draft")
+Algorithm.NGRAM = register(
+    Algorithm(name="NGRAM", num_candidates=_branches, candidates="S*K", keeps_ids=True)
 )
-NEXTN = replace(EAGLE, in_target=True)
-STANDALONE = Drafting(
-    lookahead=0,
-    propose_rows=_root_and_beams,
-    advance_rows=_emitted_and_root,
-    num_candidates=_expanded,
-    candidates="K + (S-1)*K*K",
-    has_model=True,
+Algorithm.STANDALONE = _expanding(
+    "STANDALONE",
+    propose_slots=_root_and_beams,
+    advance_slots=_emitted_and_root,
+    bundled_draft="draft_lm",
 )
-NGRAM = Drafting(lookahead=0, num_candidates=_branches, candidates="S*K", keeps_ids=True)
-MULTI_LAYER = Drafting(
-    lookahead=1,
-    lag=_lag,
-    propose_rows=_beams,
-    advance_rows=_emitted,
-    num_candidates=_expanded,
-    candidates="K + (S-1)*K*K",
-    has_model=True,
-    in_target=True,
+# The target's own layer for multi-token prediction, run at every level.
+Algorithm.NEXTN = _expanding("NEXTN", lookahead=1, in_target=True, bundled_draft="draft_mtp")
+# Its layers, one per level. Not a flag value: the checkpoint decides what NEXTN, or EAGLE with
+# enable_multi_layer_eagle, means.
+Algorithm.MULTI_LAYER_EAGLE = _expanding(
+    "MULTI_LAYER_EAGLE", lookahead=1, lag=_lag, in_target=True, bundled_draft="draft_mtp"
 )

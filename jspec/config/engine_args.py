@@ -16,6 +16,7 @@ from jspec.config.arguments import (
     of_names,
     unset_error,
 )
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.errors import ConfigError
 
@@ -313,27 +314,27 @@ class EngineArgs:
 
     def _check_drafter(self) -> None:
         algorithm, path = self.algorithm, self.speculative_draft_model_path
-        if algorithm.drafting.has_model and self.bundled_draft is None:
-            in_target = algorithm.drafting.in_target and self.model_path is not None
+        if algorithm.has_model and self.bundled_draft is None:
+            in_target = algorithm.in_target and self.model_path is not None
             if path is None and not in_target:
-                needed = "model_path" if algorithm.drafting.in_target else "draft_model_path"
+                needed = "model_path" if algorithm.in_target else "draft_model_path"
                 raise ConfigError(
                     f"speculative_algorithm is {self.speculative_algorithm}; expected "
                     f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
-            raise unset_error("speculative_draft_model_path", path, algorithm.value)
+            raise unset_error("speculative_draft_model_path", path, algorithm.name)
         token_map = self.speculative_token_map
-        if token_map is not None and algorithm is not Algorithm.EAGLE:
-            hint = " (an EAGLE-3 head has a map of its own)" * (algorithm is Algorithm.EAGLE3)
-            raise unset_error("speculative_token_map", token_map, algorithm.value, hint=hint)
+        if token_map is not None and algorithm != Algorithm.EAGLE:
+            hint = " (an EAGLE-3 head has a map of its own)" * (algorithm == Algorithm.EAGLE3)
+            raise unset_error("speculative_token_map", token_map, algorithm.name, hint=hint)
         name = f"{_NGRAM}_min_match_window_size"
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
         if not 1 <= shortest <= longest:
             raise ConfigError(f"{name} is {shortest!r}; expected an integer from 1 to {longest}")
         corpus = self.speculative_ngram_external_corpus_path
-        if corpus is not None and algorithm is not Algorithm.NGRAM:
-            raise unset_error(f"{_NGRAM}_external_corpus_path", corpus, algorithm.value)
+        if corpus is not None and algorithm != Algorithm.NGRAM:
+            raise unset_error(f"{_NGRAM}_external_corpus_path", corpus, algorithm.name)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:
@@ -352,8 +353,8 @@ class EngineArgs:
         name = self.speculative_algorithm
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE
-        known = {algorithm.value: algorithm for algorithm in Algorithm}
-        multi_layer = known.pop(Algorithm.MULTI_LAYER_EAGLE.value)
+        known = dict(ALGORITHMS)
+        multi_layer = known.pop(Algorithm.MULTI_LAYER_EAGLE.name)
         if self.enable_multi_layer_eagle:
             if name not in ("EAGLE", "NEXTN"):
                 raise ConfigError(
@@ -385,7 +386,7 @@ class EngineArgs:
         """S/K/N in force. Raises ConfigError for invalid ones."""
         names = ("num_steps", "eagle_topk", "num_draft_tokens")
         given = {f"speculative_{name}": getattr(self, f"speculative_{name}") for name in names}
-        if self.algorithm is Algorithm.NONE:
+        if self.algorithm == Algorithm.NONE:
             for name, found in given.items():
                 if found is not None:
                     raise ConfigError(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
+from jspec.config.drafting import Algorithm as Algorithm
 from jspec.config.shared_prefixes import SharingLimits
-from jspec.config.speculation import Algorithm as Algorithm
 from jspec.config.speculation import SpeculativeConfig as SpeculativeConfig
 from jspec.errors import ConfigError
 from jspec.spec import indexing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm, SpeculativeConfig
 
@@ -19,7 +20,7 @@ class ResolvedConfig(EngineArgs):
         tokenizer_path: a directory even if no tokenizer is loaded
         compilation_cache_dir: "" if programs are not kept, or cannot be
         speculative_algorithm: the flag's name
-        drafts_as: the Algorithm in force, which may depend on the checkpoint
+        drafts_as: name of the algorithm in force, which may depend on the checkpoint
         kernels: the bundle's name in `pallas_kernels.bundles.OPS`
         column_major: store weights column-major where the kernels can read them so
         decode_buckets, prefill_buckets: B and T of the programs, ascending
@@ -56,7 +57,7 @@ class ResolvedConfig(EngineArgs):
 
     @property
     def algorithm(self) -> Algorithm:
-        return Algorithm(self.drafts_as)
+        return ALGORITHMS[self.drafts_as]
 
     @property
     def speculative(self) -> SpeculativeConfig:

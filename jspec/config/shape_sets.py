@@ -33,7 +33,7 @@ def _of_levels(spec: SpeculativeConfig, levels: int) -> SpeculativeConfig:
         return SpeculativeConfig.plain()
     if levels == spec.num_steps:
         return spec
-    most = 1 + spec.algorithm.drafting.num_candidates(levels, spec.topk)
+    most = 1 + spec.algorithm.num_candidates(levels, spec.topk)
     nodes = levels + 1 if spec.topk == 1 else min(most, spec.num_draft_tokens)
     return _shaped(spec, levels, spec.topk, nodes)
 

@@ -1,71 +1,12 @@
-"""Draft algorithms and draft shapes S/K/N. Host data; SGLang's names for the algorithms."""
+"""Draft shapes S/K/N. Host data."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.spec import indexing
-
-DEFAULT_STEPS = 3
-
-
-class Algorithm(enum.Enum):
-    """How drafts are made; the values are SGLang's `speculative_algorithm`."""
-
-    NONE = "NONE"
-    EAGLE = "EAGLE"
-    EAGLE3 = "EAGLE3"
-    NGRAM = "NGRAM"
-    STANDALONE = "STANDALONE"
-    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run at every level
-    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one per level. Not a flag value: the
-    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, means
-
-    @property
-    def drafting(self) -> Drafting:
-        return _DRAFTING[self]
-
-    @property
-    def bundled_draft(self) -> str | None:
-        """Folder of the bundled target's draft for this algorithm, if any."""
-        return _BUNDLED_DRAFTS.get(self)
-
-    def filled_in(
-        self, steps: int | None, topk: int | None, nodes: int | None
-    ) -> tuple[int, int, int]:
-        """Return S/K/N with defaults for None: 3/1/4, and as many nodes as suit S and K."""
-        topk = 1 if topk is None else topk
-        if steps is None:
-            steps = DEFAULT_STEPS
-            if self is Algorithm.NGRAM and topk == 1 and nodes is not None:
-                steps = max(nodes - 1, 1)  # like SGLang, whose flags give only N
-        if nodes is None:
-            pool = self.drafting.num_candidates(steps, topk)
-            nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
-        return steps, topk, nodes
-
-
-_BUNDLED_DRAFTS = {
-    Algorithm.EAGLE3: "draft",
-    Algorithm.EAGLE: "draft_eagle1",
-    Algorithm.NEXTN: "draft_mtp",
-    Algorithm.MULTI_LAYER_EAGLE: "draft_mtp",
-    Algorithm.STANDALONE: "draft_lm",
-}
-
-_DRAFTING = {
-    Algorithm.NONE: drafting.NO_DRAFTING,
-    Algorithm.EAGLE: drafting.EAGLE,
-    Algorithm.EAGLE3: drafting.EAGLE,
-    Algorithm.NGRAM: drafting.NGRAM,
-    Algorithm.STANDALONE: drafting.STANDALONE,
-    Algorithm.NEXTN: drafting.NEXTN,
-    Algorithm.MULTI_LAYER_EAGLE: drafting.MULTI_LAYER,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +26,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
-        if self.algorithm is Algorithm.NONE:
+        if self.algorithm == Algorithm.NONE:
             if (self.num_steps, self.topk, self.num_draft_tokens) != (0, 1, 1):
                 raise ConfigError(f"{spec} without a draft model; expected 0/1/1")
             if self.simulate_acceptance is not None:
@@ -106,7 +47,7 @@ class SpeculativeConfig:
         most = 1 + self.pool_size
         if not 2 <= self.num_draft_tokens <= most:
             raise ConfigError(
-                f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
+                f"{spec}: the tree has {self.algorithm.candidates} = {self.pool_size} "
                 f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
             )
         self._check_simulation()
@@ -129,7 +70,7 @@ class SpeculativeConfig:
     @property
     def is_plain(self) -> bool:
         """True if nothing is drafted: a tree of one node."""
-        return self.algorithm is Algorithm.NONE
+        return self.algorithm == Algorithm.NONE
 
     def __str__(self) -> str:
         """S/K/N."""
@@ -138,7 +79,7 @@ class SpeculativeConfig:
     def fits_within(self, other: SpeculativeConfig) -> bool:
         """True if plain, or of the same drafter and no larger than `other` in S, K and N."""
         return self.is_plain or (
-            self.algorithm is other.algorithm
+            self.algorithm == other.algorithm
             and self.num_steps <= other.num_steps
             and self.topk <= other.topk
             and self.num_draft_tokens <= other.num_draft_tokens
@@ -147,17 +88,17 @@ class SpeculativeConfig:
 
     @property
     def pool_size(self) -> int:
-        return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
+        return self.algorithm.num_candidates(self.num_steps, self.topk)
 
     @property
     def tokens_ahead(self) -> int:
         """n such that the drafter's cache at position i depends on tokens up to i + n."""
-        return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
+        return self.algorithm.tokens_ahead(self.num_steps, self.topk)
 
     @property
     def lag(self) -> int:
         """Rows by which the drafter's last layer lags behind the committed length."""
-        return self.algorithm.drafting.lag(self.num_steps, self.topk)
+        return self.algorithm.lag(self.num_steps, self.topk)
 
     @property
     def max_emitted(self) -> int:
@@ -166,17 +107,17 @@ class SpeculativeConfig:
     @property
     def num_scratch_rows(self) -> int:
         """KV slots after L that one step may write."""
-        drafting = self.algorithm.drafting
+        algorithm = self.algorithm
         return indexing.num_scratch_rows(
             self.num_draft_tokens,
-            propose_rows=drafting.propose_rows(self.num_steps, self.topk),
-            advance_rows=drafting.advance_rows(self.num_steps, self.topk),
+            propose_rows=algorithm.propose_slots(self.num_steps, self.topk),
+            advance_rows=algorithm.advance_slots(self.num_steps, self.topk),
         )
 
     @property
     def num_root_rows(self) -> int:
         """KV slots that a drafter writes after a prompt: 1 if it keeps a row for the root."""
-        rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
+        rows = self.algorithm.advance_slots(self.num_steps, self.topk)
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:

@@ -97,7 +97,7 @@ def cached_draft_prefills(
     They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
     Ids that exceed one program are split.
     """
-    keeps_ids = limits.spec.algorithm.drafting.keeps_ids
+    keeps_ids = limits.spec.algorithm.keeps_ids
     runs: list[list[PrefillChunk]] = []
     room = 0
     for admission in admissions:

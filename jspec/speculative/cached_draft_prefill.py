@@ -47,7 +47,7 @@ def cached_draft_prefill_step(
         first_id=program.target.token_ids()[0],
     )
     draft_kv, draft = state.draft_kv, state.draft
-    if program.drafter.drafting.keeps_ids:
+    if program.drafter.algorithm.keeps_ids:
         none = jnp.zeros((num_ids, 0))
         emitted = Emitted(
             token_ids=batch.token_ids,

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, SharedPrefixes, Verified
 from jspec.device.pytree import pytree, static
@@ -228,8 +227,8 @@ class Drafter(Protocol):
     """A draft method: static properties, and pure functions that are traced inside the step."""
 
     @property
-    def drafting(self) -> Drafting:
-        """The host's part of the declaration: lookahead and write extents."""
+    def algorithm(self) -> Algorithm:
+        """The host's part of the declaration: name, lookahead and write extents."""
         ...
 
     @property
@@ -273,8 +272,8 @@ class NoDrafter:
     """Plain decoding: a tree of one node."""
 
     @property
-    def drafting(self) -> Drafting:
-        return drafting.NO_DRAFTING
+    def algorithm(self) -> Algorithm:
+        return Algorithm.NONE
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

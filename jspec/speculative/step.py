@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.config.drafting import NO_DRAFTING
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
 from jspec.device.state import EngineState, put_rows, take_rows
@@ -72,12 +72,12 @@ class StepProgram:
 
     @property
     def is_deferring(self) -> bool:
-        return self.spec.is_plain and self.drafter.drafting != NO_DRAFTING
+        return self.spec.is_plain and self.drafter.algorithm != Algorithm.NONE
 
     def __post_init__(self) -> None:
-        if not self.is_deferring and self.drafter.drafting != self.spec.algorithm.drafting:
+        if not self.is_deferring and self.drafter.algorithm != self.spec.algorithm:
             raise ConfigError(
-                f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.value}; expected "
+                f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.name}; expected "
                 f"the drafter whose writes the host reserves for"
             )
 
@@ -335,4 +335,4 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
 def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
     """True for new rows; a drafter that keeps ids already has the ids of a cached prefix."""
     is_new = batch.admitted > 0
-    return is_new & (batch.starts == 0) if drafter.drafting.keeps_ids else is_new
+    return is_new & (batch.starts == 0) if drafter.algorithm.keeps_ids else is_new

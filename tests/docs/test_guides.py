@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.engine_args import EngineArgs
-from jspec.config.limits import Algorithm
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
@@ -49,10 +49,12 @@ def blocks_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Undo the family registration of a guide."""
-    before = list(FAMILIES)
+    """Undo the registration of a guide's family or drafter."""
+    before, drafters = list(FAMILIES), dict(DRAFTERS)
     yield
     FAMILIES[:] = before
+    for name in set(DRAFTERS) - set(drafters):
+        del DRAFTERS[name], ALGORITHMS[name]
 
 
 def write_alternating(path: Path, family: Any) -> ModelSpec:
@@ -95,14 +97,9 @@ def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_p
     spec = write_alternating(path, of_model["FAMILY"])
     assert [layer.attention.window for layer in spec.layers] == [None, WINDOW]
     args = EngineArgs(
-        model_path=str(path), speculative_algorithm="NGRAM", speculative_num_draft_tokens=3
+        model_path=str(path), speculative_algorithm="REPEAT", speculative_num_draft_tokens=3
     )
-    models = load_models(
-        args,
-        resolve_paths(args),
-        mesh=mesh_of(1),
-        drafters=of_drafter["drafters"],
-    )
+    models = load_models(args, resolve_paths(args), mesh=mesh_of(1))
     assert type(models.drafter) is of_drafter["RepeatDrafter"]
     requests = [
         make_request(i, prompt_len=5 + 9 * i, seed=30 + i, temperature=0.0, max_new_tokens=40)
@@ -129,10 +126,10 @@ def test_a_family_is_served_once_it_is_registered(tmp_path: Path) -> None:
         load_model_spec(tmp_path / "model")
 
 
-def test_a_drafter_of_the_guide_is_added_to_nothing_global() -> None:
-    before = DRAFTERS[Algorithm.NGRAM]
-    drafters = blocks_of("add_a_drafter.md")["drafters"]
-    assert DRAFTERS[Algorithm.NGRAM] is before is not drafters[Algorithm.NGRAM]
+def test_a_name_is_registered_once() -> None:
+    blocks_of("add_a_drafter.md")
+    with pytest.raises(ConfigError, match="algorithm REPEAT is registered; expected a new name"):
+        blocks_of("add_a_drafter.md")
 
 
 @pytest.mark.parametrize("name", ["add_a_model.md", "add_a_drafter.md"])

@@ -61,7 +61,7 @@ def test_a_cpu() -> None:
     assert (config.model_path, config.tokenizer_path) == ("/m", "/t")
     assert config.speculative_draft_model_path == "/d"
     spec = config.speculative
-    assert (spec.algorithm.value, spec.num_steps, spec.topk, spec.num_draft_tokens) == (
+    assert (spec.algorithm.name, spec.num_steps, spec.topk, spec.num_draft_tokens) == (
         "EAGLE3",
         3,
         1,

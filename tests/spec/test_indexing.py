@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.config.drafting import EAGLE
+from jspec.config.drafting import Algorithm
 from jspec.spec import indexing
 
 
@@ -44,7 +44,10 @@ def test_scratch_holds_the_tree_the_beams_and_what_was_emitted(
 ) -> None:
     """With EAGLE's declaration; a drafter that writes nothing leaves the tree's own rows."""
     num_steps, topk, nodes = spec
-    extents = EAGLE.propose_rows(num_steps, topk), EAGLE.advance_rows(num_steps, topk)
+    extents = (
+        Algorithm.EAGLE.propose_slots(num_steps, topk),
+        Algorithm.EAGLE.advance_slots(num_steps, topk),
+    )
     assert extents == (topk * max(num_steps - 1, 0), num_steps + 1)
     scratch = indexing.num_scratch_rows(nodes, propose_rows=extents[0], advance_rows=extents[1])
     assert scratch == rows
@@ -63,8 +66,8 @@ def test_reservation_holds_every_write_of_every_step_in_flight(
         num_steps=num_steps,
         scratch_rows=indexing.num_scratch_rows(
             num_draft_tokens,
-            propose_rows=EAGLE.propose_rows(num_steps, topk),
-            advance_rows=EAGLE.advance_rows(num_steps, topk),
+            propose_rows=Algorithm.EAGLE.propose_slots(num_steps, topk),
+            advance_rows=Algorithm.EAGLE.advance_slots(num_steps, topk),
         ),
     )
     longest = committed + unread * indexing.max_emitted(num_steps)

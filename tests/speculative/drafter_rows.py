@@ -39,7 +39,7 @@ Shape = tuple[int, int]  # S and K
 def whole_tree(kind: Kind, shape: Shape) -> tuple[int, int, int]:
     """S/K/N of which every candidate is a node."""
     num_steps, topk = shape
-    return num_steps, topk, 1 + kind.algorithm.drafting.num_candidates(num_steps, topk)
+    return num_steps, topk, 1 + kind.algorithm.num_candidates(num_steps, topk)
 
 
 class Programs:

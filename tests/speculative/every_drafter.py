@@ -35,7 +35,6 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import Eagle1Config, MtpConfig, uniform_decoder
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.eagle import EagleDrafter
-from jspec.speculative.drafters.mtp import RecurrentDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.standalone import StandaloneDrafter
@@ -366,7 +365,7 @@ def of_layers(name: str) -> Kind:
 
 def recurrent(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
     layer = MtpHead(multi_layer_rows.RECURRENT, ops, shard)
-    return RecurrentDrafter(RecurrentHead(layer), spec)
+    return EagleDrafter(RecurrentHead(layer), spec)
 
 
 EVERY: tuple[Kind, ...] = (

@@ -4,7 +4,6 @@ how a test loads and runs them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.workloads import MIMO_V2_FLASH_JSON
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
@@ -32,7 +29,7 @@ from jspec.models.placement import init_params, nested
 from jspec.models.registry import family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.mtp import RecurrentDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.speculative.engines import (
     CONTEXT,
@@ -270,15 +267,6 @@ def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
     return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DialRecurrentDrafter(DialDrafter):
-    """One layer that every level runs again, with the dial's guesses."""
-
-    @property
-    def drafting(self) -> Drafting:
-        return drafting.NEXTN
-
-
 def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
     """The loaded pair under a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
     target_params, draft = models.params["target"], models.params["draft"]
@@ -291,8 +279,8 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
     shards = models.target.shard.size
     if shape[0] == 0:
         return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
-    assert isinstance(own, MultiLayerDrafter | RecurrentDrafter)
-    is_recurrent = isinstance(own, RecurrentDrafter)
+    assert isinstance(own, MultiLayerDrafter | EagleDrafter)
+    is_recurrent = isinstance(own, EagleDrafter)
     spec = spec_of(*shape, Algorithm.NEXTN if is_recurrent else Algorithm.MULTI_LAYER_EAGLE)
     head = layers_of(own)
 
@@ -300,7 +288,7 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
         layers = MtpHead(head.config, ops, shard, head.names)
         if is_recurrent:
             inner = DialHead(RecurrentHead(layers))
-            return DialRecurrentDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
+            return DialDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(layers, spec, acceptance=DIAL_ACCEPTANCE)
 
     empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
@@ -319,6 +307,6 @@ def layers_of(drafter: Drafter) -> MtpHead:
     """The layers for multi-token prediction of either drafter."""
     if isinstance(drafter, MultiLayerDrafter):
         return drafter.head
-    assert isinstance(drafter, RecurrentDrafter)
+    assert isinstance(drafter, EagleDrafter)
     assert isinstance(drafter.head, RecurrentHead)
     return drafter.head.layer

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import pytest
 from jax.typing import DTypeLike
 
-from jspec.config import drafting, speculation
-from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.config import drafting
+from jspec.config.drafting import Algorithm
+from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
@@ -43,7 +44,12 @@ WIDTH = len(AUX) * TARGET.hidden_size
 SCALE = D**-0.5
 # A row of its cache is a feature: at position i nothing later counts. S + 1 scratch rows, the root
 # and S masks; as many tokens emitted.
-BLOCKS = replace(drafting.EAGLE, lookahead=0, propose_rows=drafting.EAGLE.advance_rows)
+BLOCKS = Algorithm(
+    name="BLOCKS",
+    propose_slots=drafting.emitted,
+    advance_slots=drafting.emitted,
+    num_candidates=drafting.expanded,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class BlockDrafter:
     spec: SpeculativeConfig
     ops: Ops
 
-    drafting = BLOCKS
+    algorithm = BLOCKS
     table = ()
     cache_groups = (CacheGroup("block", 1, KV(G, D, D)),)
     needs = Needs(aux_layer_ids=AUX)
@@ -155,7 +161,7 @@ class Dense:
 
 BLOCK = Kind(
     name="block",
-    algorithm=Algorithm.STANDALONE,  # whose place it takes
+    algorithm=BLOCKS,
     make=lambda spec, ops, _: BlockDrafter(spec, ops),
     params=draft_params,
     guesses=None,
@@ -185,10 +191,7 @@ def test_guesses_and_caches_are_those_of_a_dense_forward(shape: tuple[int, int, 
 @pytest.mark.parametrize(
     "shape", [pytest.param(SHAPES[0], marks=pytest.mark.slow), SHAPES[1]], ids=["chain", "lattice"]
 )
-def test_the_text_is_that_of_plain_decoding(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(speculation._DRAFTING, BLOCK.algorithm, BLOCKS)
+def test_the_text_is_that_of_plain_decoding(shape: tuple[int, int, int]) -> None:
     compiled = build(
         BLOCK.spec(shape),
         page_size=4,

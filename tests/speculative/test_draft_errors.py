@@ -95,7 +95,7 @@ def source(kind: str, path: Path) -> DraftSource:
         tokenizer=path,
         shards=1,
     )
-    return DRAFTERS[args.algorithm](request)
+    return DRAFTERS[args.algorithm.name](request)
 
 
 KINDS = pytest.mark.parametrize("kind", WRITERS)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
@@ -34,7 +35,6 @@ from jspec.speculative.drafter import (
     with_next_ids,
 )
 from jspec.speculative.drafters.eagle import EagleDrafter
-from jspec.speculative.drafters.mtp import RecurrentDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
@@ -182,7 +182,7 @@ def drafters() -> dict[Algorithm, Drafter]:
         Algorithm.STANDALONE: StandaloneDrafter(
             Decoder(TARGET, Ops()), spec_of(3, 2, 7, Algorithm.STANDALONE)
         ),
-        Algorithm.NEXTN: RecurrentDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.NEXTN)),
+        Algorithm.NEXTN: EagleDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.NEXTN)),
         Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
             MtpHead(MtpConfig(model=TARGET, target_num_layers=3), Ops()),
             spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
@@ -192,19 +192,20 @@ def drafters() -> dict[Algorithm, Drafter]:
 
 def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> None:
     made = drafters()
-    assert set(made) == set(Algorithm) == set(DRAFTERS)
+    assert set(made) == set(ALGORITHMS.values())
+    assert set(ALGORITHMS) == set(DRAFTERS)
     for algorithm, drafter in made.items():
-        assert drafter.drafting is algorithm.drafting
-        assert drafter.drafting.has_model == bool(drafter.cache_groups)
+        assert drafter.algorithm == algorithm
+        assert drafter.algorithm.has_model == bool(drafter.cache_groups)
         hash((drafter.cache_groups, drafter.needs))
-    assert {a: d.drafting.lookahead for a, d in made.items() if d.drafting.lookahead} == {
+    assert {a: d.algorithm.lookahead for a, d in made.items() if d.algorithm.lookahead} == {
         Algorithm.EAGLE: 1,
         Algorithm.EAGLE3: 1,
         Algorithm.NEXTN: 1,
         Algorithm.MULTI_LAYER_EAGLE: 1,
     }
     assert made[Algorithm.EAGLE].needs == Needs(hidden=True)
-    ahead = {a: d.drafting.tokens_ahead(3, 2) for a, d in made.items()}
+    ahead = {a: d.algorithm.tokens_ahead(3, 2) for a, d in made.items()}
     assert ahead[Algorithm.EAGLE3] == ahead[Algorithm.NEXTN] == 1
     assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 holds token i + 3
     own_pools = made[Algorithm.MULTI_LAYER_EAGLE].cache_groups

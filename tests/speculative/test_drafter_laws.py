@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import jspec.speculative
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.limits import Algorithm
 from jspec.spec import indexing
 from jspec.speculative import beams
@@ -79,7 +80,8 @@ def drafter_classes() -> set[type]:
 
 def test_every_drafter_is_here() -> None:
     """The list of kinds names each algorithm of the registry and each class of drafter."""
-    assert {kind.algorithm for kind in EVERY} | {Algorithm.NONE} == set(DRAFTERS) == set(Algorithm)
+    named = {kind.algorithm for kind in EVERY} | {Algorithm.NONE}
+    assert {algorithm.name for algorithm in named} == set(DRAFTERS) == set(ALGORITHMS)
     made = {type(kind.drafter((1, 1, 2))) for kind in EVERY}
     assert made | {NoDrafter} == drafter_classes()
 

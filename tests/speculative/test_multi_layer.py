@@ -48,7 +48,7 @@ from tests.speculative.engines import (
     tiny_params,
     with_prefix_cache,
 )
-from tests.speculative.mtp_checkpoints import DialRecurrentDrafter
+from tests.speculative.mtp_checkpoints import DialDrafter
 from tests.speculative.multi_layer_rows import (
     CHUNK,
     CONFIGS,
@@ -211,7 +211,7 @@ def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compil
         head = head_of(name, ops, shard)
         if config.recurrent:
             inner = DialHead(RecurrentHead(head))
-            return DialRecurrentDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
+            return DialDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(head, spec, acceptance=DIAL_ACCEPTANCE)
 
     return build(

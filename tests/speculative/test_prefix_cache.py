@@ -26,7 +26,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler import prefill_planner
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.mtp import RecurrentDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
 from tests.speculative.engines import (
     Compiled,
     ViewRunner,
@@ -69,7 +69,7 @@ def nextn() -> Kind:
     """One layer that is run again, as MiMo-7B's: hidden first, no embedding at position 0."""
 
     def make(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
-        return RecurrentDrafter(RecurrentHead(head_of("mimo", ops, shard)), spec)
+        return EagleDrafter(RecurrentHead(head_of("mimo", ops, shard)), spec)
 
     def params() -> Params:
         return with_all_ids(layers_weights("mimo"))

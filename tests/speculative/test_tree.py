@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.device.batch import DraftTree
 from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree
 from jspec.spec import indexing
 from jspec.speculative.beams import grow_from_lattice
 from jspec.speculative.tree import (

@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.config.limits import Algorithm
 from jspec.device.noise import mix32
 from jspec.device.state import SamplingBatch
 from jspec.models.decoder import KVPool, Params
@@ -170,7 +169,7 @@ def counting_source(request: DraftRequest) -> DraftSource:
 
     Its head must draft from the target's vocabulary or a prefix of it: ids are not mapped.
     """
-    source = DRAFTERS[Algorithm.EAGLE3](request)
+    source = DRAFTERS["EAGLE3"](request)
 
     def make(ops: Any, shard: Any) -> CountingDial:
         drafter = source.make(ops, shard)
@@ -180,4 +179,4 @@ def counting_source(request: DraftRequest) -> DraftSource:
     return replace(source, make=make)
 
 
-COUNTING: Mapping[Algorithm, ReadSource] = {**DRAFTERS, Algorithm.EAGLE3: counting_source}
+COUNTING: Mapping[str, ReadSource] = {**DRAFTERS, "EAGLE3": counting_source}

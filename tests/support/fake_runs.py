@@ -27,7 +27,7 @@ def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
 
 def check_cached(limits: ServeLimits, plan: StepPlan, cached: tuple[StepRun, ...]) -> None:
     """The runs carry the cached ids of each admitted row that needs them, in order."""
-    keeps_ids = limits.spec.algorithm.drafting.keeps_ids
+    keeps_ids = limits.spec.algorithm.keeps_ids
     found: dict[RowRef, list[int]] = {}
     fills = {admission.row: admission.fill_ids for admission in plan.admissions}
     for run in cached:

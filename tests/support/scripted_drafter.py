@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.noise import mix32
@@ -42,8 +42,8 @@ class ScriptedDrafter:
     vocab_size: int
 
     @property
-    def drafting(self) -> Drafting:
-        return self.inner.drafting
+    def algorithm(self) -> Algorithm:
+        return self.inner.algorithm
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -39,7 +39,7 @@ def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     args = EngineArgs.from_mapping(arguments)
     if args.speculative.num_steps < 1:
         raise ConfigError(
-            f"speculative_algorithm is {args.algorithm.value}; expected one that drafts, such as "
+            f"speculative_algorithm is {args.algorithm.name}; expected one that drafts, such as "
             "EAGLE3"
         )
     steps = args.speculative.num_steps

@@ -107,7 +107,7 @@ def checking_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_speculates(arguments: Mapping[str, Any]) -> None:
-    if EngineArgs.from_mapping(arguments).algorithm is Algorithm.NONE:
+    if EngineArgs.from_mapping(arguments).algorithm == Algorithm.NONE:
         raise ConfigError(
             "speculative_algorithm is NONE, so there is nothing to compare; expected EAGLE3, "
             "EAGLE, NEXTN, NGRAM or STANDALONE"

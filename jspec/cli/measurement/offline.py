@@ -99,12 +99,12 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in arguments.items()
         if not name.startswith(speculative) and name != "disable_speculative_draft_noise"
     }
-    return {**kept, "speculative_algorithm": Algorithm.NONE.value}
+    return {**kept, "speculative_algorithm": Algorithm.NONE.name}
 
 
 def modes_of(args: EngineArgs, asked: str) -> tuple[str, ...]:
     """Return plain, speculative, or both in this order. Raises ConfigError without a draft."""
-    if args.algorithm is not Algorithm.NONE:
+    if args.algorithm != Algorithm.NONE:
         return ("plain", "speculative") if asked == "both" else (asked,)
     if asked == "speculative":
         raise ConfigError("mode is speculative, but no draft is; expected --speculative-algorithm")

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jspec.config.drafting import DEFAULT_STEPS
 from jspec.config.engine_args import EngineArgs
-from jspec.config.speculation import DEFAULT_STEPS
 from jspec.errors import ConfigError, JspecError
 from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.array_tensors import DTYPES
@@ -247,7 +247,7 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
             shards=1,
         )
         try:
-            source = DRAFTERS[args.algorithm](request)
+            source = DRAFTERS[args.algorithm.name](request)
         except JspecError as error:
             faults.append(error)
             continue

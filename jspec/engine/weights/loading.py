@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
-from jspec.config.limits import Algorithm
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.memory.device_memory import check_weights_fit
@@ -78,21 +77,21 @@ class LoadedModels:
 
 def resolve_paths(args: EngineArgs) -> ModelPaths:
     """Return the checkpoint directories, downloading remote ones. Raises CheckpointError."""
-    drafting, bundled = args.algorithm.drafting, args.bundled_draft
+    algorithm, bundled = args.algorithm, args.bundled_draft
     asked = {"model_path": args.model_path, "tokenizer_path": args.tokenizer_path}
-    if drafting.has_model and bundled is None:
+    if algorithm.has_model and bundled is None:
         asked["speculative_draft_model_path"] = args.speculative_draft_model_path
     found = local_directories({name: os.fspath(value) for name, value in asked.items() if value})
     target = found.get("model_path", BUNDLED / "target")
     draft = found.get("speculative_draft_model_path")
     if bundled is not None:
         draft = BUNDLED / bundled
-    elif drafting.in_target:
+    elif algorithm.in_target:
         draft = draft or target
     return ModelPaths(
         target=target,
         tokenizer=found.get("tokenizer_path", target),
-        draft=draft if drafting.has_model else None,
+        draft=draft if algorithm.has_model else None,
     )
 
 
@@ -101,11 +100,11 @@ def load_models(
     paths: ModelPaths,
     *,
     mesh: Mesh,
-    drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
+    drafters: Mapping[str, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
     """Read configs, resolve, and load target and draft onto the mesh.
 
-    drafters: supported algorithms. Raises CheckpointError or ConfigError.
+    drafters: by name of algorithm. Raises CheckpointError or ConfigError.
     """
     parallel = Parallel.of(mesh)
     parallel.check_served()
@@ -122,7 +121,7 @@ def load_models(
         tokenizer=paths.tokenizer,
         shards=parallel.tensor,
     )
-    source = drafters[args.algorithm](request)
+    source = drafters[args.algorithm.name](request)
     for draft_spec in source.specs:
         check_divisible(draft_spec, parallel)
     checkpoint = CheckpointFacts(
@@ -135,7 +134,7 @@ def load_models(
         is_recurrent=spec.is_recurrent,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
-    return _place_models(config, source, request, drafters[args.algorithm], mesh=mesh)
+    return _place_models(config, source, request, drafters[args.algorithm.name], mesh=mesh)
 
 
 def _place_models(

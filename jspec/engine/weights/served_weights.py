@@ -276,7 +276,7 @@ class ServedWeights:
     def _draft_source(self, path: Path) -> tuple[DraftSource, list[str]]:
         models = self._models
         if not self.has_draft:
-            algorithm = models.config.algorithm.value
+            algorithm = models.config.algorithm.name
             raise ConfigError(
                 f"the update has a draft, but speculative_algorithm is {algorithm}, without one; "
                 "expected target weights only"

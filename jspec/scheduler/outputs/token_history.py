@@ -130,7 +130,7 @@ class Tally:
     """
 
     def __init__(self, spec: SpeculativeConfig) -> None:
-        self._is_plain = spec.algorithm is Algorithm.NONE
+        self._is_plain = spec.algorithm == Algorithm.NONE
         self._num_drafts = spec.num_draft_tokens - 1
         self._histogram = [0] * (spec.num_steps + 1)
         self._verify_ct = self._num_accepted = self._num_proposed = 0

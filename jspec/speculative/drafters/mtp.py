@@ -6,14 +6,12 @@ recurrent layer runs for every level, which is EAGLE's procedure with another he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
-from jspec.config.limits import Algorithm
+from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
@@ -32,15 +30,6 @@ from jspec.speculative.drafters.eagle import EagleDrafter, check_draft_vocabular
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 from jspec.speculative.target import Params
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentDrafter(EagleDrafter):
-    """EAGLE's procedure over one MTP layer."""
-
-    @property
-    def drafting(self) -> Drafting:
-        return drafting.NEXTN
 
 
 def mtp_source(request: DraftRequest) -> DraftSource:
@@ -67,7 +56,7 @@ def mtp_source(request: DraftRequest) -> DraftSource:
     def make(ops: Ops, shard: Shard) -> Drafter:
         head, has_noise = MtpHead(config, ops, shard, names), args.speculative_draft_noise
         if config.recurrent:
-            return RecurrentDrafter(RecurrentHead(head), spec, draft_noise=has_noise)
+            return EagleDrafter(RecurrentHead(head), spec, draft_noise=has_noise)
         return MultiLayerDrafter(head, spec, draft_noise=has_noise)
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree, Features
 from jspec.device.pytree import pytree
@@ -86,8 +85,8 @@ class MultiLayerDrafter:
             )
 
     @property
-    def drafting(self) -> Drafting:
-        return drafting.MULTI_LAYER
+    def algorithm(self) -> Algorithm:
+        return self.spec.algorithm
 
     @property
     def table(self) -> ParamTable:

@@ -22,8 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
@@ -65,8 +64,8 @@ class NgramDrafter:
     max_match: int = 12  # suffix tokens that are compared
 
     @property
-    def drafting(self) -> Drafting:
-        return drafting.NGRAM
+    def algorithm(self) -> Algorithm:
+        return self.spec.algorithm
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

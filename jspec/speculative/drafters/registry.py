@@ -1,11 +1,9 @@
-"""The registry of drafters: how each algorithm's drafter is built."""
+"""The registry of drafters: how the drafter of each algorithm is built, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from jspec.config.limits import Algorithm
+from jspec.config import drafting
+from jspec.config.drafting import Algorithm
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.drafters.eagle import eagle_source
 from jspec.speculative.drafters.eagle1 import eagle1_source
@@ -20,14 +18,22 @@ def plain_source(request: DraftRequest) -> DraftSource:
     return DraftSource(make=made(NoDrafter()))
 
 
-DRAFTERS: Mapping[Algorithm, ReadSource] = MappingProxyType(
-    {
-        Algorithm.NONE: plain_source,
-        Algorithm.EAGLE: eagle1_source,
-        Algorithm.EAGLE3: eagle_source,
-        Algorithm.NGRAM: ngram_source,
-        Algorithm.STANDALONE: standalone_source,
-        Algorithm.NEXTN: mtp_source,
-        Algorithm.MULTI_LAYER_EAGLE: mtp_source,
-    }
-)
+DRAFTERS: dict[str, ReadSource] = {
+    "NONE": plain_source,
+    "EAGLE": eagle1_source,
+    "EAGLE3": eagle_source,
+    "NGRAM": ngram_source,
+    "STANDALONE": standalone_source,
+    "NEXTN": mtp_source,
+    "MULTI_LAYER_EAGLE": mtp_source,
+}
+
+
+def register(algorithm: Algorithm, read: ReadSource) -> None:
+    """Let `speculative_algorithm` name a drafter. Raises ConfigError for a name in use.
+
+    algorithm: the host's half of the record. read: checks arguments and configs, and returns how
+        the drafter is built.
+    """
+    drafting.register(algorithm)
+    DRAFTERS[algorithm.name] = read

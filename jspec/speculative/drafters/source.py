@@ -44,7 +44,7 @@ class DraftRequest:
     def checkpoint(self) -> Path:
         """`path`; raises ValueError for an algorithm without one."""
         if self.path is None:
-            raise ValueError(f"{self.args.algorithm.value} has no draft checkpoint; expected one")
+            raise ValueError(f"{self.args.algorithm.name} has no draft checkpoint; expected one")
         return self.path
 
 

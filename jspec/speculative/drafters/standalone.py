@@ -28,8 +28,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.config import drafting
-from jspec.config.drafting import Drafting
+from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
@@ -76,8 +75,8 @@ class StandaloneDrafter:
     draft_noise: bool = True
 
     @property
-    def drafting(self) -> Drafting:
-        return drafting.STANDALONE
+    def algorithm(self) -> Algorithm:
+        return self.spec.algorithm
 
     @property
     def table(self) -> ParamTable:
