@@ -24,7 +24,8 @@ from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.tensor_files import HostArray, open_tensors, write_checkpoint
 from jspec.models.heads.eagle3_config import eagle3_config_json, load_eagle3_config
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
@@ -73,7 +74,7 @@ def bundled_pair(_: Path) -> Pair:
     return Pair(name="bundled", arguments={}, draft_arguments={}, layers=(target, draft.layer))
 
 
-def bundled_configs() -> tuple[ModelSpec, Eagle3Config]:
+def bundled_configs() -> tuple[ModelSpec, HeadSpec]:
     target = load_model_spec(BUNDLED / "target")
     return target, load_eagle3_config(BUNDLED / "draft", target=target)
 

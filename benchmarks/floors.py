@@ -17,17 +17,15 @@ from typing import Any
 from benchmarks.timing import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
 from jspec.config.limits import SpeculativeConfig
 from jspec.models.decoder import Decoder
-from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.params import Init, ParamSpec, ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import ModelSpec, MoESpec
 from jspec.spec.weight_format import Formats, itemsize, num_bytes
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 
 ID_BYTES = 4  # of a token in a lookup's history
 
@@ -160,11 +158,10 @@ def draft_floor(drafter: Drafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
     emitted = rows.batch * spec.max_emitted
     if isinstance(drafter, StandaloneDrafter):
         emitted = 2 * rows.batch  # propose has written the rest (drafter.last_two)
-    # EAGLE-3 projects the target's features once; EAGLE-1 joins tokens and features in a forward.
-    is_eagle3 = isinstance(drafter, EagleDrafter) and isinstance(drafter.head, Eagle3Head)
+    # EAGLE-3 projects the target's features once, by fc; EAGLE-1 joins them in every forward.
     head = matrices(tuple(w for w in drafter.table if "lm_head" in w.path))
     body = matrices(drafter.table, skip=("lm_head",))
-    later = matrices(drafter.table, skip=("fc",) if is_eagle3 else ())
+    later = matrices(drafter.table, skip=("fc",))
     read = kv_read(rows, drafter.cache_groups)
     advance = products(rows, body, tokens=emitted) + products(rows, head, tokens=rows.batch) + read
     forward = products(rows, later, tokens=rows.batch) + read

@@ -358,11 +358,11 @@ def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
     }
     if spec.num_steps:
         draft = step.params["draft"]
-        inner = {name: draft[name] for name in ("layer", "lm_head")}
+        inner = {name: draft[name] for name in ("layers", "lm_head")}
         read = step.batch * committed * kv_row / READ_BYTES_PER_SECOND
         forward = _products_ms(inner, step.batch * spec.topk) + 1e3 * read
         most = step.batch * spec.max_emitted
-        body = {name: draft[name] for name in ("fc", "layer")}
+        body = {name: draft[name] for name in ("fc", "layers")}
         found[PROPOSE] = (spec.num_steps - 1) * forward
         found[ADVANCE] = (
             _products_ms(body, most)

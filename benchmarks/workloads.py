@@ -18,18 +18,16 @@ from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.heads.eagle1 import eagle1_config_json
 from jspec.models.heads.eagle3_config import eagle3_config_json
-from jspec.models.heads.hf_mtp import mtp_config_json, written_config
+from jspec.models.heads.mtp import mtp_config_json, written_config
 from jspec.models.registry import family_named
 from jspec.pallas_kernels import shapes
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, ModelShape
+from jspec.spec.head_spec import HeadSpec, default_aux_layer_ids, eagle1_spec, eagle3_spec
 from jspec.spec.model_spec import (
     DenseSpec,
-    Eagle1Config,
-    Eagle3Config,
     LayerSpec,
     ModelSpec,
     MoESpec,
-    MtpConfig,
     uniform_decoder,
 )
 from jspec.spec.rope import RopeConfig
@@ -63,7 +61,7 @@ class Workload:
 
     name: str
     target: ModelSpec
-    draft: Eagle3Config
+    draft: HeadSpec
     dtype: str
     batches: tuple[int, ...]
     prompt_len: int
@@ -149,7 +147,7 @@ def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) 
         )
         dense = DenseSpec(inner=layer.ffn.inner * layer.ffn.top_k)
         layer = replace(layer, attention=attention, ffn=dense)
-    return Eagle3Config(
+    return eagle3_spec(
         layer=replace(target, layers=(layer,), family="llama"),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
@@ -157,13 +155,13 @@ def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) 
     )
 
 
-def eagle1_of(target: ModelSpec) -> Eagle1Config:
+def eagle1_of(target: ModelSpec) -> HeadSpec:
     """An EAGLE-1 head of a dense target's widths, as those for Llama 3 are: no bias in fc."""
     layer = replace(target, layers=target.layers[:1], tie_word_embeddings=False)
-    return Eagle1Config(layer=layer, draft_vocab_size=target.vocab_size, fc_bias=False)
+    return eagle1_spec(layer=layer, draft_vocab_size=target.vocab_size, fc_bias=False)
 
 
-def mtp_of(target: ModelSpec, *, num_layers: int) -> MtpConfig:
+def mtp_of(target: ModelSpec, *, num_layers: int) -> HeadSpec:
     """Layers of a dense target's widths, in the layout in which such layers are written."""
     rope = RopeConfig(theta=target.layers[0].attention.rope.theta)
     attention = replace(target.layers[0].attention, rope=rope)
@@ -315,7 +313,7 @@ def _of_json(config: Mapping[str, Any], family: str) -> ModelSpec:
     return family_named(family).read(Fields(Path(f"{family}/config.json"), dict(config)))
 
 
-def mimo_layers_of(target: ModelSpec) -> MtpConfig:
+def mimo_layers_of(target: ModelSpec) -> HeadSpec:
     """MiMo-V2-Flash's own layers for a target of its widths, however many layers that has."""
     family = family_named(MIMO_V2_FLASH.family)
     if family.mtp is None:
@@ -347,7 +345,7 @@ def _published(
     name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
 ) -> Workload:
     """A real model's shapes in bfloat16, as the peers were measured."""
-    aux = Eagle3Config.default_aux_layer_ids(target.num_layers)
+    aux = default_aux_layer_ids(target.num_layers)
     return Workload(
         name=name,
         target=target,

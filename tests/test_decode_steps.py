@@ -24,15 +24,12 @@ from benchmarks.workloads import (
 )
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.models.decoder import Decoder
-from jspec.models.heads.eagle1 import Eagle1Head
-from jspec.models.heads.eagle3 import Eagle3Head
-from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.bundles import OPS
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 
 XLA = OPS["xla"]
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE, num_steps=3, topk=1, num_draft_tokens=4)
@@ -40,11 +37,11 @@ ONE = Rows(batch=1, context=1168, itemsize=2)
 
 
 def drafters() -> dict[str, Drafter]:
-    eagle3 = Eagle3Head(WORKLOADS["llama-3.1-8b"].draft, XLA)
+    eagle3 = FeatureHead(WORKLOADS["llama-3.1-8b"].draft, XLA)
     return {
         "eagle3": EagleDrafter(eagle3, CHAIN),
-        "eagle1": EagleDrafter(Eagle1Head(eagle1_of(LLAMA_8B), XLA), CHAIN),
-        "mtp": MultiLayerDrafter(MtpHead(mtp_of(LLAMA_8B, num_layers=3), XLA), CHAIN),
+        "eagle1": EagleDrafter(FeatureHead(eagle1_of(LLAMA_8B), XLA), CHAIN),
+        "mtp": MultiLayerDrafter(FeatureHead(mtp_of(LLAMA_8B, num_layers=3), XLA), CHAIN),
         "standalone": StandaloneDrafter(Decoder(LLAMA_1B, XLA), CHAIN),
         "ngram": NgramDrafter(CHAIN),
     }

@@ -24,7 +24,7 @@ from jspec.cli.train_draft import make_parser
 from jspec.engine.weights.loading import BUNDLED
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle1 import check_eagle1, load_eagle1_config
-from jspec.models.heads.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.heads.mtp import check_mtp, load_mtp_config
 from tests.support.tiny_models import write_tiny_pair
 
 PAGE = Path(__file__).parent.parent / "docs" / "training.md"

@@ -78,11 +78,28 @@ def run_layer(
     attend: of the layer's kind of attention.
     kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
     """
+    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
+    return run_sublayers(
+        params, x, normed, positions, attend, spec=spec, settings=settings, kept=kept
+    )
+
+
+def run_sublayers(
+    params: Params,
+    x: Float[Array, "*b E"],
+    read: Float[Array, "*b A"],
+    positions: Int[Array, "*b"],
+    attend: Callable[..., jax.Array],
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+    kept: Int[Array, "R"] | None = None,
+) -> Residual:
+    """Apply x + attention(read), then x + ffn(norm(x)), as `run_layer` does."""
     ops, shard = settings.ops, settings.shard
-    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
     mixed = MIXERS[type(spec.attention)](
         params["attention"],
-        normed,
+        read,
         positions,
         attend,
         spec=spec.attention,

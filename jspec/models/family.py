@@ -9,15 +9,15 @@ from typing import Any
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
-from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
+from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
     LayerSpec,
     ModelSpec,
-    MtpConfig,
 )
 from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
@@ -33,8 +33,8 @@ OF_RECURRENT_LAYERS = OF_MTP_LAYERS | {CHAINS_NORMED, MASKS_FIRST}
 class MtpFamily:
     """The layers for multi-token prediction in a family's checkpoints: their config and names."""
 
-    read: Callable[[Fields, ModelSpec], MtpConfig]
-    names: Callable[[ModelSpec], MtpNames]
+    read: Callable[[Fields, ModelSpec], HeadSpec]
+    names: Callable[[ModelSpec], HeadNames]
     # config.json keys that `read` handles or that do not change the forward. Other keys that seem
     # to change it are refused (head_files.refuse_unknown).
     known: frozenset[str]

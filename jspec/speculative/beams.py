@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
-from jspec.device.pytree import pytree
+from jspec.device.pytree import pytree, static
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.speculative.drafter import StepBatch
@@ -64,6 +64,7 @@ class BeamRows:
     rows: AttentionMetadata
     positions: jax.Array  # i32[B, K]
     ancestors: jax.Array  # bool[B, K, scratch slots of nodes so far], including each beam's own
+    depth: int = static()  # of the beams; 1 is the first level
 
 
 class ForwardBeams(Protocol):
@@ -226,6 +227,7 @@ def _rows_of_beams(
         rows=attention_rows,
         positions=jnp.broadcast_to(children, (batch, topk)),
         ancestors=ancestors,
+        depth=depth,
     )
 
 

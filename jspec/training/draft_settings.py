@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from jspec.errors import ConfigError
-from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.spec.head_spec import default_aux_layer_ids
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.data.examples import LossOn
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.heads.draft_head import DraftHead, inner_size
@@ -97,7 +98,7 @@ def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
         raise ConfigError(
             f"draft_vocab_size is {size}; expected 1 to {spec.vocab_size}, the target's vocabulary"
         )
-    ids = job.aux_layer_ids or Eagle3Config.default_aux_layer_ids(spec.num_layers)
+    ids = job.aux_layer_ids or default_aux_layer_ids(spec.num_layers)
     if not all(0 <= i <= spec.num_layers for i in ids) or ids[0] == 1:
         raise ConfigError(
             f"aux_layer_ids is {ids}; expected ids in [0, {spec.num_layers}], the first not 1, "

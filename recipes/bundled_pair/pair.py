@@ -34,9 +34,10 @@ from jspec.errors import ConfigError
 from jspec.models.decoder import Params
 from jspec.models.files import checkpoint
 from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
-from jspec.models.heads.hf_eagle3 import load_eagle3
-from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.data import corpus as corpora
 from jspec.training.data.token_stream import BatchAt, TokenStream, crops, fixed_crops, joined, rows
 from jspec.training.draft_loss import features_on_the_fly, make_frozen
@@ -278,7 +279,7 @@ def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) ->
     return lambda step: all_count(together(step))
 
 
-def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config, Params]:
+def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[HeadSpec, Params]:
     config = load_eagle3_config(job.out / "head", target=target)
     return config, load_eagle3(
         job.out / "head", config, dtype=ml_dtypes.bfloat16, target_params=params

@@ -14,7 +14,8 @@ from jspec.errors import ConfigError
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers, page_spaces
-from jspec.spec.model_spec import Eagle3Config, ModelSpec, MoESpec, cache_groups, uniform_decoder
+from jspec.spec.head_spec import default_aux_layer_ids, eagle3_spec
+from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, uniform_decoder
 from tests.support.flat_limits import flat_limits, with_limits
 
 
@@ -209,7 +210,7 @@ def test_scores_are_scaled_by_the_head_unless_told() -> None:
 @pytest.mark.parametrize("ids", [(3, 2, 5), (2, 2, 5)])
 def test_aux_layers_ascend(ids: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"aux layer ids are .* expected them to ascend"):
-        Eagle3Config(
+        eagle3_spec(
             layer=decoder(1),
             draft_vocab_size=16,
             target_hidden_size=16,
@@ -218,7 +219,7 @@ def test_aux_layers_ascend(ids: tuple[int, ...]) -> None:
 
 
 def test_default_aux_layers_need_seven_layers() -> None:
-    assert Eagle3Config.default_aux_layer_ids(7) == (2, 3, 4)
-    assert Eagle3Config.default_aux_layer_ids(32) == (2, 16, 29)
+    assert default_aux_layer_ids(7) == (2, 3, 4)
+    assert default_aux_layer_ids(32) == (2, 16, 29)
     with pytest.raises(ConfigError, match="a target of 6 layers has no default EAGLE-3 layers"):
-        Eagle3Config.default_aux_layer_ids(6)
+        default_aux_layer_ids(6)

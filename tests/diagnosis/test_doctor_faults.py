@@ -22,7 +22,7 @@ from jspec.cli.diagnosis.texts import make_texts
 from jspec.engine.weights.loading import BUNDLED
 from jspec.serving.engine import Engine
 from jspec.speculative.drafter import Emitted
-from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.diagnosis.faulty_pairs import FAULTS, healthy, tensors
 
 pytestmark = pytest.mark.slow

@@ -61,19 +61,17 @@ from jspec.engine.transfer import shape_of
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
-from jspec.models.heads.eagle1 import Eagle1Head
-from jspec.models.heads.eagle3 import Eagle3Head
-from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import TENSOR
-from jspec.spec.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.spec.head_spec import default_aux_layer_ids
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
 from tests.engine.weight_copies import weight_copies
@@ -125,7 +123,7 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
     """Three layers that feed an EAGLE-3 head: of a model cut short the first, middle and last."""
     if num_layers < 7:
         return 0, num_layers // 2, num_layers
-    return Eagle3Config.default_aux_layer_ids(num_layers)
+    return default_aux_layer_ids(num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,14 +251,14 @@ def _drafter(
     if kind == "standalone":
         return StandaloneDrafter(Decoder(LLAMA_1B, ops, shard), spec)
     if kind == "eagle1":
-        return EagleDrafter(Eagle1Head(eagle1_of(config), ops, shard), spec)
+        return EagleDrafter(FeatureHead(eagle1_of(config), ops, shard), spec)
     if kind == "mtp":
         own = config.family == MIMO_V2_FLASH.family
         layers = mimo_layers_of(config) if own else mtp_of(config, num_layers=spec.num_steps)
-        return MultiLayerDrafter(MtpHead(layers, ops, shard), spec)
+        return MultiLayerDrafter(FeatureHead(layers, ops, shard), spec)
     aux = aux_layers(config.num_layers)
     head = draft_of(config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux)
-    return EagleDrafter(Eagle3Head(head, ops, shard), spec)
+    return EagleDrafter(FeatureHead(head, ops, shard), spec)
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from jspec.engine.weights.checkpoint_info import describe
 from jspec.engine.weights.loading import BUNDLED
 from jspec.errors import ConfigError
 from jspec.models.files.convert import Format, convert
-from jspec.models.heads.eagle1 import eagle1_params, save_eagle1
-from jspec.models.heads.hf_mtp import save_mtp, written_config
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.eagle1 import save_eagle1
+from jspec.models.heads.head_params import head_params
+from jspec.models.heads.mtp import save_mtp, written_config
 from jspec.models.placement import init_params
-from jspec.spec.model_spec import Eagle1Config
+from jspec.spec.head_spec import eagle1_spec
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 
@@ -119,8 +119,8 @@ def test_heads_that_name_a_language_model_are_told_by_their_tensors(
     """As EAGLE's own are published, and layers for multi-token prediction that are trained."""
     for head in (copy_of(pair.draft_path, tmp_path / "eagle3"), tmp_path / "eagle"):
         if head.name == "eagle":
-            eagle1 = Eagle1Config(layer=pair.draft_config.layer, draft_vocab_size=320)
-            params = init_params(eagle1_params(eagle1), seed=0)
+            eagle1 = eagle1_spec(layer=pair.draft_config.layer, draft_vocab_size=320)
+            params = init_params(head_params(eagle1), seed=0)
             save_eagle1(head, eagle1, params, dtype=np.float32)
         config = json.loads((head / "config.json").read_text())
         named = config | {"architectures": ["LlamaForCausalLM"]}
@@ -128,7 +128,7 @@ def test_heads_that_name_a_language_model_are_told_by_their_tensors(
     for name, chained in (("mtp", False), ("chain", True)):
         layer = pair.target_config.layers[0]
         layers = written_config(pair.target_config, layer, num_layers=3, chained=chained)
-        own = init_params(mtp_params(layers), seed=0)
+        own = init_params(head_params(layers), seed=0)
         save_mtp(tmp_path / name, layers, own, target=pair.target_config, dtype=np.float32)
     kinds = {"eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN", "chain": "NEXTN"}
     for name, algorithm in kinds.items():

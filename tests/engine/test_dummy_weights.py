@@ -17,8 +17,8 @@ from jspec.device.parallel import Parallel, shardings
 from jspec.engine.weights.dummy_weights import STD, dummy_params
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.heads.eagle3_config import eagle3_config_json
+from jspec.models.heads.head_params import head_params
 from jspec.models.layer_params import expert_params, lm_head
 from jspec.models.params import INTEGERS, Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, param_specs
@@ -59,7 +59,7 @@ def test_every_array_has_its_shape_its_dtype_and_its_place(
     arguments: dict[str, Any], shards: int
 ) -> None:
     models = load(arguments, shards=shards)
-    tables = {"target": table_of(TARGET), "draft": eagle3_params(DRAFT)}
+    tables = {"target": table_of(TARGET), "draft": head_params(DRAFT)}
     for name, table in tables.items():
         abstract = abstract_params(table, dtype=jnp.bfloat16, shards=shards)
         like = jax.tree.map(lambda x: (x.shape, x.dtype), models.params[name])

@@ -20,7 +20,7 @@ from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.models.files.checkpoint import load_target
-from jspec.models.heads.hf_eagle3 import load_eagle3
+from jspec.models.heads.eagle3 import load_eagle3
 from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.scheduler import Scheduler

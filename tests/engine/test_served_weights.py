@@ -24,11 +24,10 @@ from jspec.errors import CheckpointError, ConfigError, EngineClosedError, Reques
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model
 from jspec.models.files.stored import stored_tensors
 from jspec.models.files.tensor_files import HostArray
-from jspec.models.heads.eagle1 import eagle1_params
-from jspec.models.heads.eagle3 import eagle3_params
-from jspec.models.heads.hf_eagle3 import save_eagle3
+from jspec.models.heads.eagle3 import save_eagle3
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
-from jspec.spec.model_spec import Eagle1Config
+from jspec.spec.head_spec import eagle1_spec
 from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
@@ -163,7 +162,7 @@ def test_a_draft_declares_what_it_shares_with_its_target(
             write_eagle1(draft, ours, seed=1)
         else:
             config = replace(ours.draft_config, draft_vocab_size=320 if kind == "full" else 160)
-            params = init_params(eagle3_params(config), seed=0)
+            params = init_params(head_params(config), seed=0)
             save_eagle3(draft, config, params, dtype=np.float32, include_embed=kind == "own")
         if kind == "full":
             stored = load_file(draft / "model.safetensors")
@@ -212,8 +211,8 @@ def test_what_a_head_has_of_its_target_follows_it(
 
 
 def write_eagle1(path: Path, pair: TinyPair, *, seed: int) -> None:
-    config = Eagle1Config(layer=pair.draft_config.layer, draft_vocab_size=320)
-    table = tuple(spec for spec in eagle1_params(config) if spec.layouts)
+    config = eagle1_spec(layer=pair.draft_config.layer, draft_vocab_size=320)
+    table = tuple(spec for spec in head_params(config) if spec.layouts)
     path.mkdir(exist_ok=True)
     tensors = stored_tensors(table, init_params(table, seed=seed), dtype=np.float32)
     save_file(tensors, path / "model.safetensors")

@@ -19,9 +19,9 @@ from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.messages.weight_update import DiskUpdate
-from jspec.models.heads.eagle3 import eagle3_params
-from jspec.models.heads.hf_eagle3 import save_eagle3
-from jspec.models.heads.hf_mtp import copies_in
+from jspec.models.heads.eagle3 import save_eagle3
+from jspec.models.heads.head_params import head_params
+from jspec.models.heads.mtp import copies_in
 from jspec.models.placement import init_params
 from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafters.source import DraftSource
@@ -173,7 +173,7 @@ def test_a_head_of_its_own_width_is_read_with_its_embedding_and_without_a_word(
     )
     config = replace(pair.draft_config, layer=layer)
     assert config.target_hidden_size == E
-    params = init_params(eagle3_params(config), seed=3)
+    params = init_params(head_params(config), seed=3)
     drafts = load(pair.target_path, pair.draft_path).params["draft"]
     params["draft_ids"] = np.asarray(drafts["draft_ids"])
     caplog.clear()
@@ -218,7 +218,7 @@ def test_the_doctor_tries_the_target_s_own(pair: TinyPair, tmp_path: Path) -> No
     assert reading.layer_ids == (0, 2, 3)
     changed = reading.params(params["draft"])
     assert changed["embed"] is params["target"]["embed"]
-    assert changed["layer"] is params["draft"]["layer"]
+    assert changed["layers"] is params["draft"]["layers"]
     with_tensors(draft, **{"embed_tokens.weight": None})
     models = load(pair.target_path, draft)
     assert models.source.shares == ("embed",)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.decoder import Params
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import cache_groups
-from jspec.speculative.drafters.eagle import FeatureHead
 from jspec.speculative.tree import pack_bits
 from tests.models.eagle3_reference import HeadReference
 from tests.support.caches import empty_pools
@@ -45,7 +45,7 @@ class PagedHead:
 
     def empty(self) -> Any:
         return empty_pools(
-            cache_groups(self._head.config.layer, name="draft"),
+            cache_groups(self._head.spec.layer, name="draft"),
             num_pages=self._num_pages,
             page_size=PAGE,
             shards=1,

@@ -17,17 +17,14 @@ from safetensors.numpy import load_file, save_file
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors
-from jspec.models.heads.eagle1 import (
-    Eagle1Head,
-    check_eagle1,
-    eagle1_params,
-    load_eagle1,
-    load_eagle1_config,
-)
+from jspec.models.heads.eagle1 import check_eagle1, load_eagle1, load_eagle1_config
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.heads.token_map import read_token_map
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import Eagle1Config, uniform_decoder
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import uniform_decoder
 from tests.models.eagle3_reference import Eagle1Reference
 from tests.models.head_laws import check_head
 
@@ -125,7 +122,7 @@ LAYOUTS = {
 SHARED = LAYOUTS["qwen2_of_two_layers_without_bias_or_embedding"]
 
 
-def random_tensors(config: Eagle1Config) -> dict[str, Any]:
+def random_tensors(config: HeadSpec) -> dict[str, Any]:
     """The tensors of a head by their stored names."""
     rng = np.random.default_rng(7)
 
@@ -136,7 +133,7 @@ def random_tensors(config: Eagle1Config) -> dict[str, Any]:
         scale = leaf.shape[0] ** -0.5 if len(leaf.shape) > 1 else 0.3
         return (rng.standard_normal(leaf.shape) * scale).astype(leaf.dtype)
 
-    table = eagle1_params(config)
+    table = head_params(config)
     params: Params = jax.tree_util.tree_map_with_path(
         draw, abstract_params(table, dtype=np.float32)
     )
@@ -167,7 +164,7 @@ def written(path: Path, layout: Layout = LAYOUTS["vicuna"], **changes: Any) -> P
     return path
 
 
-def load(path: Path, config: Eagle1Config, **arguments: Any) -> Params:
+def load(path: Path, config: HeadSpec, **arguments: Any) -> Params:
     return load_eagle1(path, config, target_params=target_params(), dtype=np.float32, **arguments)
 
 
@@ -202,7 +199,7 @@ def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -
         norms_inputs="embedding_layernorm.weight" in layout.names,
     )
     np.testing.assert_array_equal(params["draft_ids"], ids)
-    check_head(Eagle1Head(config, Ops()), params, reference, vocab_size=V, width=E)
+    check_head(FeatureHead(config, Ops()), params, reference, vocab_size=V, width=E)
 
 
 def test_what_is_the_targets_is_its_very_array(tmp_path: Path) -> None:
@@ -230,7 +227,7 @@ def test_a_bias_that_is_not_there_is_none(tmp_path: Path) -> None:
     absent: dict[str, Any] = {"fc.bias": None}
     config = load_eagle1_config(written(tmp_path, **absent), target=TARGET)
     assert not config.fc_bias
-    assert "bias" not in load(tmp_path, config)["fc"]
+    assert "bias" not in load(tmp_path, config)["layers"][0]["fuse"]
 
 
 def test_the_rope_is_the_heads_own(tmp_path: Path) -> None:

@@ -15,13 +15,8 @@ from safetensors.numpy import save_file
 
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.heads.eagle3_config import eagle3_config_json, load_eagle3_config
-from jspec.spec.model_spec import (
-    DenseSpec,
-    Eagle3Config,
-    FeatureNorm,
-    ModelSpec,
-    uniform_decoder,
-)
+from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
+from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -78,7 +73,7 @@ def write(path: Path, values: Any) -> Path:
     return path
 
 
-def load_head(path: Path, values: dict[str, Any], **knobs: Any) -> Eagle3Config:
+def load_head(path: Path, values: dict[str, Any], **knobs: Any) -> HeadSpec:
     return load_eagle3_config(write(path, values), target=TARGET, **knobs)
 
 
@@ -98,7 +93,7 @@ def test_written_configs_read_back(
     aux_layer_ids: set[int],
 ) -> None:
     ids = tuple(sorted(aux_layer_ids))
-    head = Eagle3Config(
+    head = eagle3_spec(
         layer=head_layer(rope, bias=bias),
         draft_vocab_size=100,
         target_hidden_size=4096,
@@ -113,7 +108,7 @@ def test_written_configs_read_back(
 
 def test_eagle_s_own_head_keeps_its_own_rope(tmp_path: Path) -> None:
     head = load_head(tmp_path, HEAD)
-    assert head == Eagle3Config(
+    assert head == eagle3_spec(
         layer=LAYER,
         draft_vocab_size=32000,
         target_hidden_size=4096,

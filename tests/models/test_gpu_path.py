@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
@@ -32,13 +33,8 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
 )
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import (
-    Eagle3Config,
-    ModelSpec,
-    MoESpec,
-    cache_groups,
-    uniform_decoder,
-)
+from jspec.spec.head_spec import eagle3_spec
+from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, uniform_decoder
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.support.caches import empty_pools
 
@@ -172,20 +168,20 @@ def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> N
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_a_draft_head_gives_what_it_gives_over_xla(norm_before_residual: bool) -> None:
-    config = Eagle3Config(
+    config = eagle3_spec(
         layer=biased(num_layers=1),
         draft_vocab_size=64,
         target_hidden_size=CONFIG.hidden_size,
         aux_layer_ids=(0, 1, 3),
         norm_before_residual=norm_before_residual,
     )
-    params = drawn(eagle3_params(config), 1)
+    params = drawn(head_params(config), 1)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
     rng = np.random.default_rng(2)
     hidden = jnp.asarray(rng.normal(size=(2 * QUERIES, CONFIG.hidden_size)), jnp.bfloat16)
 
     def run(ops: str) -> Any:
-        forward = partial(Eagle3Head(config, OPS[ops]).forward, queries_per_row=QUERIES)
+        forward = partial(FeatureHead(config, OPS[ops]).forward, queries_per_row=QUERIES)
         return jax.jit(lambda p, kv: forward(p, token_ids, hidden, kv, ROWS))(params, pool(1))
 
     mine, expected = run("gpu_interpret"), run("xla")

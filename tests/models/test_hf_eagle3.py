@@ -17,11 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError
 from jspec.models.decoder import Params
-from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.eagle3 import check_eagle3, load_eagle3, save_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.head_files import canonical_name
-from jspec.models.heads.hf_eagle3 import check_eagle3, load_eagle3, save_eagle3
-from jspec.spec.model_spec import Eagle3Config, FeatureNorm, uniform_decoder
+from jspec.models.heads.head_params import head_params
+from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
+from jspec.spec.model_spec import uniform_decoder
 from tests.models.random_params import assert_same, random_params
 
 SIZES: dict[str, Any] = {
@@ -34,9 +35,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 4,
 }
 LAYER = uniform_decoder(**SIZES)
-CONFIG = Eagle3Config(
-    layer=LAYER, draft_vocab_size=6, target_hidden_size=8, aux_layer_ids=(2, 4, 5)
-)
+CONFIG = eagle3_spec(layer=LAYER, draft_vocab_size=6, target_hidden_size=8, aux_layer_ids=(2, 4, 5))
 FULL = replace(CONFIG, draft_vocab_size=20)
 TARGET = uniform_decoder(**(SIZES | {"num_layers": 8}))
 DRAFT_IDS = np.array([1, 2, 5, 11, 12, 19], np.int32)
@@ -46,14 +45,14 @@ def target_params() -> Params:
     return {"embed": {"table": jnp.ones((20, 8))}, "lm_head": {"kernel": jnp.ones((8, 20))}}
 
 
-def random_head(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
-    params = random_params(eagle3_params(config), dtype=dtype)
+def random_head(config: HeadSpec, *, dtype: Any = np.float32) -> Params:
+    params = random_params(head_params(config), dtype=dtype)
     full = config.draft_vocab_size == config.layer.vocab_size
     params["draft_ids"] = np.arange(20, dtype=np.int32) if full else DRAFT_IDS
     return params
 
 
-def written(path: Path, config: Eagle3Config = CONFIG, **changes: Any) -> Path:
+def written(path: Path, config: HeadSpec = CONFIG, **changes: Any) -> Path:
     """A saved head with tensors replaced, added or (None) removed."""
     path.mkdir(exist_ok=True)
     save_eagle3(path, config, random_head(config), dtype=np.float32, include_embed=True)
@@ -63,13 +62,13 @@ def written(path: Path, config: Eagle3Config = CONFIG, **changes: Any) -> Path:
     return path
 
 
-def load(path: Path, config: Eagle3Config = CONFIG) -> Params:
+def load(path: Path, config: HeadSpec = CONFIG) -> Params:
     return load_eagle3(path, config, target_params=target_params(), dtype=np.float32)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, FULL, replace(CONFIG, norm_before_residual=True)])
-def test_save_then_load_is_exact(config: Eagle3Config, dtype: Any, tmp_path: Path) -> None:
+def test_save_then_load_is_exact(config: HeadSpec, dtype: Any, tmp_path: Path) -> None:
     params = random_head(config, dtype=dtype)
     save_eagle3(tmp_path, config, params, dtype=dtype, include_embed=True)
     assert load_eagle3_config(tmp_path, target=TARGET) == config

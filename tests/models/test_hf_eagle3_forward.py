@@ -18,12 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError
 from jspec.models.decoder import Params
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.eagle3 import load_eagle3, save_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
-from jspec.models.heads.hf_eagle3 import load_eagle3, save_eagle3
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import DenseSpec, Eagle3Config, FeatureNorm, ModelSpec, uniform_decoder
+from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
+from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.head_laws import PagedHead, check_head
@@ -54,7 +56,7 @@ def golden_target(size: int) -> ModelSpec:
     )
 
 
-def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
+def golden_head(name: str) -> tuple[HeadSpec, Params, Any]:
     golden = arrays_of(GOLDEN / name / "outputs.npz")
     config = load_eagle3_config(
         GOLDEN / name, target=golden_target(golden["aux_hidden"].shape[1] // 3)
@@ -69,7 +71,7 @@ def test_every_chain_row_equals_speculators(name: str) -> None:
     """Step s of row t is the s-th draft forward after a prompt of t + 1 rows."""
     config, params, golden = golden_head(name)
     num_steps, num_rows = golden["logits"].shape[:2]
-    paged = PagedHead(Eagle3Head(config, Ops()), params, num_rows=num_rows + 1)
+    paged = PagedHead(FeatureHead(config, Ops()), params, num_rows=num_rows + 1)
     tokens = golden["token_ids"]
     fused = paged.fuse(golden["aux_hidden"])
 
@@ -130,7 +132,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def config(self) -> Eagle3Config:
+    def config(self) -> HeadSpec:
         spec = uniform_decoder(
             vocab_size=96,
             hidden_size=SIZE,
@@ -149,7 +151,7 @@ class Layout:
         )
         sizes: dict[str, Any] = {"draft_vocab_size": 24, "target_hidden_size": SIZE}
         sizes |= {"aux_layer_ids": (0, 2, 8), **self.changes}
-        return Eagle3Config(layer=replace(spec, layers=(layer,) * self.num_layers), **sizes)
+        return eagle3_spec(layer=replace(spec, layers=(layer,) * self.num_layers), **sizes)
 
 
 LAYOUTS = {
@@ -181,7 +183,7 @@ LAYOUTS = {
 }
 
 
-def random_head(config: Eagle3Config) -> Params:
+def random_head(config: HeadSpec) -> Params:
     rng = np.random.default_rng(7)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -190,7 +192,7 @@ def random_head(config: Eagle3Config) -> Params:
         return (rng.standard_normal(leaf.shape) / 3).astype(leaf.dtype)
 
     params: Params = jax.tree_util.tree_map_with_path(
-        draw, abstract_params(eagle3_params(config), dtype=np.float32)
+        draw, abstract_params(head_params(config), dtype=np.float32)
     )
     ids = rng.choice(96, config.draft_vocab_size, replace=False)
     params["draft_ids"] = np.sort(ids).astype(np.int32)
@@ -242,7 +244,7 @@ def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -
         **layout.settings,
     )
     width = max(len(config.aux_layer_ids), 1) * config.target_hidden_size
-    head = Eagle3Head(config, Ops())
+    head = FeatureHead(config, Ops())
     check_head(head, loaded, reference, vocab_size=96, width=width)
     assert jnp.asarray(loaded["draft_ids"]).shape == (config.draft_vocab_size,)
 
@@ -276,4 +278,4 @@ def test_a_head_that_feeds_back_its_norm_drafts_as_the_reference() -> None:
         **SETTINGS["fc_norm"],
     )
     width = 3 * config.target_hidden_size
-    check_head(Eagle3Head(config, Ops()), params, reference, vocab_size=96, width=width)
+    check_head(FeatureHead(config, Ops()), params, reference, vocab_size=96, width=width)

@@ -14,19 +14,24 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.workloads import MIMO_V2_FLASH_JSON
 from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import Fields
-from jspec.models.heads.hf_mtp import check_mtp, load_mtp, load_mtp_config
-from jspec.models.heads.mtp import MtpHead, RecurrentHead
-from jspec.models.heads.mtp_params import MtpNames, mtp_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import HeadNames, head_params
+from jspec.models.heads.mtp import check_mtp, load_mtp, load_mtp_config
 from jspec.models.params import ParamTable
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import ModelSpec, MtpConfig
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 from tests.models.head_laws import PagedHead
 from tests.models.random_params import random_params
 from tests.speculative.mtp_checkpoints import CONFIGS
 
 MASKS_FIRST = "mask_first_embedding"
 WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
+LENT = {  # what the target shares
+    "embed": {"table": np.zeros((320, WIDTH), np.float32)},
+    "lm_head": {"kernel": np.zeros((WIDTH, 320), np.float32)},
+}
 ALONE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLMNextN"],
     "vocab_size": 320,
@@ -84,7 +89,7 @@ def written(path: Path, layout: str, *, with_target: bool = False, **changes: An
     assert mtp is not None
     layers = mtp.read(Fields(path / "config.json", config), target)
     tensors = stored(table_of(target)) if with_target else {}
-    tensors |= stored(mtp_params(layers, mtp.names(target)))
+    tensors |= stored(head_params(layers, mtp.names(target)))
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config | changes))
     return path
@@ -101,7 +106,7 @@ def change(path: Path, **shapes: tuple[int, ...] | None) -> None:
     save_file(tensors, file)
 
 
-def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[MtpConfig, MtpNames]:
+def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[HeadSpec, HeadNames]:
     """As an engine has it before it reads the target."""
     config, names = load_mtp_config(path, target=target_of(layout), num_layers=num_layers)
     check_mtp(path, config, names)
@@ -265,13 +270,13 @@ def test_mimo_v2_s_layers_have_the_eps_of_their_own_config(name: str, tmp_path: 
     none: dict[str, Any] = {"rms_norm_eps": None}
     path = written(tmp_path / "draft", "mimo_v2", **(none | {name: 1e-3}))
     config, _ = read(path, "mimo_v2")
-    assert {layer.eps for layer in config.model.layers} == {config.model.rms_norm_eps} == {1e-3}
+    assert {layer.eps for layer in config.layer.layers} == {config.layer.rms_norm_eps} == {1e-3}
     target = replace(target_of("mimo_v2"), rms_norm_eps=0.25)
     for values, expected in ((none, 0.25), ({name: 1e-3}, 1e-3)):
         mtp = family_named("mimo_v2").mtp
         assert mtp is not None
         fields = Fields(path / "config.json", LAYOUTS["mimo_v2"] | none | values)
-        assert mtp.read(fields, target).model.layers[0].eps == expected
+        assert mtp.read(fields, target).layer.layers[0].eps == expected
     (path / "config.json").write_text(json.dumps(LAYOUTS["mimo_v2"] | none | {name: float("nan")}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {name} is nan; expected"):
         read(path, "mimo_v2")
@@ -338,7 +343,7 @@ def test_a_masked_first_embedding_says_nothing(
     """The row at position 0 alone, and only if asked for, is the same for every token."""
     path = written(tmp_path / "draft", "nextn", **{MASKS_FIRST: is_masked})
     config, names = read(path, "nextn")
-    head = RecurrentHead(MtpHead(config, Ops(), names=names))
+    head = FeatureHead(config, Ops(), names=names)
     params = random_params(head.table)
     paged, hidden = PagedHead(head, params), np.ones((1, WIDTH), np.float32)
     one, other = (
@@ -361,8 +366,7 @@ def test_step3p5_s_infix_may_stand_before_every_name(has_infix: bool, tmp_path: 
     numbered = {renamed(name): x + i for i, (name, x) in enumerate(load_file(file).items())}
     save_file(numbered, file)
     config, names = read(path, "step3p5", num_layers=3)
-    target = {"embed": {"table": 0}, "lm_head": {"kernel": 0}}
-    params = load_mtp(path, config, names, target_params=target, dtype=np.float32)
+    params = load_mtp(path, config, names, target_params=LENT, dtype=np.float32)
     before = "model.layers.3.transformer." if has_infix else "model.layers.3."
     for own, name in (("fuse", "eh_proj"), ("lm_head", "shared_head.output")):
         kernel = params["layers"][1][own]["kernel"]
@@ -383,8 +387,7 @@ def test_layers_alone_may_have_deepseek_s_own_number(tmp_path: Path) -> None:
     save_file(numbered, file)
     change(path, **{"model.layers.61.embed_tokens.weight": (320, WIDTH)})
     config, names = read(path, "nextn")
-    target = {"embed": {"table": 0}, "lm_head": {"kernel": 0}}
-    params = load_mtp(path, config, names, target_params=target, dtype=np.float32)
+    params = load_mtp(path, config, names, target_params=LENT, dtype=np.float32)
     assert (params["layers"][0]["fuse"]["kernel"] == 3).all()
     for name in ("model.layers.60.eh_proj.weight", "model.layers.61.eh_proj.bias"):
         change(path, **{name: (WIDTH,)})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec.models.decoder import Decoder, Params
-from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
@@ -80,7 +80,7 @@ def test_a_head_computes_its_last_layer_of_the_rows_that_are_asked_for() -> None
     config = tiny_draft_config(TARGET)
     layers = config.layer.layers * 2
     config = dataclasses.replace(config, layer=dataclasses.replace(config.layer, layers=layers))
-    head = Eagle3Head(config, Ops())
+    head = FeatureHead(config, Ops())
     params = init_params(head.table, seed=1, dtype=jnp.float32)
     hidden = jnp.asarray(
         np.random.default_rng(2).normal(size=(SIZE, config.layer.hidden_size)), jnp.float32

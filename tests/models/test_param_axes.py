@@ -11,9 +11,7 @@ from jspec.device.parallel import partition_spec
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.files.checkpoint import load_model_spec
-from jspec.models.heads.eagle1 import eagle1_params
-from jspec.models.heads.eagle3 import eagle3_params
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
 from jspec.spec.axes import MESH_AXES
@@ -30,14 +28,14 @@ def tables() -> Iterator[tuple[str, ParamTable]]:
         yield config.parent.name, table_of(load_model_spec(config.parent))
     for config in sorted(GOLDEN.glob("llama/*/config.json")):
         yield f"llama {config.parent.name}", table_of(load_model_spec(config.parent))
-    yield "EAGLE", eagle1_params(dataclasses.replace(EAGLE1, norms_inputs=True, fc_bias=True))
-    yield "EAGLE3", eagle3_params(dataclasses.replace(EAGLE3, fc_bias=True))
+    yield "EAGLE", head_params(dataclasses.replace(EAGLE1, norms_pair=True, fc_bias=True))
+    yield "EAGLE3", head_params(dataclasses.replace(EAGLE3, fc_bias=True))
     for layout, config in LAYOUTS.items():
         target = target_of(layout)
         mtp = DRAFTS.get(config["architectures"][0]) or family_named(target.family).mtp
         assert mtp is not None
         layers = mtp.read(Fields(Path("config.json"), config), target)
-        yield f"NEXTN {layout}", mtp_params(layers, mtp.names(target))
+        yield f"NEXTN {layout}", head_params(layers, mtp.names(target))
 
 
 def described(name: str, spec: ParamSpec) -> str:

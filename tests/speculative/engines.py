@@ -39,7 +39,8 @@ from jspec.messages.request import (
 from jspec.messages.response import Completion
 from jspec.messages.step_options import ALL, SAMPLING, StepOption, StepOptions
 from jspec.models.decoder import Decoder, Params
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
@@ -50,11 +51,11 @@ from jspec.serving.trace import TraceEvent
 from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter, sort_corpus
+from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.step import StepProgram
 from tests.models.dense_forward import dense_forward
-from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.support.dial_drafter import DialDrafter, dial_head, dial_params
 from tests.support.fake_text import FakeTextStream
 from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
@@ -90,7 +91,7 @@ def spec_of(
 def tiny_params() -> tuple[Params, Params]:
     """Target and head, with logits sharp enough to have opinions and flat enough to sample."""
     target = init_params(table_of(TARGET), seed=0)
-    head = init_params(eagle3_params(DRAFT), seed=1)
+    head = init_params(head_params(DRAFT), seed=1)
     ids = np.random.default_rng(0).choice(TARGET.vocab_size, DRAFT.draft_vocab_size, False)
     head["draft_ids"] = jnp.asarray(np.sort(ids), jnp.int32)
     return target, head
@@ -188,10 +189,10 @@ def build(
         drafter = NgramDrafter(spec, min_match=NGRAM_MIN_MATCH, max_match=NGRAM_MAX_MATCH)
         draft_params = corpus_params([(0,)])
     if has_model:
-        head = Eagle3Head(draft, ops, shard)
+        head = FeatureHead(draft, ops, shard)
         drafter, draft_params = EagleDrafter(head, spec), head_params
         if dial:
-            drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
+            drafter = DialDrafter(dial_head(head), spec, acceptance=DIAL_ACCEPTANCE)
             empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
             draft_params = {"head": head_params, "dial": empty}
     if make is not None:

@@ -25,19 +25,18 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.stored import on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
-from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
-from jspec.models.heads.mtp import MtpHead, RecurrentHead
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import Eagle1Config, MtpConfig, uniform_decoder
+from jspec.spec.head_spec import HeadSpec, eagle1_spec
+from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from tests.models.eagle3_reference import (
     DecoderReference,
     Eagle1Reference,
@@ -60,7 +59,7 @@ SIZE, VOCAB = TARGET.hidden_size, TARGET.vocab_size
 HALF = SIZE // 2  # what two value heads of the tiny models can carry
 MIN_MATCH = 3
 
-EAGLE1 = Eagle1Config(
+EAGLE1 = eagle1_spec(
     layer=uniform_decoder(
         vocab_size=VOCAB,
         hidden_size=SIZE,
@@ -183,15 +182,16 @@ def of_target(names: tuple[str, ...], target: Params) -> Params:
 
 @functools.cache
 def eagle1_weights() -> Params:
-    own = init_params(eagle1_params(EAGLE1), seed=9)
+    own = init_params(head_params(EAGLE1), seed=9)
     return {**own, **of_target(("embed", "lm_head"), tiny_params()[0])}
 
 
 def right_eagle1(_: Sequence[tuple[int, ...]]) -> Params:
     """fc hands the embedding on, as the target's final norm leaves it; the layer adds nothing."""
-    target, head = contextless_target(), zeros_but_norms(eagle1_params(EAGLE1))
+    target, head = contextless_target(), zeros_but_norms(head_params(EAGLE1))
     shrunk = 1.0 / np.sqrt(0.5 + TARGET.rms_norm_eps)
-    head["fc", "kernel"] = head["fc", "kernel"].at[:SIZE].set(jnp.eye(SIZE) * shrunk)
+    kernel = "layers", 0, "fuse", "kernel"
+    head[kernel] = head[kernel].at[:SIZE].set(jnp.eye(SIZE) * shrunk)
     head["draft_ids",] = jnp.arange(VOCAB, dtype=jnp.int32)
     return {**nested(head.items()), **of_target(("embed", "lm_head"), target)}
 
@@ -199,7 +199,7 @@ def right_eagle1(_: Sequence[tuple[int, ...]]) -> Params:
 def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
     """Attention looks at its own row alone, by RoPE: queries and keys are the same for all rows,
     and large. Its values are the embedding less what was fed back, which the residual adds."""
-    target, head = contextless_target(), zeros_but_norms(eagle3_params(EAGLE3))
+    target, head = contextless_target(), zeros_but_norms(head_params(EAGLE3))
     heads, groups, dim = 4, 2, 8
     qkv, out = np.zeros((2 * SIZE, (heads + 2 * groups) * dim)), np.zeros((heads * dim, SIZE))
     for column in range((heads + groups) * dim):
@@ -209,25 +209,25 @@ def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
         qkv[SIZE + i, (heads + groups) * dim + i] = -1.0
         first_of_group = i // dim * (heads // groups)
         out[first_of_group * dim + i % dim, i] = 1.0
-    head["layer", "attention", "qkv", "kernel"] = jnp.asarray(qkv, jnp.float32)
-    head["layer", "attention", "out", "kernel"] = jnp.asarray(out, jnp.float32)
+    head["layers", 0, "attention", "qkv", "kernel"] = jnp.asarray(qkv, jnp.float32)
+    head["layers", 0, "attention", "out", "kernel"] = jnp.asarray(out, jnp.float32)
     ids = tiny_params()[1]["draft_ids"]
     head["lm_head", "kernel"] = target["lm_head"]["kernel"][:, ids]
     head["draft_ids",] = ids
     return {**nested(head.items()), **of_target(("embed",), target)}
 
 
-def right_layers(config: MtpConfig, _: Sequence[tuple[int, ...]]) -> Params:
+def right_layers(config: HeadSpec, _: Sequence[tuple[int, ...]]) -> Params:
     """Every layer hands the embedding on to its norm, which is the target's."""
     target = contextless_target()
-    own = zeros_but_norms(MtpHead(config, Ops()).table)
+    own = zeros_but_norms(FeatureHead(config, Ops()).table)
     first = SIZE if config.hidden_first else 0
     for path, leaf in own.items():
         if "fuse" in path:
             own[path] = leaf.at[first : first + SIZE].set(jnp.eye(SIZE))
         if path[0] == "layers" and path[-2] == "lm_head":
             own[path] = target["lm_head"]["kernel"]
-    shared = ("embed",) if config.own_heads else ("embed", "lm_head")
+    shared = ("embed",) if config.own_head else ("embed", "lm_head")
     return {**nested(own.items()), **of_target(shared, target)}
 
 
@@ -266,7 +266,7 @@ def standalone_weights() -> Params:
 @functools.cache
 def layers_weights(name: str) -> Params:
     config, own = multi_layer_rows.config_of(name), multi_layer_rows.params_of(name)
-    shared = ("embed",) if config.own_heads else ("embed", "lm_head")
+    shared = ("embed",) if config.own_head else ("embed", "lm_head")
     return {**own, **of_target(shared, tiny_params()[0])}
 
 
@@ -282,7 +282,7 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def eagle1_guesses() -> Guesses:
     params, ids = eagle1_weights(), np.arange(VOCAB)
-    tensors = dict(stored_tensors(eagle1_params(EAGLE1), params, dtype=np.float32))
+    tensors = dict(stored_tensors(head_params(EAGLE1), params, dtype=np.float32))
     tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
     lm_head = np.asarray(params["lm_head"]["kernel"]).T
     head = Eagle1Reference(tensors=tensors, lm_head=lm_head, hot_ids=ids, **rope_of(EAGLE1.layer))
@@ -291,7 +291,7 @@ def eagle1_guesses() -> Guesses:
 
 def eagle3_guesses() -> Guesses:
     params = tiny_params()[1]
-    tensors = dict(stored_tensors(eagle3_params(EAGLE3), params, dtype=np.float32))
+    tensors = dict(stored_tensors(head_params(EAGLE3), params, dtype=np.float32))
     tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
     head = Eagle3Reference(tensors=tensors, **rope_of(EAGLE3.layer))
     return HeadGuesses(head, np.asarray(params["draft_ids"]))
@@ -316,7 +316,7 @@ def with_lent(name: str) -> MtpReference:
     reference = multi_layer_rows.reference_of(name)
     lent = tiny_params()[0]
     tensors = {**reference.tensors, "embed.weight": np.asarray(lent["embed"]["table"])}
-    if not multi_layer_rows.config_of(name).own_heads:
+    if not multi_layer_rows.config_of(name).own_head:
         tensors["head.weight"] = np.asarray(lent["lm_head"]["kernel"]).T
     return dataclasses.replace(reference, tensors=tensors)
 
@@ -353,26 +353,26 @@ def of_layers(name: str) -> Kind:
     return Kind(
         name=f"multi_layer_{name}",
         algorithm=Algorithm.MULTI_LAYER_EAGLE,
-        make=lambda spec, ops, shard: MultiLayerDrafter(MtpHead(config, ops, shard), spec),
+        make=lambda spec, ops, shard: MultiLayerDrafter(FeatureHead(config, ops, shard), spec),
         params=lambda: layers_weights(name),
         guesses=lambda: layers_guesses(name),
         always_right=functools.partial(right_layers, config),
-        aux_layer_ids=() if config.reads_normed else (TARGET.num_layers,),
+        aux_layer_ids=config.aux_layer_ids,
         num_steps=multi_layer_rows.S,
         lags=True,
     )
 
 
 def recurrent(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
-    layer = MtpHead(multi_layer_rows.RECURRENT, ops, shard)
-    return EagleDrafter(RecurrentHead(layer), spec)
+    layer = FeatureHead(multi_layer_rows.RECURRENT, ops, shard)
+    return EagleDrafter(layer, spec)
 
 
 EVERY: tuple[Kind, ...] = (
     Kind(
         name="eagle1",
         algorithm=Algorithm.EAGLE,
-        make=lambda spec, ops, shard: EagleDrafter(Eagle1Head(EAGLE1, ops, shard), spec),
+        make=lambda spec, ops, shard: EagleDrafter(FeatureHead(EAGLE1, ops, shard), spec),
         params=eagle1_weights,
         guesses=eagle1_guesses,
         always_right=right_eagle1,
@@ -380,7 +380,7 @@ EVERY: tuple[Kind, ...] = (
     Kind(
         name="eagle3",
         algorithm=Algorithm.EAGLE3,
-        make=lambda spec, ops, shard: EagleDrafter(Eagle3Head(EAGLE3, ops, shard), spec),
+        make=lambda spec, ops, shard: EagleDrafter(FeatureHead(EAGLE3, ops, shard), spec),
         params=lambda: tiny_params()[1],
         guesses=eagle3_guesses,
         always_right=right_eagle3,

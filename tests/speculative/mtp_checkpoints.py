@@ -22,15 +22,15 @@ from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.stored import stored_tensors, value_at
-from jspec.models.heads.mtp import MtpHead, RecurrentHead
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.speculative.engines import (
     CONTEXT,
     DIAL_ACCEPTANCE,
@@ -41,7 +41,7 @@ from tests.speculative.engines import (
     mesh_of,
     spec_of,
 )
-from tests.support.dial_drafter import DialDrafter, DialHead, DialMultiLayerDrafter, dial_params
+from tests.support.dial_drafter import DialDrafter, DialMultiLayerDrafter, dial_head, dial_params
 from tests.support.tiny_models import tiny_tokenizer
 
 MIMO_7B = {
@@ -250,7 +250,7 @@ def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
     family = family_named(spec.family)
     assert family.mtp is not None
     layers = family.mtp.read(Fields(path / "config.json", config), spec)
-    table = tuple(own for own in mtp_params(layers, family.mtp.names(spec)) if own.layouts)
+    table = tuple(own for own in head_params(layers, family.mtp.names(spec)) if own.layouts)
     tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
     tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
     save_file(tensors, path / "model.safetensors")
@@ -279,15 +279,14 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
     shards = models.target.shard.size
     if shape[0] == 0:
         return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
-    assert isinstance(own, MultiLayerDrafter | EagleDrafter)
-    is_recurrent = isinstance(own, EagleDrafter)
+    is_recurrent = not isinstance(own, MultiLayerDrafter)
     spec = spec_of(*shape, Algorithm.NEXTN if is_recurrent else Algorithm.MULTI_LAYER_EAGLE)
     head = layers_of(own)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
-        layers = MtpHead(head.config, ops, shard, head.names)
+        layers = FeatureHead(head.spec, ops, shard, head.names)
         if is_recurrent:
-            inner = DialHead(RecurrentHead(layers))
+            inner = dial_head(layers)
             return DialDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(layers, spec, acceptance=DIAL_ACCEPTANCE)
 
@@ -303,10 +302,7 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
     )
 
 
-def layers_of(drafter: Drafter) -> MtpHead:
+def layers_of(drafter: Drafter) -> FeatureHead:
     """The layers for multi-token prediction of either drafter."""
-    if isinstance(drafter, MultiLayerDrafter):
-        return drafter.head
     assert isinstance(drafter, EagleDrafter)
-    assert isinstance(drafter.head, RecurrentHead)
-    return drafter.head.layer
+    return drafter.model

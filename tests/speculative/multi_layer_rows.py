@@ -20,13 +20,14 @@ from jspec.device.state import empty_sampling
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors, value_at
-from jspec.models.heads.mtp import MtpHead
-from jspec.models.heads.mtp_params import MtpNames, mtp_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import HeadNames, head_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import MtpConfig, uniform_decoder
+from jspec.spec.head_spec import HeadSpec, mtp_spec
+from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.models.mtp_reference import MtpReference
@@ -51,23 +52,23 @@ LAYERS = uniform_decoder(
     head_dim=8,
 )
 CONFIGS = {
-    "not_chained": MtpConfig(model=LAYERS, target_num_layers=TARGET.num_layers),
-    "chained": MtpConfig(
-        model=LAYERS, target_num_layers=TARGET.num_layers, chained=True, reads_normed=False
+    "not_chained": mtp_spec(layer=LAYERS, target_num_layers=TARGET.num_layers),
+    "chained": mtp_spec(
+        layer=LAYERS, target_num_layers=TARGET.num_layers, chained=True, reads_normed=False
     ),
-    "hidden_first": MtpConfig(
-        model=LAYERS,
+    "hidden_first": mtp_spec(
+        layer=LAYERS,
         target_num_layers=TARGET.num_layers,
         chained=True,
         hidden_first=True,
-        feeds_normed=True,
+        feeds_back_normed=True,
         zeroes_first=True,
-        own_heads=True,
+        own_head=True,
     ),
 }
 # One layer that every level runs again; it has no rows of levels to look at.
-RECURRENT = MtpConfig(
-    model=dataclasses.replace(LAYERS, layers=LAYERS.layers[:1]),
+RECURRENT = mtp_spec(
+    layer=dataclasses.replace(LAYERS, layers=LAYERS.layers[:1]),
     target_num_layers=TARGET.num_layers,
     recurrent=True,
     reads_normed=False,
@@ -75,16 +76,16 @@ RECURRENT = MtpConfig(
 Record = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]  # path, ids, log-probabilities
 
 
-def config_of(name: str) -> MtpConfig:
+def config_of(name: str) -> HeadSpec:
     """Of CONFIGS, or of the published layers of a family."""
     if name in PUBLISHED_LAYERS:
         return published_config(name)[0]
     return RECURRENT if name == "recurrent" else CONFIGS[name]
 
 
-def head_of(name: str, ops: Ops | None = None, shard: Shard | None = None) -> MtpHead:
-    names = published_config(name)[1] if name in PUBLISHED_LAYERS else MtpNames()
-    return MtpHead(config_of(name), ops or Ops(), shard or Shard(), names)
+def head_of(name: str, ops: Ops | None = None, shard: Shard | None = None) -> FeatureHead:
+    names = published_config(name)[1] if name in PUBLISHED_LAYERS else HeadNames()
+    return FeatureHead(config_of(name), ops or Ops(), shard or Shard(), names)
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def params_of(name: str) -> Params:
     """Random weights, norms away from 1; embedding and lm_head as the target would lend them."""
     if name in PUBLISHED_LAYERS:
         return published_params(name)
-    table = mtp_params(config_of(name))
+    table = head_params(config_of(name))
     params = init_params(table, seed=5)
     values = {spec.path: value_at(params, spec.path) for spec in table}
     for i, spec in enumerate(table):
@@ -106,21 +107,21 @@ def reference_of(name: str) -> MtpReference:
     if name in PUBLISHED_LAYERS:
         return published_reference(name)
     config, params = config_of(name), params_of(name)
-    tensors = dict(stored_tensors(mtp_params(config), params, dtype=np.float32))
+    tensors = dict(stored_tensors(head_params(config), params, dtype=np.float32))
     tensors["embed.weight"] = np.asarray(params["embed"]["table"])
-    if not config.own_heads:
+    if not config.own_head:
         tensors["head.weight"] = np.asarray(params["lm_head"]["kernel"]).T
     attention = LAYERS.one_layer.attention
     return MtpReference(
         tensors=tensors,
-        prefix=MtpNames().prefix,
+        prefix=HeadNames().prefix,
         head_dim=attention.head_dim,
         theta=attention.rope.theta,
         eps=LAYERS.rms_norm_eps,
         chained=config.chained,
         hidden_first=config.hidden_first,
-        feeds_normed=config.feeds_normed,
-        own_heads=config.own_heads,
+        feeds_normed=config.feeds_back_normed,
+        own_heads=config.own_head,
         zeroes_first=config.zeroes_first,
     )
 
@@ -185,7 +186,7 @@ class Texts:
     def _features(self, rows: Any) -> Features:
         """As the drafter asked for them."""
         rows, none = jnp.asarray(rows), jnp.zeros((*np.shape(rows)[:-1], 0))
-        if config_of(self.name).reads_normed:
+        if not config_of(self.name).aux_layer_ids:
             return Features(hidden=rows, aux_hidden=none)
         return Features(hidden=none, aux_hidden=rows)
 

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from jspec.files.json_files import Fields
 from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors
-from jspec.models.heads.mtp_params import MtpNames, mtp_params
+from jspec.models.heads.head_params import HeadNames, head_params
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import MtpConfig
+from jspec.spec.head_spec import HeadSpec
 from tests.models.mimo_v2_reference import MimoV2Layers
 from tests.models.mtp_reference import F64, MtpReference
 from tests.speculative.engines import TARGET
@@ -50,30 +50,31 @@ class MimoV2Rows(MimoV2Layers):
 
 
 @functools.cache
-def published_config(family: str) -> tuple[MtpConfig, MtpNames]:
+def published_config(family: str) -> tuple[HeadSpec, HeadNames]:
     """The layers as the family reads them, over the tiny target, and their names."""
     own, fields = family_named(family), Fields(Path("config.json"), CONFIGS[family])
     assert own.mtp is not None
     spec = own.read(fields)
     config = own.mtp.read(fields, spec)
-    return dataclasses.replace(config, target_num_layers=TARGET.num_layers), own.mtp.names(spec)
+    ids = (TARGET.num_layers,) if config.aux_layer_ids else ()
+    return dataclasses.replace(config, aux_layer_ids=ids), own.mtp.names(spec)
 
 
 @functools.cache
 def published_params(family: str) -> Params:
     """Random weights: norms away from 1, sinks from 0."""
-    return drawn(mtp_params(*published_config(family)), seed=5)
+    return drawn(head_params(*published_config(family)), seed=5)
 
 
 @functools.cache
 def published_reference(family: str) -> MtpReference:
     config, names = published_config(family)
     params = published_params(family)
-    table = tuple(spec for spec in mtp_params(config, names) if spec.layouts)
+    table = tuple(spec for spec in head_params(config, names) if spec.layouts)
     tensors = dict(stored_tensors(table, params, dtype=np.float32))
     embed = np.asarray(params["embed"]["table"])
     tensors["model.embed_tokens.weight"] = embed
-    lent = np.zeros_like(embed) if config.own_heads else np.asarray(params["lm_head"]["kernel"]).T
+    lent = np.zeros_like(embed) if config.own_head else np.asarray(params["lm_head"]["kernel"]).T
     tensors["lm_head.weight"] = np.ascontiguousarray(lent)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)

@@ -16,11 +16,10 @@ from jspec.config.engine_args import EngineArgs
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import save_target
 from jspec.models.files.stored import on_host
-from jspec.models.heads.eagle1 import eagle1_params, save_eagle1
-from jspec.models.heads.eagle3 import eagle3_params
-from jspec.models.heads.hf_eagle3 import save_eagle3
-from jspec.models.heads.hf_mtp import save_mtp
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.eagle1 import save_eagle1
+from jspec.models.heads.eagle3 import save_eagle3
+from jspec.models.heads.head_params import head_params
+from jspec.models.heads.mtp import save_mtp
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.speculative.drafters.registry import DRAFTERS
@@ -32,17 +31,17 @@ FLOAT = np.float32
 
 def write_eagle1(path: Path) -> None:
     config = eagle1_of(TINY)
-    save_eagle1(path, config, init_params(eagle1_params(config), seed=0), dtype=FLOAT)
+    save_eagle1(path, config, init_params(head_params(config), seed=0), dtype=FLOAT)
 
 
 def write_eagle3(path: Path) -> None:
     config = WORKLOADS["tiny"].draft
-    save_eagle3(path, config, init_params(eagle3_params(config), seed=0), dtype=FLOAT)
+    save_eagle3(path, config, init_params(head_params(config), seed=0), dtype=FLOAT)
 
 
 def write_mtp(path: Path) -> None:
     config = mtp_of(TINY, num_layers=DRAFTER_SHAPE[0])
-    save_mtp(path, config, init_params(mtp_params(config), seed=0), target=TINY, dtype=FLOAT)
+    save_mtp(path, config, init_params(head_params(config), seed=0), target=TINY, dtype=FLOAT)
 
 
 def write_small(path: Path) -> None:

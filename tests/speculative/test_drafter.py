@@ -16,12 +16,12 @@ from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
-from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import Eagle1Config, MtpConfig
+from jspec.spec.head_spec import eagle1_spec, mtp_spec
 from jspec.speculative.drafter import (
     Drafter,
     Emitted,
@@ -34,11 +34,10 @@ from jspec.speculative.drafter import (
     next_positions,
     with_next_ids,
 )
-from jspec.speculative.drafters.eagle import EagleDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
-from jspec.speculative.drafters.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
 from tests.speculative.engines import DRAFT, TARGET, spec_of
@@ -171,9 +170,9 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
 
 def drafters() -> dict[Algorithm, Drafter]:
     """One of each algorithm; none is run here."""
-    head: Any = dataclasses.make_dataclass("Head", ["config"], frozen=True)(DRAFT)
-    eagle1 = Eagle1Config(layer=DRAFT.layer, draft_vocab_size=DRAFT.layer.vocab_size)
-    of_last_hidden = dataclasses.replace(head, config=eagle1)
+    head = FeatureHead(DRAFT, Ops())
+    eagle1 = eagle1_spec(layer=DRAFT.layer, draft_vocab_size=DRAFT.layer.vocab_size)
+    of_last_hidden = FeatureHead(eagle1, Ops())
     return {
         Algorithm.NONE: NoDrafter(),
         Algorithm.EAGLE: EagleDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.EAGLE)),
@@ -184,7 +183,7 @@ def drafters() -> dict[Algorithm, Drafter]:
         ),
         Algorithm.NEXTN: EagleDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.NEXTN)),
         Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
-            MtpHead(MtpConfig(model=TARGET, target_num_layers=3), Ops()),
+            FeatureHead(mtp_spec(layer=TARGET, target_num_layers=3), Ops()),
             spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
         ),
     }

@@ -30,7 +30,7 @@ from jspec.config.limits import Algorithm
 from jspec.spec import indexing
 from jspec.speculative import beams
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.drafters import eagle, multi_layer, ngram, standalone
+from jspec.speculative.drafters import multi_layer, ngram, ranked
 from jspec.speculative.drafters.registry import DRAFTERS
 from tests.speculative.drafter_rows import (
     NUM_ROWS,
@@ -73,7 +73,8 @@ def drafter_classes() -> set[type]:
     found = set()
     for module in pkgutil.walk_packages(jspec.speculative.__path__, "jspec.speculative."):
         for _, each in inspect.getmembers(import_module(module.name), inspect.isclass):
-            if hasattr(each, "propose") and hasattr(each, "advance") and each is not Drafter:
+            is_drafter = hasattr(each, "propose") and hasattr(each, "advance")
+            if is_drafter and not inspect.isabstract(each) and each is not Drafter:
                 found.add(each)
     return found
 
@@ -254,7 +255,7 @@ MUTATIONS = (
     ),
     Mutation(
         "token of a pair",
-        eagle,
+        ranked,
         "following_ids",
         lambda f: lambda emitted: jnp.roll(f(emitted), 1),
         HEADS,
@@ -285,7 +286,7 @@ MUTATIONS = (
     ),
     Mutation(
         "last row",
-        standalone,
+        ranked,
         "with_next_ids",
         lambda f: (
             lambda emitted: dataclasses.replace(
@@ -296,7 +297,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a chain's last two",
-        standalone,
+        ranked,
         "last_two",
         lambda f: lambda emitted: dataclasses.replace(f(emitted), last=f(emitted).last - 1),
         ("standalone",),
@@ -305,7 +306,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the last of a chain",  # whose row nobody has written where all of it is accepted
-        standalone,
+        ranked,
         "last_two",
         lambda f: (
             lambda emitted: dataclasses.replace(

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
 from jspec.messages.step_options import StepOptions
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.speculative.candidates import largest_in_rounds, top_candidates
 from jspec.speculative.tree import Level, beam_scores, build_tree
@@ -35,7 +36,7 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
-from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.support.dial_drafter import DialDrafter, dial_head, dial_params
 
 
 @settings(deadline=None, max_examples=40)
@@ -145,11 +146,11 @@ def test_a_head_of_two_layers_that_reads_the_last_hidden_changes_no_token() -> N
         page_size=4,
         params=(
             tiny_params()[0],
-            {"head": init_params(eagle3_params(config), seed=4), "dial": empty},
+            {"head": init_params(head_params(config), seed=4), "dial": empty},
         ),
         variants=(StepOptions(),),
         make=lambda ops, shard: DialDrafter(
-            DialHead(Eagle3Head(config, ops, shard)), spec, acceptance=DIAL_ACCEPTANCE
+            dial_head(FeatureHead(config, ops, shard)), spec, acceptance=DIAL_ACCEPTANCE
         ),
     )
     assert [group.num_layers for group in compiled.program.drafter.cache_groups] == [2]

@@ -20,8 +20,9 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import save_target
 from jspec.models.files.stored import stored_tensors, value_at
-from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params
-from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.speculative.engines import (
     TARGET,
     build,
@@ -43,7 +44,7 @@ def pair(tmp_path: Path) -> Path:
     save_target(tmp_path / "target", TARGET, tiny_params()[0], dtype=np.float32)
     draft = tmp_path / "draft"
     draft.mkdir()
-    tensors = stored_tensors(eagle1_params(EAGLE1), eagle1_weights(), dtype=np.float32)
+    tensors = stored_tensors(head_params(EAGLE1), eagle1_weights(), dtype=np.float32)
     save_file(tensors, draft / "model.safetensors")
     attention = EAGLE1.layer.one_layer.attention
     values = {
@@ -78,12 +79,12 @@ def load(directory: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
 def test_a_head_is_read_beside_its_target(pair: Path) -> None:
     models = load(pair)
     assert isinstance(models.drafter, EagleDrafter)
-    assert models.drafter.head.config == EAGLE1
+    assert models.drafter.model.spec == EAGLE1
     assert models.target.aux_layer_ids == ()
     draft, target = models.params["draft"], models.params["target"]
     assert draft["lm_head"]["kernel"] is target["lm_head"]["kernel"]
     assert draft["embed"]["table"] is target["embed"]["table"]
-    for path in (("fc", "kernel"), ("layers", 0, "attention", "qkv", "kernel")):
+    for path in (("layers", 0, "fuse", "kernel"), ("layers", 0, "attention", "qkv", "kernel")):
         np.testing.assert_array_equal(value_at(draft, path), value_at(eagle1_weights(), path))
     dummy = load(pair, load_format="dummy")
     assert jax.tree.map(jnp.shape, dummy.params) == jax.tree.map(jnp.shape, models.params)
@@ -139,7 +140,7 @@ def test_two_shards_with_frequent_ids_change_no_token(pair: Path) -> None:
         shards=2,
         params=(models.params["target"], models.params["draft"]),
         variants=(StepOptions(),),
-        make=lambda ops, shard: EagleDrafter(Eagle1Head(hot, ops, shard), config),
+        make=lambda ops, shard: EagleDrafter(FeatureHead(hot, ops, shard), config),
     )
     requests = [
         make_request(i, prompt_len=7 * i + 1, seed=8800 + i, temperature=i % 2, max_new_tokens=40)

@@ -21,7 +21,7 @@ from jspec.engine.runner import init_state
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING, StepOption, StepOptions
-from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.head_params import head_params
 from jspec.models.registry import table_of
 from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
 from tests.speculative.engines import (
@@ -82,7 +82,7 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
     if name == "two_shards":  # each has half of the vocabulary's logits between two programs
         target, head = tiny_params()
-        params = sharded(table_of(TARGET), target, 2), sharded(eagle3_params(DRAFT), head, 2)
+        params = sharded(table_of(TARGET), target, 2), sharded(head_params(DRAFT), head, 2)
         return with_grammars(
             build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
         )

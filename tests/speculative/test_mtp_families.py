@@ -29,8 +29,8 @@ from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.files.stored import stored_tensors
-from jspec.models.heads.mtp import MtpHead, RecurrentHead
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.attention.api import AttentionMetadata
@@ -68,10 +68,6 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "rms_norm_eps": 1e-5,
 }
-PROPERTIES = (
-    *("recurrent", "chained", "hidden_first", "reads_normed", "feeds_normed"),
-    *("own_heads", "zeroes_first"),
-)
 CHAIN, TREE = (STEPS, 1, STEPS + 1), (STEPS, 2, 2 * STEPS + 1)
 
 
@@ -122,14 +118,14 @@ def test_a_target_brings_its_draft(checkpoint: Path) -> None:
     dummy weights read the same file."""
     models = load(checkpoint)
     head, own = layers_of(models.drafter), models.params["draft"]
-    assert sorted(own["layers"]) == list(range(head.config.num_layers))
+    assert sorted(own["layers"]) == list(range(head.spec.num_layers))
     assert own["embed"]["table"] is models.params["target"]["embed"]["table"]
     stored = load_file(checkpoint / "model.safetensors")
     table = tuple(spec for spec in head.table if spec.layouts)
     for name, value in stored_tensors(table, own, dtype=np.float32).items():
         np.testing.assert_array_equal(value, stored[name])
     kernels = [np.asarray(layer["fuse"]["kernel"]) for layer in own["layers"].values()]
-    assert len({kernel.tobytes() for kernel in kernels}) == head.config.num_layers
+    assert len({kernel.tobytes() for kernel in kernels}) == head.spec.num_layers
     plain = load(checkpoint, speculative_algorithm="NONE")
     assert plain.params["draft"] == {}
     dummy = load(checkpoint, load_format="dummy")
@@ -144,7 +140,7 @@ def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: P
         jax.tree.map(np.asarray, elsewhere.params["draft"]),
         jax.tree.map(np.asarray, again.params["draft"]),
     )
-    is_recurrent = layers_of(again.drafter).config.recurrent
+    is_recurrent = not layers_of(again.drafter).spec.per_level
     in_force = Algorithm.NEXTN if is_recurrent else Algorithm.MULTI_LAYER_EAGLE
     for models, given in ((elsewhere, "NEXTN"), (again, "EAGLE")):
         assert models.config.values()["speculative_algorithm"] == given
@@ -158,10 +154,10 @@ def test_layers_compute_what_is_published(checkpoint: Path, published: Published
     drafter, draft = models.drafter, models.params["draft"]
     head = dataclasses.replace(layers_of(drafter), shard=Shard())
     reference = check_published(checkpoint, head, published)
-    if head.config.recurrent:
-        size, width = head.config.model.vocab_size, head.config.model.hidden_size
+    if not head.spec.per_level:
+        size, width = head.spec.layer.vocab_size, head.spec.layer.hidden_size
         recurrence = RecurrentReference.of(reference)
-        check_head(RecurrentHead(head), draft, recurrence, vocab_size=size, width=width)
+        check_head(head, draft, recurrence, vocab_size=size, width=width)
         return
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 320, 16).tolist()
@@ -180,18 +176,18 @@ def test_layers_compute_what_is_published(checkpoint: Path, published: Published
         )
         out, _ = head.forward(
             draft,
-            layer,
             jnp.asarray(tokens[layer + 1 :][:count], jnp.int32),
             given[:count],
-            pools[layer],
+            pools,
             rows,
             queries_per_row=None,
+            level=layer,
         )
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
-        logits = head.logits(draft, layer, out)
+        logits = head.logits(draft, out, level=layer)
         np.testing.assert_allclose(logits, reference.logits(layer, expected), rtol=0, atol=2e-4)
-        if head.config.chained:
-            given = head.handed_on(draft, layer, out)
+        if head.spec.chained:
+            given = out
 
 
 @pytest.fixture(scope="module")
@@ -200,13 +196,20 @@ def published(checkpoint: Path) -> Published:
 
 
 def check_published(
-    path: Path, head: MtpHead, published: Published, *, target: Path | None = None
+    path: Path, head: FeatureHead, published: Published, *, target: Path | None = None
 ) -> MtpReference:
     """The layers in float64, as they are published; what the head declares must say the same."""
     fields = json.loads((path / "config.json").read_text())
-    for name in PROPERTIES:
-        assert getattr(head.config, name) == getattr(published, name), name
-    num_layers = head.config.num_layers
+    spec = head.spec
+    declared = {
+        "recurrent": not spec.per_level,
+        "reads_normed": not spec.aux_layer_ids,
+        "feeds_normed": spec.feeds_back_normed,
+        "own_heads": spec.own_head,
+        **{name: getattr(spec, name) for name in ("chained", "hidden_first", "zeroes_first")},
+    }
+    assert declared == {name: getattr(published, name) for name in declared}
+    num_layers = head.spec.num_layers
     stored = {
         name for own in head.table for part in own.layouts[:1] for x in part for name in x.names
     }
@@ -294,7 +297,7 @@ def test_step3p5_flash_as_published(tmp_path: Path) -> None:
     assert family.mtp is not None
     layers = family.mtp.read(Fields(path, STEP3P5_FLASH), spec)
     assert layers.model.layers == (spec.layers[1],) * 3
-    assert (layers.chained, layers.own_heads, layers.aux_layer_ids) == (True, True, (45,))
+    assert (layers.chained, layers.own_head, layers.aux_layer_ids) == (True, True, (45,))
     shapes = {own.path: own.shape for own in table_of(spec)}
     assert shapes["layers", 1, "attention", "gate", "kernel"] == (4096, 96)
     assert shapes["layers", 3, "moe", "experts", "down"] == (288, 1280, 4096)
@@ -315,8 +318,8 @@ def test_glm_4_5_as_published(tmp_path: Path) -> None:
     family = family_named("glm4_moe")
     assert family.mtp is not None
     layer = family.mtp.read(Fields(path, GLM_4_5_AIR), spec)
-    assert layer.model.layers == spec.layers[1:2]
-    assert (layer.recurrent, layer.reads_normed, layer.feeds_normed) == (True, True, True)
+    assert layer.layer.layers == spec.layers[1:2]
+    assert (layer.per_level, layer.aux_layer_ids, layer.feeds_back_normed) == (False, (), True)
     assert family.mtp.names(spec).of_layer(0) == "model.layers.46."
     path.write_text(json.dumps(family.to_json(spec)))
     assert load_model_spec(tmp_path) == spec
@@ -335,7 +338,7 @@ def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
     target = family_named("llama").read(Fields(path, LLAMA))
     mtp = DRAFTS[architecture]
     layers = mtp.read(Fields(path / "config.json", config), target)
-    table = tuple(own for own in mtp_params(layers, mtp.names(target)) if own.layouts)
+    table = tuple(own for own in head_params(layers, mtp.names(target)) if own.layouts)
     tensors = stored_tensors(table, drawn(table, seed=5), dtype=np.float32)
     copy = np.zeros((320, 32), np.float32)
     for name in ("embed_tokens", "shared_head.head"):
@@ -370,7 +373,7 @@ def test_a_layer_of_its_own_drafts_for_a_dense_target(
     head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
     reference = check_published(alone, head, published, target=target)
     check_head(
-        RecurrentHead(head),
+        head,
         models.params["draft"],
         RecurrentReference.of(reference),
         vocab_size=320,

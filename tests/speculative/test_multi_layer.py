@@ -24,7 +24,7 @@ from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Params
-from jspec.models.heads.mtp import MtpHead, RecurrentHead
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.speculative.drafter import Drafter
@@ -61,7 +61,7 @@ from tests.speculative.multi_layer_rows import (
 )
 from tests.speculative.published_layers import FAMILIES
 from tests.speculative.test_prefix_cache import Session, ids_of
-from tests.support.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
+from tests.support.dial_drafter import DialMultiLayerDrafter, dial_head, dial_params
 from tests.support.flat_limits import with_limits
 
 SLOW = pytest.mark.slow
@@ -148,7 +148,7 @@ def off_by(delta: int) -> Any:
 @pytest.mark.parametrize(
     ("owner", "attribute", "mutate"),
     [
-        pytest.param(MtpHead, "forward", swapped_pools, id="another layer's pool"),
+        pytest.param(FeatureHead, "forward", swapped_pools, id="another layer's pool"),
         pytest.param(multi_layer, "lag_behind", off_by(1), id="lag one more"),
         pytest.param(multi_layer, "lag_behind", off_by(-1), id="lag one less"),
         pytest.param(
@@ -181,7 +181,7 @@ def test_a_moved_row_is_noticed(
 
 
 def test_more_steps_than_layers_are_refused() -> None:
-    head = MtpHead(CONFIGS["chained"], Ops())
+    head = FeatureHead(CONFIGS["chained"], Ops())
     with pytest.raises(ConfigError, match="num_steps is 4; expected at most 3, the layers"):
         MultiLayerDrafter(head, spec_of(4, 1, 5, Algorithm.MULTI_LAYER_EAGLE))
 
@@ -190,7 +190,7 @@ def draft_params(name: str) -> Params:
     """The layers, what they share with the target, and an empty dial."""
     target = tiny_params()[0]
     lent = {"embed": target["embed"]}
-    if not config_of(name).own_heads:
+    if not config_of(name).own_head:
         lent["lm_head"] = target["lm_head"]
     own = {**params_of(name), **lent}
     empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
@@ -210,7 +210,7 @@ def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compil
     def make(ops: Ops, shard: Shard) -> Drafter:
         head = head_of(name, ops, shard)
         if config.recurrent:
-            inner = DialHead(RecurrentHead(head))
+            inner = dial_head(head)
             return DialDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(head, spec, acceptance=DIAL_ACCEPTANCE)
 

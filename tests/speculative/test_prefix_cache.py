@@ -21,12 +21,11 @@ from jspec.layers.linear import Shard
 from jspec.messages.request import Request, StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Params
-from jspec.models.heads.mtp import RecurrentHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler import prefill_planner
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.speculative.engines import (
     Compiled,
     ViewRunner,
@@ -69,7 +68,7 @@ def nextn() -> Kind:
     """One layer that is run again, as MiMo-7B's: hidden first, no embedding at position 0."""
 
     def make(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
-        return EagleDrafter(RecurrentHead(head_of("mimo", ops, shard)), spec)
+        return EagleDrafter(head_of("mimo", ops, shard), spec)
 
     def params() -> Params:
         return with_all_ids(layers_weights("mimo"))

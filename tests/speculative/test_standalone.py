@@ -20,7 +20,7 @@ from jspec.models.files.checkpoint import save_target
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.spec.model_spec import uniform_decoder
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import StandaloneDrafter
 from tests.speculative.engines import (
     TARGET,
     mesh_of,

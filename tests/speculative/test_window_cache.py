@@ -19,7 +19,7 @@ from jspec.messages.request import StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
 from tests.speculative.every_drafter import layers_weights
 from tests.speculative.multi_layer_rows import config_of, head_of

@@ -25,12 +25,12 @@ from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
-from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.drafters.standalone import StandaloneDrafter
+from jspec.speculative.drafters.ranked import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.models.dense_forward import dense_hidden
 from tests.models.test_families import attend_of
@@ -51,7 +51,7 @@ from tests.speculative.engines import (
     tiny_params,
 )
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
-from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.support.dial_drafter import DialDrafter, dial_head, dial_params
 from tests.support.flat_limits import with_limits
 
 PREFILL = StepKind.PREFILL
@@ -93,8 +93,8 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
     if is_own_draft:
         drafter, draft_params = StandaloneDrafter(target, spec), target_params
     elif has_model:
-        head = Eagle3Head(DRAFT, ops, shard)
-        drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
+        head = FeatureHead(DRAFT, ops, shard)
+        drafter = DialDrafter(dial_head(head), spec, acceptance=DIAL_ACCEPTANCE)
         empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
         draft_params = {"head": head_params, "dial": empty}
     program = StepProgram(target=target, drafter=drafter, spec=spec)

@@ -29,7 +29,8 @@ from jspec.device.noise import mix32
 from jspec.device.state import SamplingBatch
 from jspec.models.decoder import KVPool, Params
 from jspec.speculative.beams import BeamRows
-from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafter import StepBatch
+from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 
@@ -117,10 +118,11 @@ class CountingDial(EagleDrafter):
         *,
         positions: jax.Array,
         sampling: SamplingBatch,
+        level: int,
     ) -> tuple[jax.Array, jax.Array]:
         """Like EagleDrafter.candidates, at its full cost, given a correct prefix."""
         found, scores = EagleDrafter.candidates(
-            self, params, hidden, positions=positions, sampling=sampling
+            self, params, hidden, positions=positions, sampling=sampling, level=level
         )
         ids, terms = self._dialled(positions, sampling)
         # Ids are never negative, but the compiler does not know and keeps the head's computation.
@@ -135,14 +137,16 @@ class CountingDial(EagleDrafter):
         beams: BeamRows,
         *,
         params: Params,
-        sampling: SamplingBatch,
+        own: jax.Array,
+        rows: StepBatch,
     ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
         """Like EagleDrafter.expand; a beam is correct if its token is."""
         caches, hidden, found, terms = EagleDrafter.expand(
-            self, caches, ids, carried, beams, params=params, sampling=sampling
+            self, caches, ids, carried, beams, params=params, own=own, rows=rows
         )
+        sampling = rows.sampling
         others, other_terms = self._dialled(beams.positions, sampling, after=ids)
-        size = self.head.config.layer.vocab_size
+        size = self.model.spec.layer.vocab_size
         before = true_tokens(sampling.seed, beams.positions - 1, vocab_size=size)
         is_right = (ids == before)[..., None]
         return (
@@ -159,7 +163,7 @@ class CountingDial(EagleDrafter):
             sampling.seed,
             positions,
             topk=self.spec.topk,
-            vocab_size=self.head.config.layer.vocab_size,
+            vocab_size=self.model.spec.layer.vocab_size,
             after=after,
         )
 
@@ -174,7 +178,7 @@ def counting_source(request: DraftRequest) -> DraftSource:
     def make(ops: Any, shard: Any) -> CountingDial:
         drafter = source.make(ops, shard)
         assert isinstance(drafter, EagleDrafter)
-        return CountingDial(drafter.head, drafter.spec, draft_noise=drafter.draft_noise)
+        return CountingDial(drafter.model, drafter.spec, draft_noise=drafter.draft_noise)
 
     return replace(source, make=make)
 

@@ -23,108 +23,76 @@ import numpy as np
 
 from jspec.device.noise import mix32
 from jspec.device.state import SamplingBatch
-from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable, prefixed
-from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.drafters.eagle import EagleDrafter, FeatureHead, HeadConfig
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class DialHead:
+class DialHead(FeatureHead):
     """A head whose params are one level deeper, in the same tree as the dial's."""
-
-    inner: FeatureHead
 
     @property
     def table(self) -> ParamTable:
-        return prefixed(self.inner.table, path=("head",), stored="")
+        return prefixed(head_params(self.spec, self.names), path=("head",), stored="")
 
-    @property
-    def config(self) -> HeadConfig:
-        return self.inner.config
+    def features(self, params: Params, given: jax.Array) -> jax.Array:
+        return FeatureHead.features(self, params["head"], given)
 
-    @property
-    def shard(self) -> Shard:
-        return self.inner.shard
+    def forward(self, params: Params, *args: Any, **named: Any) -> tuple[jax.Array, KVPool]:
+        return FeatureHead.forward(self, params["head"], *args, **named)
 
-    @property
-    def ops(self) -> Ops:
-        return self.inner.ops
+    def logits(self, params: Params, out: jax.Array, *, level: int = 0) -> jax.Array:
+        return FeatureHead.logits(self, params["head"], out, level=level)
 
-    def features(self, params: Params, given: jax.Array, /) -> jax.Array:
-        return self.inner.features(params["head"], given)
+    def token_ids(self, params: Params) -> jax.Array:
+        return FeatureHead.token_ids(self, params["head"])
 
-    def forward(
-        self,
+
+def dial_head(head: FeatureHead) -> DialHead:
+    return DialHead(head.spec, head.ops, head.shard, head.names)
+
+
+class _Dialled:
+    """Candidates that are the truth with probability `acceptance`, else anything."""
+
+    __slots__ = ()
+
+    def candidates(
+        self: Any,
         params: Params,
-        token_ids: jax.Array,
         hidden: jax.Array,
-        kv: KVPool,
-        rows: AttentionMetadata,
         *,
-        queries_per_row: int | None,
-        kept: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVPool]:
-        return self.inner.forward(
-            params["head"], token_ids, hidden, kv, rows, queries_per_row=queries_per_row, kept=kept
+        positions: jax.Array,
+        sampling: SamplingBatch,
+        level: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        del hidden, level
+        return dialled(
+            params["dial"],
+            sampling,
+            positions=positions,
+            topk=self.spec.topk,
+            acceptance=self.acceptance,
+            vocab_size=self.model.spec.layer.vocab_size,
         )
-
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return self.inner.logits(params["head"], hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class DialDrafter(EagleDrafter):
+class DialDrafter(_Dialled, EagleDrafter):
     """acceptance: probability that the true token is among the K candidates of its position."""
 
     acceptance: float = 0.8
 
-    def candidates(
-        self,
-        params: Params,
-        hidden: jax.Array,
-        *,
-        positions: jax.Array,
-        sampling: SamplingBatch,
-    ) -> tuple[jax.Array, jax.Array]:
-        del hidden
-        return dialled(
-            params["dial"],
-            sampling,
-            positions=positions,
-            topk=self.spec.topk,
-            acceptance=self.acceptance,
-            vocab_size=self.head.config.layer.vocab_size,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class DialMultiLayerDrafter(MultiLayerDrafter):
+class DialMultiLayerDrafter(_Dialled, MultiLayerDrafter):
     """Controlled acceptance for multi-layer drafters; the params have an extra entry "dial"."""
 
     acceptance: float = 0.8
-
-    def candidates(
-        self,
-        params: Params,
-        layer: int,
-        out: jax.Array,
-        *,
-        positions: jax.Array,
-        sampling: SamplingBatch,
-    ) -> tuple[jax.Array, jax.Array]:
-        del layer, out
-        return dialled(
-            params["dial"],
-            sampling,
-            positions=positions,
-            topk=self.spec.topk,
-            acceptance=self.acceptance,
-            vocab_size=self.head.config.model.vocab_size,
-        )
 
 
 def dialled(

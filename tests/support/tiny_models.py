@@ -16,11 +16,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jspec.models.files.checkpoint import save_target
-from jspec.models.heads.eagle3 import eagle3_params
-from jspec.models.heads.hf_eagle3 import save_eagle3
+from jspec.models.heads.eagle3 import save_eagle3
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.spec.head_spec import HeadSpec, eagle3_spec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 
 END = "<|endoftext|>"
 NUM_BYTES = 256
@@ -33,7 +34,7 @@ class TinyPair:
     target_path: Path
     draft_path: Path
     target_config: ModelSpec
-    draft_config: Eagle3Config
+    draft_config: HeadSpec
 
 
 def tiny_target_config(*, num_layers: int = 3, max_position: int = 256) -> ModelSpec:
@@ -52,7 +53,7 @@ def tiny_target_config(*, num_layers: int = 3, max_position: int = 256) -> Model
     )
 
 
-def tiny_draft_config(target: ModelSpec) -> Eagle3Config:
+def tiny_draft_config(target: ModelSpec) -> HeadSpec:
     heads = target.one_layer.attention
     layer = uniform_decoder(
         vocab_size=target.vocab_size,
@@ -64,7 +65,7 @@ def tiny_draft_config(target: ModelSpec) -> Eagle3Config:
         head_dim=heads.head_dim,
         max_position=target.max_position,
     )
-    return Eagle3Config(
+    return eagle3_spec(
         layer=layer,
         draft_vocab_size=160,
         target_hidden_size=target.hidden_size,
@@ -91,7 +92,7 @@ def write_tiny_pair(
     target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)
     draft_config = tiny_draft_config(target_config)
     target = init_params(table_of(target_config), seed=seed)
-    draft = init_params(eagle3_params(draft_config), seed=seed + 1)
+    draft = init_params(head_params(draft_config), seed=seed + 1)
     rng = np.random.default_rng(seed)
     ids = np.sort(rng.choice(target_config.vocab_size, draft_config.draft_vocab_size, False))
     draft["draft_ids"] = jnp.asarray(ids, jnp.int32)

@@ -62,7 +62,7 @@ def test_the_simulator_equals_served_drafting() -> None:
         aux_layer_ids=head.aux_layer_ids,
     )
     whole = head.whole(params, target_params, jnp.asarray(draft_ids))
-    paged = PagedHead(Eagle3Head(head.config, Ops()), whole)
+    paged = PagedHead(Eagle3Head(head.spec, Ops()), whole)
     for b, prompt_len in enumerate(prompts.prompt_lens):
         root = int(prompt_len)
         while root - 1 < LENGTH - 1 - STEPS:

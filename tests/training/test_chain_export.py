@@ -26,7 +26,7 @@ from jspec.errors import CheckpointError
 from jspec.messages.weight_update import ArrayUpdate, Model
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
-from jspec.models.heads.hf_mtp import (
+from jspec.models.heads.mtp import (
     check_mtp,
     load_mtp,
     load_mtp_config,
@@ -67,8 +67,8 @@ def check_reads(folder: Path, target: ModelSpec, params: Params, head: TrainedMt
     check_mtp(folder, config, names)
     read = load_mtp(folder, config, names, target_params=params, dtype=np.float32)
     assert read["embed"] is params["embed"]
-    assert config.target_num_layers == target.num_layers
-    assert config.own_heads
+    assert config.aux_layer_ids == (target.num_layers,)
+    assert config.own_head
     assert config.chained
     got, expected = {"layers": read["layers"]}, {"layers": own["layers"]}
     jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(expected))
@@ -102,7 +102,7 @@ def test_a_chain_is_read_beside_a_target_of_any_number_of_layers(
 ) -> None:
     target, params = target_of(num_layers)
     head, own = exported(tmp_path, target, params)
-    assert check_reads(tmp_path, target, params, head, own) == head.config
+    assert check_reads(tmp_path, target, params, head, own) == head.spec
 
 
 def test_a_chain_that_has_not_the_number_beside_it_is_refused(tmp_path: Path) -> None:

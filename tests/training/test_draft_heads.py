@@ -18,12 +18,11 @@ from jspec.models.decoder import Params
 from jspec.models.families import mimo_v2
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.tensor_files import open_tensors
-from jspec.models.heads.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
-from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.eagle1 import load_eagle1, load_eagle1_config
+from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
-from jspec.models.heads.hf_eagle3 import load_eagle3
-from jspec.models.heads.hf_mtp import load_mtp, load_mtp_config
-from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.mtp import load_mtp, load_mtp_config
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
@@ -79,7 +78,7 @@ def test_an_exported_eagle3_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     ids, features, guesses = trained(head, target, target_params, draft_ids, tmp_path)
     config = load_eagle3_config(tmp_path, target=target)
     params = load_eagle3(tmp_path, config, target_params=target_params, dtype=np.float32)
-    paged = PagedHead(Eagle3Head(config, Ops()), params)
+    paged = PagedHead(FeatureHead(config, Ops()), params)
     check_chain(paged, ids, features.aux[0], guesses)
 
 
@@ -90,10 +89,10 @@ def test_an_exported_eagle1_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
     config = load_eagle1_config(tmp_path, target=target)
-    assert config == replace(head.config, fc_bias=True)
+    assert config == replace(head.spec, fc_bias=True)
     check_what_peers_read(tmp_path)
     params = load_eagle1(tmp_path, config, target_params=target_params, dtype=np.float32)
-    paged = PagedHead(Eagle1Head(config, Ops()), params)
+    paged = PagedHead(FeatureHead(config, Ops()), params)
     check_chain(paged, ids, features.hidden[0], guesses)
     assert guesses[1].feature is not None
 
@@ -124,12 +123,12 @@ def test_a_config_of_mimo_has_what_peers_read_of_it() -> None:
 class OneLayer:
     """One MTP layer with the interface of a draft head."""
 
-    head: MtpHead
+    head: FeatureHead
     index: int
 
     @property
-    def config(self) -> Any:
-        model = self.head.config.model
+    def spec(self) -> Any:
+        model = self.head.spec.layer
         return SimpleNamespace(layer=replace(model, layers=model.layers[:1]))
 
     def features(self, params: Params, given: Any) -> Any:
@@ -139,11 +138,14 @@ class OneLayer:
     def forward(
         self, params: Params, ids: Any, hidden: Any, kv: Any, rows: Any, **static: Any
     ) -> Any:
-        out, pages = self.head.forward(params, self.index, ids, hidden, kv[0], rows, **static)
-        return out, (pages,)
+        before = (None,) * self.index
+        out, pools = self.head.forward(
+            params, ids, hidden, (*before, *kv), rows, level=self.index, **static
+        )
+        return out, pools[self.index :]
 
     def logits(self, params: Params, out: Any) -> Any:
-        return self.head.logits(params, self.index, out)
+        return self.head.logits(params, out, level=self.index)
 
 
 @pytest.mark.slow
@@ -156,12 +158,12 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
     config, names = load_mtp_config(tmp_path, target=target, num_layers=DEPTHS)
-    assert config == head.config
+    assert config == head.spec
     assert config.chained == chained
     params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
     hidden = np.asarray(features.aux[0])
     for layer in range(DEPTHS):
-        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
+        one: Any = OneLayer(FeatureHead(config, Ops(), names=names), layer)
         paged = PagedHead(one, params)
         count = LENGTH - 1 - layer
         _, out, logits = paged.run(

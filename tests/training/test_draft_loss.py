@@ -45,9 +45,9 @@ def loss_of(target: ModelSpec, head: TrainedEagle3, *, num_depths: int, **weight
 
 def test_a_head_of_several_layers_is_not_trained() -> None:
     head, _, _ = tiny_head(*tiny_target())
-    layer = head.config.layer
-    two = replace(head.config, layer=replace(layer, layers=layer.layers * 2))
-    for other in (two, replace(head.config, feeds_back_normed=True)):
+    layer = head.spec.layer
+    two = replace(head.spec, layer=replace(layer, layers=layer.layers * 2))
+    for other in (two, replace(head.spec, feeds_back_normed=True)):
         with pytest.raises(ConfigError, match="expected 1 and False"):
             TrainedEagle3(other)
 

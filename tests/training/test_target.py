@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
-from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.training.dense import dropout, init_target, with_lm_head
 from jspec.training.draft_recipe import draft_vocabulary
 from jspec.training.loop import LoopConfig, init_state, make_step

@@ -25,10 +25,9 @@ from jspec.cli.diagnosis.texts import Text
 from jspec.engine.rescorer import Rescorer
 from jspec.errors import ConfigError, RequestError
 from jspec.models.decoder import Decoder
-from jspec.models.heads.eagle1 import Eagle1Head
-from jspec.models.heads.eagle3 import Eagle3Head
-from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.serving.engine import Engine
+from jspec.spec.head_spec import Join
 from jspec.text.template.chat_templates import ChatTemplates
 from jspec.training.heads.draft_head import DraftHead
 from jspec.training.heads.head_eagle1 import TrainedEagle1
@@ -42,17 +41,18 @@ Say = Callable[[str], None]
 
 
 def head_of(drafter: Any) -> DraftHead | None:
-    head = getattr(drafter, "head", None)
+    head = getattr(drafter, "model", None)
+    if not isinstance(head, FeatureHead):
+        return None
+    spec = head.spec
     try:
-        if isinstance(head, Eagle3Head):
-            return TrainedEagle3(head.config)
-        if isinstance(head, Eagle1Head):
-            return TrainedEagle1(head.config) if head.config.layer.num_layers == 1 else None
-        if isinstance(head, MtpHead):
-            return TrainedMtp(head.config)
+        if spec.join is Join.WIDE:
+            return TrainedEagle3(spec)
+        if spec.input_norm:
+            return TrainedMtp(spec)
+        return TrainedEagle1(spec) if spec.num_layers == 1 else None
     except ConfigError:  # a variant without a training form
         return None
-    return None
 
 
 class Examination:
@@ -171,7 +171,7 @@ class Examination:
         yield serving, self._read(serving, evidence)
         readings = shifted_readings(head)
         if isinstance(head, TrainedEagle3):
-            readings = eagle3_readings(head.config, self._target.spec)
+            readings = eagle3_readings(head.spec, self._target.spec)
         target, shares = self._served.params["target"], self._served.models.source.shares
         own = {name: part for name, part in self._params.items() if name not in shares}
         for reading in (*target_readings(head, self._layer_ids, own, target), *readings):

@@ -13,13 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jspec.models.decoder import Params
-from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.draft_head import DraftHead
 from jspec.training.heads.head_eagle3 import TrainedEagle3
 
 THETAS = (10000.0, 500000.0, 1000000.0)
 NORMS = {
-    "input_norm": "input_layernorm",
+    "embed_norm": "input_layernorm",
     "hidden_norm": "hidden_norm",
     "post_norm": "post_attention_layernorm",
     "norm": "norm",
@@ -84,26 +85,26 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else ()
 
 
-def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
-    head = TrainedEagle3(config)
+def eagle3_readings(spec: HeadSpec, target: ModelSpec) -> Iterator[Reading]:
+    head = TrainedEagle3(spec)
     yield from _layer_readings(head, target)
-    yield from _theta_readings(config, target)
+    yield from _theta_readings(spec, target)
     yield from shifted_readings(head)
     yield from _norm_readings(head)
     yield from _vocabulary_readings(head)
-    other = replace(config, norm_before_residual=not config.norm_before_residual)
+    other = replace(spec, norm_before_residual=not spec.norm_before_residual)
     yield Reading(
         kind="residual",
-        fault=f"norm_before_residual is {config.norm_before_residual}",
+        fault=f"norm_before_residual is {spec.norm_before_residual}",
         repair=f"set norm_before_residual to {other.norm_before_residual} in the head's config",
         head=TrainedEagle3(other),
-        layer_ids=config.aux_layer_ids,
+        layer_ids=spec.aux_layer_ids,
     )
 
 
 def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]:
     """Yield readings with one id shifted by one, with the usual ids, and in reversed order."""
-    ids = head.config.aux_layer_ids
+    ids = head.spec.aux_layer_ids
     near = set(nearby_layers(ids, target.num_layers))
     some = itertools.product((0, -1, 1), repeat=len(ids)) if len(ids) <= 3 else ()
     moved = [tuple(i + d for i, d in zip(ids, by, strict=True)) for by in some]
@@ -124,16 +125,16 @@ def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]
             )
 
 
-def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
-    own = config.layer.one_layer.softmax_attention.rope
+def _theta_readings(spec: HeadSpec, target: ModelSpec) -> Iterator[Reading]:
+    own = spec.layer.one_layer.softmax_attention.rope
     theirs = target.layers[-1].softmax_attention.rope
     bases = dict.fromkeys((*THETAS, theirs.theta))
     for rope in (*(replace(own, theta=theta) for theta in bases), theirs):
         if rope == own:
             continue
-        attention = replace(config.layer.one_layer.softmax_attention, rope=rope)
-        layers = tuple(replace(layer, attention=attention) for layer in config.layer.layers)
-        changed = replace(config, layer=replace(config.layer, layers=layers))
+        attention = replace(spec.layer.one_layer.softmax_attention, rope=rope)
+        layers = tuple(replace(layer, attention=attention) for layer in spec.layer.layers)
+        changed = replace(spec, layer=replace(spec.layer, layers=layers))
         yield Reading(
             kind="rope_theta",
             fault=f"the head's rope_theta is {own.theta:g}, and it was trained with {rope.theta:g}"
@@ -141,7 +142,7 @@ def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
             repair=f"pass --speculative-draft-rope-theta {rope.theta:g}, or set rope_theta in the "
             "head's config",
             head=TrainedEagle3(changed),
-            layer_ids=config.aux_layer_ids,
+            layer_ids=spec.aux_layer_ids,
         )
 
 
@@ -169,24 +170,25 @@ def _norm_readings(head: TrainedEagle3) -> Iterator[Reading]:
             fault=f"the norms {NORMS[a]} and {NORMS[b]} are exchanged",
             repair=f"exchange the tensors {NORMS[a]}.weight and {NORMS[b]}.weight",
             head=head,
-            layer_ids=head.config.aux_layer_ids,
+            layer_ids=head.spec.aux_layer_ids,
             params=swapped,
         )
 
 
 def norm_of(params: Params, name: str) -> Any:
-    return (params if name == "norm" else params["layer"])[name]
+    return (params if name == "norm" else params["layers"][0])[name]
 
 
 def with_norm(params: Params, name: str, value: Any) -> Params:
     if name == "norm":
         return {**params, name: value}
-    return {**params, "layer": {**params["layer"], name: value}}
+    layers = params["layers"]
+    return {**params, "layers": {**layers, 0: {**layers[0], name: value}}}
 
 
 def _vocabulary_readings(head: TrainedEagle3) -> Iterator[Reading]:
     """Yield readings with draft ids off by one, and with d2t's two meanings exchanged."""
-    V = head.config.layer.vocab_size
+    V = head.spec.layer.vocab_size
     readings: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("one too high", lambda ids: ids - 1),
         ("one too low", lambda ids: ids + 1),
@@ -203,6 +205,6 @@ def _vocabulary_readings(head: TrainedEagle3) -> Iterator[Reading]:
             fault=f"the head's map to the target's vocabulary is off: d2t is {what}",
             repair="write d2t again: target id less draft id, for each draft id",
             head=head,
-            layer_ids=head.config.aux_layer_ids,
+            layer_ids=head.spec.aux_layer_ids,
             params=moved,
         )

@@ -31,18 +31,18 @@ from jspec.models.family import (
     without_partial_rotary,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.heads.head_params import HeadNames
+from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
     ModelSpec,
     MoESpec,
-    MtpConfig,
     Routing,
 )
 
-NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
+NAMES = HeadNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_topk")
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
@@ -100,14 +100,14 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     )
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
     check_one_mtp_layer(fields)
     refuse_windows(fields)
     number = target.num_layers
     return _recurrent(fields, _layers(fields, range(number, number + 1), rotary=0.5), target)
 
 
-def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
+def read_alone(fields: Fields, target: ModelSpec) -> HeadSpec:
     for name in LATENT:
         fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
     check_one_mtp_layer(fields)
@@ -115,12 +115,12 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     return _recurrent(fields, _layers(fields, range(BEYOND, BEYOND + 1), rotary=1.0), target)
 
 
-def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> MtpConfig:
-    return MtpConfig(
-        model=layer,
+def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> HeadSpec:
+    return mtp_spec(
+        layer=layer,
         target_num_layers=target.num_layers,
         recurrent=True,
-        feeds_normed=feeds_normed(fields),
+        feeds_back_normed=feeds_normed(fields),
         zeroes_first=masks_first(fields, False),
     )
 

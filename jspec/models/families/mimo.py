@@ -24,10 +24,11 @@ from jspec.models.family import (
     refuse_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.mtp_params import MtpNames
-from jspec.spec.model_spec import ModelSpec, MtpConfig
+from jspec.models.heads.head_params import HeadNames
+from jspec.spec.head_spec import HeadSpec, mtp_spec
+from jspec.spec.model_spec import ModelSpec
 
-NAMES = MtpNames(
+NAMES = HeadNames(
     prefix="model.mtp_layers.{}.",
     embed_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
@@ -48,13 +49,13 @@ def read(fields: Fields) -> ModelSpec:
     )
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
-    return MtpConfig(
-        model=mtp_layer(fields),
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
+    return mtp_spec(
+        layer=mtp_layer(fields),
         target_num_layers=target.num_layers,
         recurrent=True,
         hidden_first=True,
-        feeds_normed=feeds_normed(fields),
+        feeds_back_normed=feeds_normed(fields),
         zeroes_first=masks_first(fields, True),
     )
 

@@ -30,8 +30,9 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
+from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -39,13 +40,12 @@ from jspec.spec.model_spec import (
     LayerSpec,
     ModelSpec,
     MoESpec,
-    MtpConfig,
     Routing,
 )
 from jspec.spec.rope_io import TABLES
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5
-NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)
+NAMES = HeadNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)
 KNOWN = OF_MTP_LAYERS | {
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale"),
     "layernorm_epsilon",
@@ -185,7 +185,7 @@ def _eps(fields: Fields, default: float) -> float:
     return eps
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
     eps = _eps(fields, target.rms_norm_eps)
     count = fields.integer("num_nextn_predict_layers", NUM_MTP_LAYERS)
     layer = LayerSpec(
@@ -193,8 +193,8 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
         ffn=read_dense(fields),
         eps=eps,
     )
-    return MtpConfig(
-        model=replace(target, layers=(layer,) * count, rms_norm_eps=eps),
+    return mtp_spec(
+        layer=replace(target, layers=(layer,) * count, rms_norm_eps=eps),
         target_num_layers=target.num_layers,
         reads_normed=False,
     )

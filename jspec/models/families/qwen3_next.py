@@ -25,10 +25,11 @@ from jspec.models.family import (
     without_partial_rotary,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.mtp_params import MtpNames
-from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+from jspec.models.heads.head_params import HeadNames
+from jspec.spec.head_spec import HeadSpec, mtp_spec
+from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
 
-NAMES = MtpNames(
+NAMES = HeadNames(
     prefix="mtp.layers.{}.",
     around="mtp.",
     embed_norm="pre_fc_norm_embedding",
@@ -40,7 +41,7 @@ NAMES = MtpNames(
 LINEAR = "linear_attention"  # layer_types lists the target's layers
 
 
-def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
+def read_alone(fields: Fields, target: ModelSpec) -> HeadSpec:
     """Read config.json, or its text_config if the model also reads images."""
     own = fields.table("text_config") if fields.get("text_config") else fields
     check_quantization(fields)
@@ -70,11 +71,11 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
         max_position=own.integer("max_position_embeddings", 32768),
         family=target.family,
     )
-    return MtpConfig(
-        model=model,
+    return mtp_spec(
+        layer=model,
         target_num_layers=target.num_layers,
         recurrent=True,
-        feeds_normed=feeds_normed(own),
+        feeds_back_normed=feeds_normed(own),
         zeroes_first=masks_first(own, False),
     )
 

@@ -31,9 +31,10 @@ from jspec.models.family import (
     eos_ids,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import dense_params, product, zero_centred
 from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -43,12 +44,11 @@ from jspec.spec.model_spec import (
     LayerSpec,
     ModelSpec,
     MoESpec,
-    MtpConfig,
     Routing,
 )
 from jspec.spec.rope_io import read_rope, rope_json
 
-NAMES = MtpNames(
+NAMES = HeadNames(
     prefix="model.layers.{}.",
     norm=("transformer.shared_head.norm", "shared_head.norm"),
     head=(
@@ -191,7 +191,7 @@ def _moe_layers(fields: Fields) -> frozenset[int]:
         ) from error
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
     first = fields.integer("num_hidden_layers", target.num_layers)
     count = fields.integer("num_nextn_predict_layers")
     model = _layers(fields, range(first, first + count))
@@ -201,12 +201,12 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
             f"{fields.path}: moe_layers_enum has {first + MoEs[0]}, a layer for multi-token "
             f"prediction; expected those to have dense MLPs"
         )
-    return MtpConfig(
-        model=model,
+    return mtp_spec(
+        layer=model,
         target_num_layers=target.num_layers,
         chained=True,
         reads_normed=False,
-        own_heads=True,
+        own_head=True,
     )
 
 

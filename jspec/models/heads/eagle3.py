@@ -1,231 +1,216 @@
-"""The EAGLE-3 draft head (Li et al., 2025, arXiv:2503.01840), and 3.1's variants.
+"""EAGLE-3 heads to and from params, in the layouts of EAGLE, SpecForge, SGLang and speculators.
 
-slot i of the draft's KV cache is of the pair (token i + 1, feature of position i)
-e = embed(token), h = fc([low; mid; high]) for a target feature, else the parent's own output
-u = [input_norm(e); hidden_norm(h)]             width 2E, embedding first
-h1 = res + attention(u)                         res = h (norm_before_residual: hidden_norm(h))
-h2 = h1 + mlp(post_norm(h1))                    through further decoder layers, if any
-logits = lm_head(norm(h2))                      over the draft vocabulary U
-
-h2 is fed back (feeds_back_normed: norm(h2)). Features may be normed before fc, together or each by
-itself. A head without aux layers uses the target's last hidden as h, and has no fc.
+The vocabulary map is stored as offsets: target id = draft id + d2t[draft id]. t2d is the mask of
+target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5:
+d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+import numpy.typing as npt
 
-from jspec.layers.attention import Attend, attention, take_kept
-from jspec.layers.embedding import embed
-from jspec.layers.linear import Shard, linear, logits_of
-from jspec.layers.norm import Residual, norm, norm_of_sum
-from jspec.models.decoder import (
-    KVPool,
-    LayerSettings,
-    PagedAttend,
+from jspec.errors import CheckpointError
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import Place, check_names, on_host, stored_tensors
+from jspec.models.files.tensor_files import HostArray, Shape, Tensors, listed, write_checkpoint
+from jspec.models.heads.eagle3_config import eagle3_config_json
+from jspec.models.heads.head_files import (
+    LAYER,
     Params,
-    feed_forward,
-    paged_layer,
+    canonical_name,
+    is_stray,
+    read_head,
+    stored_embed,
 )
-from jspec.models.heads.head_files import LAYER, further_layers, head_layers
-from jspec.models.layer_params import attention_params, ffn_params, lm_head, product
-from jspec.models.layer_params import norm as norm_param
-from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed
-from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import Eagle3Config, FeatureNorm
+from jspec.models.heads.head_params import HEAD, head_params
+from jspec.models.params import ParamTable
+from jspec.spec.head_spec import HeadSpec
+
+# Tensors of variants, and how config.json declares them; the last ones are not served at all.
+VARIANTS = {
+    "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
+    "input_norm.": "an RMSNorm of all aux features before fc; expected norm_before_fc true in "
+    "config.json",
+    "fc.bias": "a bias in fc; expected bias true in config.json",
+    "layers.0.self_attn.q_norm.": "a norm of q; expected model_type 'qwen3' in config.json",
+    "layers.0.self_attn.k_norm.": "a norm of k; expected model_type 'qwen3' in config.json",
+    "additional_layers.": "further layers of an earlier SGLang, whose forward drops the first "
+    "layer's residual; expected layers.1 and so on, as its 0.5.23 reads them",
+    "mask_hidden": "parallel drafting, which is not served; expected a plain EAGLE-3 head",
+}
 
 
-def eagle3_params(config: Eagle3Config) -> ParamTable:
-    """Declare a head, under speculators' names.
+def load_eagle3(
+    path: Path,
+    spec: HeadSpec,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
 
-    embed.table and draft_ids have no layout here: a head may share its target's embedding, and the
-    vocabulary is stored as offsets (heads.hf_eagle3 reads both). draft_ids[u] is the TARGET id of
-    draft id u (checkpoints store d2t[u] = id - u).
+    `embed.table` is the target's own array if the file has none; so is `lm_head.kernel` if U = V.
+    On the host, all others are numpy. Raise CheckpointError for a file that is unreadable, does not
+    fit `spec`, is a variant that is not served, or whose d2t and t2d contradict each other.
     """
-    model, layer = config.layer, config.layer.one_layer
-    E, U = model.hidden_size, config.draft_vocab_size
-    first = (
-        norm_param("input_norm", "input_layernorm", E),
-        norm_param("hidden_norm", "hidden_norm", E),
-        *attention_params(layer.softmax_attention, in_size=2 * E, out_size=E),
-        norm_param("post_norm", "post_attention_layernorm", E),
-        *ffn_params(layer.ffn, size=E),
-    )
-    further = (_or_hidden_norm(spec) for spec in further_layers(model))
-    layers = (*prefixed(first, path=("layer",), stored=LAYER), *further)
-    return (
-        ParamSpec(path=("embed", "table"), shape=(model.vocab_size, E), init=Init.TABLE),
-        *_feature_params(config),
-        *head_layers(layers),
-        *((norm_param("norm", "norm", E),) if config.norm_before_head else ()),
-        lm_head(E, U, tied=False),
-        ParamSpec(path=("draft_ids",), shape=(U,), axes=("vocab",), init=Init.IDS, format=INTEGERS),
-    )
-
-
-def _or_hidden_norm(spec: ParamSpec) -> ParamSpec:
-    """Let a further layer's input norm be named hidden_norm, as in SGLang's layout."""
-    names = [part.name for layout in spec.layouts for part in layout]
-    if not names[0].endswith(".input_layernorm.weight"):
-        return spec
-    ((part,),) = spec.layouts
-    other = replace(part, name=part.name.replace("input_layernorm", "hidden_norm"))
-    return replace(spec, layouts=(*spec.layouts, (other,)))
-
-
-def _feature_params(config: Eagle3Config) -> ParamTable:
-    """Declare fc and the norms before it; empty without aux layers."""
-    if not config.aux_layer_ids:
-        return ()
-    count, size = len(config.aux_layer_ids), config.target_hidden_size
-    norms: ParamTable = ()
-    if config.feature_norm is FeatureNorm.WHOLE:
-        norms = (norm_param("feature_norm", "input_norm", count * size),)
-    elif config.feature_norm is FeatureNorm.EACH:
-        each = (norm_param(f"norm_{i}", f"fc_norm.{i}", size) for i in range(count))
-        norms = prefixed(each, path=("feature_norms",), stored="")
-    parts = (("fc", config.layer.hidden_size, 1),)
-    return (*norms, *product(("fc",), count * size, parts, bias=config.fc_bias))
-
-
-def run_head_layer(
-    params: Params,
-    embedded: Float[Array, "*b E"],
-    hidden: Float[Array, "*b E"],
-    positions: Int[Array, "*b"],
-    attend: Attend,
-    *,
-    config: Eagle3Config,
-    settings: LayerSettings,
-    kept: Int[Array, "R"] | None = None,
-) -> Float[Array, "*r E"]:
-    """Run the first layer: attention over [embedding; hidden], 2E wide. kept: see `run_layer`."""
-    spec = config.layer.one_layer
-    normed = norm(params["hidden_norm"], hidden, eps=spec.eps)
-    wide = jnp.concatenate((norm(params["input_norm"], embedded, eps=spec.eps), normed), axis=-1)
-    mixed = attention(
-        params["attention"],
-        wide,
-        positions,
-        attend,
-        spec=spec.softmax_attention,
-        eps=spec.eps,
-        shard=settings.shard,
-        kept=kept,
-    )
-    residual = normed if config.norm_before_residual else hidden
-    stream = Residual(x=take_kept(residual, kept), delta=mixed)
-    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
-    return x + feed_forward(params, normed, spec=spec, settings=settings)
-
-
-@partial(jax.jit, static_argnames=("config", "settings"), inline=False)
-def _paged_head_layer(
-    params: Params,
-    embedded: jax.Array,
-    hidden: jax.Array,
-    pages: jax.Array,
-    rows: AttentionMetadata,
-    kept: jax.Array | None,
-    *,
-    config: Eagle3Config,
-    settings: LayerSettings,
-) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, config.layer.one_layer.softmax_attention, settings)
-    out = run_head_layer(
-        params,
-        embedded,
-        hidden,
-        rows.q_positions,
-        attend,
-        config=config,
-        settings=settings,
-        kept=kept,
-    )
-    return out, attend.cache
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Head:
-    """An EAGLE-3 head over its own KV pools, one per layer."""
-
-    config: Eagle3Config
-    ops: Ops
-    shard: Shard = field(default_factory=Shard)
-
-    @property
-    def table(self) -> ParamTable:
-        return eagle3_params(self.config)
-
-    def features(self, params: Params, given: Float[Array, "*b A"], /) -> Float[Array, "*b E"]:
-        """Fuse the target's concatenated aux features with fc, once before an advance."""
-        config, eps = self.config, self.config.layer.rms_norm_eps
-        if not config.aux_layer_ids:
-            return given
-        if config.feature_norm is FeatureNorm.WHOLE:
-            given = norm(params["feature_norm"], given, eps=eps)
-        elif config.feature_norm is FeatureNorm.EACH:
-            each = jnp.split(given, len(config.aux_layer_ids), axis=-1)
-            norms = params["feature_norms"]
-            given = jnp.concatenate(
-                [norm(norms[f"norm_{i}"], x, eps=eps) for i, x in enumerate(each)], axis=-1
-            )
-        return linear(params["fc"], given)
-
-    def forward(
-        self,
-        params: Params,
-        token_ids: Int[Array, "T"],
-        hidden: Float[Array, "T E"],
-        kv: KVPool,
-        rows: AttentionMetadata,
-        *,
-        queries_per_row: int | None,
-        kept: Int[Array, "R"] | None = None,
-    ) -> tuple[Float[Array, "R E"], KVPool]:
-        """Return (output to feed back, updated pools). kept: see `Decoder.forward`."""
-        settings = LayerSettings(self.ops, self.shard, queries_per_row)
-        last = self.config.layer.num_layers - 1
-        out, first = _paged_head_layer(
-            params["layer"],
-            embed(params["embed"], token_ids),
-            hidden,
-            kv[0],
-            rows,
-            kept if last == 0 else None,
-            config=self.config,
-            settings=settings,
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        _check(tensors, spec)
+        shares = _shared(tensors, spec)
+        own = [each for each in _own_table(spec) if each.path[0] not in shares]
+        if "embed" not in shares:
+            own.append(stored_embed(head_params(spec)[0]))
+        return read_head(
+            tensors,
+            spec,
+            own,
+            shares=shares,
+            ids=_draft_ids(tensors, spec),
+            target_params=target_params,
+            dtype=dtype,
+            shards=shards,
+            place=place,
         )
-        pages = [first]
-        stream = Residual(x=out)
-        for i, spec in enumerate(self.config.layer.layers[1:], start=1):
-            stream, after = paged_layer(
-                params["layers"][i],
-                stream,
-                kv[i],
-                rows,
-                kept if i == last else None,
-                spec=spec,
-                settings=settings,
+
+
+def check_eagle3(path: Path, spec: HeadSpec) -> tuple[str, ...]:
+    """Return the names of the params that are the target's: those that the file lacks.
+
+    Raise CheckpointError if the headers show that `load_eagle3` would fail; needs no target.
+    """
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        _check(tensors, spec)
+        return _shared(tensors, spec)
+
+
+def _shared(tensors: Tensors, spec: HeadSpec) -> tuple[str, ...]:
+    is_full = spec.draft_vocab_size == spec.layer.vocab_size
+    embed = () if "embed_tokens.weight" in tensors else ("embed",)
+    return (*embed, "lm_head") if is_full and "lm_head.weight" not in tensors else embed
+
+
+def _check(tensors: Tensors, spec: HeadSpec) -> None:
+    """Check the file's names and shapes; it needs no lm_head if U = V."""
+    _refuse_variants(tensors, spec)
+    required = _own_table(spec)
+    if spec.draft_vocab_size == spec.layer.vocab_size:  # lm_head may be the target's
+        required = tuple(each for each in required if each.path != HEAD)
+    check_names(
+        tensors,
+        required,
+        optional=_optional_shapes(spec),
+        is_stray=lambda name: is_stray(name) or _is_unread(name, spec),
+        integers=("d2t", "t2d"),
+    )
+
+
+def save_eagle3(
+    path: Path,
+    spec: HeadSpec,
+    params: Params,
+    *,
+    dtype: npt.DTypeLike,
+    include_embed: bool = False,
+) -> None:
+    """Write unsharded params as a LlamaForCausalLMEagle3.
+
+    Names start with `midlayer.`, or `layers.0.` if there are more layers. d2t and t2d are omitted
+    if U = V, where the map is the identity. Raise CheckpointError for draft_ids that do not ascend
+    within [0, V).
+    """
+    own = stored_tensors(_own_table(spec), params, dtype=dtype)
+    first = "midlayer." if spec.layer.num_layers == 1 else LAYER
+    tensors = {
+        first + name.removeprefix(LAYER) if name.startswith(LAYER) else name: value
+        for name, value in own.items()
+    }
+    if include_embed:
+        table = np.asarray(params["embed"]["table"])
+        tensors["embed_tokens.weight"] = np.ascontiguousarray(table, dtype=dtype)
+    tensors |= _stored_vocabulary(np.asarray(params["draft_ids"]), spec)
+    write_checkpoint(path, eagle3_config_json(spec, dtype=np.dtype(dtype).name), tensors)
+
+
+def _own_table(spec: HeadSpec) -> ParamTable:
+    return tuple(each for each in head_params(spec) if each.layouts)
+
+
+def _optional_shapes(spec: HeadSpec) -> dict[str, Shape]:
+    V, U, E = spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.hidden_size
+    shapes: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
+    if U == V:
+        shapes["lm_head.weight"] = (U, E)
+    return shapes
+
+
+def _refuse_variants(tensors: Tensors, spec: HeadSpec) -> None:
+    declared = {
+        name
+        for each in head_params(spec)
+        for layout in each.layouts
+        for part in layout
+        for name in part.names
+    }
+    lines = [
+        f"tensor {name} of shape {tensors.shape(name)} means {reason}"
+        for name in tensors.sources
+        if name not in declared and (reason := _variant(name)) is not None
+    ]
+    if lines:
+        raise CheckpointError(f"{tensors.path}: {listed({'of such a head': lines})}")
+
+
+def _variant(name: str) -> str | None:
+    return next((reason for start, reason in VARIANTS.items() if name.startswith(start)), None)
+
+
+def _is_unread(name: str, spec: HeadSpec) -> bool:
+    """Match fc of a head that reads the last hidden, and a norm that config.json turns off."""
+    is_fc = name == "fc.weight" and not spec.aux_layer_ids
+    return is_fc or (name == "norm.weight" and not spec.norm_before_head)
+
+
+def _draft_ids(tensors: Tensors, spec: HeadSpec) -> HostArray:
+    """Return i32[U] target ids, distinct and in [0, V)."""
+    V, U = spec.layer.vocab_size, spec.draft_vocab_size
+    ids = np.arange(U, dtype=np.int64)
+    if U != V and "d2t" not in tensors:
+        raise CheckpointError(f"{tensors.path}: no tensor d2t; expected shape {(U,)}")
+    if "d2t" in tensors:
+        offsets = tensors.read("d2t")
+        if offsets.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{tensors.file_of('d2t')}: d2t has dtype {offsets.dtype}; expected integers"
             )
-            pages.append(after)
-        return self._carried(params, stream.sum()), tuple(pages)
+        ids = ids + offsets
+    if ids.min() < 0 or ids.max() >= V or np.unique(ids).size != U:
+        raise CheckpointError(
+            f"{tensors.file_of('d2t')}: d2t gives target ids from {ids.min()} to {ids.max()}, "
+            f"{np.unique(ids).size} of them distinct; expected {U} distinct ids in [0, {V})"
+        )
+    if "t2d" in tensors:
+        mask = tensors.read("t2d").astype(bool)
+        if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
+            raise CheckpointError(
+                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
+                f"{U} of d2t; expected where(t2d) == d2t + arange"
+            )
+    return ids.astype(np.int32)
 
-    def _carried(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-        if not self.config.feeds_back_normed:
-            return hidden
-        return norm(params["norm"], hidden, eps=self.config.layer.rms_norm_eps)
 
-    def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
-        """Return f32 logits of `forward`'s output over this device's draft vocabulary shard."""
-        config = self.config
-        if config.norm_before_head and not config.feeds_back_normed:
-            hidden = norm(params["norm"], hidden, eps=config.layer.rms_norm_eps)
-        logits = logits_of(hidden, params["lm_head"]["kernel"])
-        return logits if config.logit_scale == 1.0 else logits * config.logit_scale
+def _stored_vocabulary(ids: HostArray, spec: HeadSpec) -> dict[str, HostArray]:
+    V, U = spec.layer.vocab_size, spec.draft_vocab_size
+    if ids.shape != (U,) or ids[0] < 0 or ids[-1] >= V or np.any(np.diff(ids) <= 0):
+        raise CheckpointError(
+            f"draft_ids has shape {ids.shape} and runs from {ids[:1]} to {ids[-1:]}; expected "
+            f"{U} ascending target ids in [0, {V})"
+        )
+    if U == V:
+        return {}
+    mask = np.zeros(V, dtype=bool)
+    mask[ids] = True
+    return {"d2t": ids.astype(np.int64) - np.arange(U), "t2d": mask}

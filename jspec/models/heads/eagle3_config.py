@@ -13,17 +13,18 @@ from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields, in_file, read_fields
-from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
+from jspec.models.family import refuse_windows
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_files import (
     LAYER,
     check_target,
-    num_stored_layers,
+    read_layers,
     refuse_unknown,
     stored_names,
 )
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import Eagle3Config, FeatureNorm, ModelSpec
+from jspec.spec.head_spec import FeatureNorm, HeadSpec, default_aux_layer_ids, eagle3_spec
+from jspec.spec.model_spec import ModelSpec
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -63,7 +64,7 @@ def load_eagle3_config(
     target: ModelSpec,
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
-) -> Eagle3Config:
+) -> HeadSpec:
     """Read an EAGLE-3 head's shape from `path`/config.json and check it against its target.
 
     There are two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
@@ -93,12 +94,12 @@ def _read_config(
     *,
     target: ModelSpec,
     draft_rope_theta: float | None,
-) -> Eagle3Config:
+) -> HeadSpec:
     nested = fields.get("transformer_layer_config") is not None
     speculators = nested or fields.get("speculators_model_type") is not None
     layer_fields = fields.table("transformer_layer_config") if nested else fields
     _check_eagle3_variant(fields, layer_fields, names, speculators=speculators)
-    layer = _read_layers(
+    layer = _layers_of(
         layer_fields,
         names,
         target=target,
@@ -117,7 +118,7 @@ def _read_config(
             f"{fields.path}: norm_output is True, but the head has no norm before lm_head "
             "(use_last_layernorm is False); expected one of them"
         )
-    return Eagle3Config(
+    return eagle3_spec(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=hidden_size,
@@ -131,37 +132,37 @@ def _read_config(
     )
 
 
-def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
+def eagle3_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
     """Return config.json of a head in the plain layout, as SGLang and vLLM read it.
 
     Aux ids are written twice: at the top level as inputs of layers (vLLM), and in eagle_config as
     outputs of layers (SGLang), which are one less: -1 is the embeddings.
     """
-    layer = replace(config.layer, tie_word_embeddings=False)
+    layer = replace(spec.layer, tie_word_embeddings=False)
     attention = layer.one_layer.softmax_attention
     written = family_named("llama").to_json(layer) | {
         "torch_dtype": dtype,
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "target_hidden_size": spec.target_hidden_size,
+        "norm_before_residual": spec.norm_before_residual,
         "attention_bias": attention.out_bias,
-        AUX_IDS: list(config.aux_layer_ids),
+        AUX_IDS: list(spec.aux_layer_ids),
         "eagle_config": {
-            AUX_IDS: [each - 1 for each in config.aux_layer_ids],
-            "use_aux_hidden_state": bool(config.aux_layer_ids),
+            AUX_IDS: [each - 1 for each in spec.aux_layer_ids],
+            "use_aux_hidden_state": bool(spec.aux_layer_ids),
         },
     }
     unusual = {
         "model_type": "qwen3" if attention.qk_norm else "llama",
         "qkv_bias": attention.qkv_bias and not attention.out_bias,
-        "norm_before_fc": config.feature_norm is FeatureNorm.WHOLE,
-        "fc_norm": config.feature_norm is FeatureNorm.EACH,
-        "norm_output": config.feeds_back_normed,
-        "bias": config.fc_bias,
-        "logit_scale": None if config.logit_scale == 1.0 else config.logit_scale,
+        "norm_before_fc": spec.feature_norm is FeatureNorm.WHOLE,
+        "fc_norm": spec.feature_norm is FeatureNorm.EACH,
+        "norm_output": spec.feeds_back_normed,
+        "bias": spec.fc_bias,
+        "logit_scale": None if spec.logit_scale == 1.0 else spec.logit_scale,
     }
-    if not config.norm_before_head:
+    if not spec.norm_before_head:
         written["use_last_layernorm"] = False
     return written | {name: value for name, value in unusual.items() if value}
 
@@ -182,7 +183,7 @@ def _draft_vocab_size(fields: Fields, layer: ModelSpec) -> int:
     return size
 
 
-def _read_layers(
+def _layers_of(
     fields: Fields,
     names: Mapping[str, str],
     *,
@@ -197,19 +198,16 @@ def _read_layers(
     qk_norm = fields.get("model_type") == "qwen3" and (
         speculators or f"{LAYER}self_attn.q_norm.weight" in names
     )
-    bias = fields.flag("attention_bias", False)
-    only_qkv = fields.flag("qkv_bias", False) or _bias_of(
-        fields, names, f"{LAYER}self_attn.q_proj.bias", default=has_own_bias
+    name = f"{LAYER}self_attn.q_proj.bias"
+    own_bias = _bias_of(fields, names, name, default=has_own_bias)
+    return read_layers(
+        fields,
+        names,
+        target=target,
+        qkv_bias=fields.flag("qkv_bias", False) or own_bias,
+        qk_norm=qk_norm,
+        rope_theta=draft_rope_theta,
     )
-    attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or only_qkv, out_bias=bias)
-    if draft_rope_theta is not None:
-        attention = replace(attention, rope=replace(attention.rope, theta=draft_rope_theta))
-    dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
-    count = num_stored_layers(fields, names, target=target)
-    layer = read_decoder(
-        fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
-    )
-    return replace(layer, tie_word_embeddings=False)
 
 
 def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -325,7 +323,7 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
     value = above if nested is None or nested == [] else nested
     named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
     if value is None:  # ModelOpt writes an empty list in eagle_config for the defaults
-        ids = Eagle3Config.default_aux_layer_ids(num_layers)
+        ids = default_aux_layer_ids(num_layers)
         return _counted(fields, ids, named=named)
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
         raise CheckpointError(f"{named}; expected a list of layers")

@@ -6,21 +6,27 @@ Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `mod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
+from jspec.models.family import read_attention, read_decoder, read_dense
 from jspec.models.files.checkpoint import is_inv_freq
-from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
-from jspec.models.layer_params import attention_params, ffn_params, norm
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, or_fused, prefixed
-from jspec.spec.model_spec import LayerSpec, ModelSpec
+from jspec.models.files.stored import ParamRead, Place, param_reads, value_at
+from jspec.models.files.tensor_files import HostArray, Tensors, has_tensors, open_tensors
+from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
+from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part
+from jspec.models.placement import nested
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 
 LAYER = "layers.0."
-Params = Mapping[str, Any]
+Params = dict[str, Any]
 _NUMBER = re.compile(r"layers\.(\d+)\.")
 # A key with one of these words may change the forward.
 _WORDS = re.compile(
@@ -75,6 +81,31 @@ def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: Model
     return stated
 
 
+def read_layers(
+    fields: Fields,
+    names: Mapping[str, str],
+    *,
+    target: ModelSpec,
+    qkv_bias: bool,
+    qk_norm: bool = False,
+    rope_theta: float | None = None,
+) -> ModelSpec:
+    """Read a head's equal layers. qkv_bias: q, k and v have one even if o has none.
+
+    RoPE is the head's own, with theta 10000 by default; rope_theta overrides theta.
+    """
+    bias = fields.flag("attention_bias", False)
+    attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or qkv_bias, out_bias=bias)
+    if rope_theta is not None:
+        attention = replace(attention, rope=replace(attention.rope, theta=rope_theta))
+    dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
+    count = num_stored_layers(fields, names, target=target)
+    layer = read_decoder(
+        fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
+    )
+    return replace(layer, tie_word_embeddings=False)
+
+
 def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:
     """Raise ConfigError, naming key and value, for an unread key that may change the forward.
 
@@ -101,35 +132,6 @@ def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_
             )
 
 
-def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> ParamTable:
-    """Declare a decoder layer of a head under Hugging Face's names, without a prefix."""
-    before = (norm("input_norm", "input_layernorm", size),) if input_norm else ()
-    return (
-        *before,
-        *attention_params(layer.softmax_attention, in_size=size, out_size=size),
-        norm("post_norm", "post_attention_layernorm", size),
-        *ffn_params(layer.ffn, size=size),
-    )
-
-
-def further_layers(model: ModelSpec) -> ParamTable:
-    """Declare `layers` 1, 2, ...: the decoder layers after a head's first."""
-    return tuple(
-        spec
-        for i in range(1, model.num_layers)
-        for spec in prefixed(
-            plain_layer(model.one_layer, size=model.hidden_size),
-            path=("layers", i),
-            stored=f"layers.{i}.",
-        )
-    )
-
-
-def head_layers(table: ParamTable) -> ParamTable:
-    """Let the layers' products also be stored fused, as serving engines keep them."""
-    return or_fused(table, {"qkv": "qkv_proj", "gate_up": "gate_up_proj"})
-
-
 def is_stray(name: str) -> bool:
     """Match RoPE tables, and speculators' copies of the verifier's norm and lm_head."""
     return is_inv_freq(name) or name.startswith("verifier_")
@@ -146,33 +148,50 @@ def stored_embed(spec: ParamSpec) -> ParamSpec:
 def published_specs(table: ParamTable) -> ParamTable:
     """Return a head's embedding and map of ids as their file stores them."""
     found = {spec.path: spec for spec in table}
-    ids = found["draft_ids",]
+    ids = found[DRAFT_IDS]
     part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
     return (
-        stored_embed(found["embed", "table"]),
+        stored_embed(found[EMBED]),
         replace(ids, layouts=((part,),), axes=()),
     )
 
 
-def shared_embed(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
-    """Return the target's table. Raise CheckpointError if its shape does not fit the head."""
-    table = target_params["embed"]["table"]
-    expected = (layer.vocab_size, layer.hidden_size)
-    if tuple(table.shape) != expected:
-        raise CheckpointError(
-            f"{tensors.path}: no tensor embed_tokens.weight; expected shape {expected}, and the "
-            f"target's table of shape {tuple(table.shape)} cannot stand in for it"
-        )
-    return table
+def read_head(
+    tensors: Tensors,
+    spec: HeadSpec,
+    own: Iterable[ParamSpec],
+    *,
+    shares: Collection[str],
+    ids: HostArray | None,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int,
+    place: Place,
+) -> Params:
+    """Return a head's params: `own` read from its file, and those that it shares with the target.
+
+    ids: i32[U], the head's `draft_ids`, if it has them
+    """
+    reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
+    if ids is not None:
+        reads.append(ParamRead(spec=draft_ids(ids.size), host_bytes=ids.nbytes, read=lambda: ids))
+    own_params = nested(place(reads).items())
+    for path in (EMBED, HEAD):
+        if path[0] in shares:
+            _check_shared(tensors, spec, target_params, path)
+    return own_params | {name: target_params[name] for name in shares}
 
 
-def shared_head(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
-    """Return the target's lm_head. Raise CheckpointError if its shape does not fit the head."""
-    shared = target_params["lm_head"]["kernel"]
-    expected = (layer.hidden_size, layer.vocab_size)
-    if tuple(shared.shape) != expected:
+def _check_shared(
+    tensors: Tensors, spec: HeadSpec, target_params: Mapping[str, Any], path: ParamPath
+) -> None:
+    """Raise CheckpointError if a weight of the target does not fit the head."""
+    found = tuple(value_at(target_params, path).shape)
+    stored = (spec.layer.vocab_size, spec.layer.hidden_size)
+    expected, noun = (stored, "table") if path == EMBED else (stored[::-1], "kernel")
+    if found != expected:
+        name = "embed_tokens.weight" if path == EMBED else "lm_head.weight"
         raise CheckpointError(
-            f"{tensors.path}: no tensor lm_head.weight; expected shape {expected[::-1]}, and the "
-            f"target's kernel of shape {tuple(shared.shape)} cannot stand in for it"
+            f"{tensors.path}: no tensor {name}; expected shape {stored}, and the target's {noun} "
+            f"of shape {found} cannot stand in for it"
         )
-    return shared

@@ -1,214 +1,304 @@
-"""Layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), one pool each.
+"""Layers for multi-token prediction from a checkpoint, usually the target's own.
 
-slot i of layer s is of the pair (feature i, token i + s + 1), at RoPE position i
-e = embed(token), h = the target's hidden at i, or (chained) the output of layer s - 1 for slot i
-x = fuse([embed_norm(e); hidden_norm(h)])     width 2E; hidden first if the config specifies it
-out = the decoder layer over x                an ordinary one, over its own layer's slots alone
-logits = lm_head(norm(out))                   of token i + s + 2; lm_head the target's, or its own
-
-A model with one such layer may run it again for every draft level (`RecurrentHead`): h is then the
-layer's own output for the token before, with or without its final norm, and all slots are in one
-pool, as for an EAGLE head.
+The embedding is the target's own array, and so is lm_head unless a layer has its own; copies of
+them in the file are ignored, and so are the target's tensors. Any other unread tensor is refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+import numpy.typing as npt
 
-from jspec.layers.attention import Attend
-from jspec.layers.embedding import embed
-from jspec.layers.linear import Shard, linear, logits_of
-from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import (
-    KVPool,
-    LayerSettings,
-    PagedAttend,
-    Params,
-    run_layer,
-    shard_ids,
+from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, in_file, read_fields
+from jspec.models.family import Family, MtpFamily
+from jspec.models.files.checkpoint import is_inv_freq
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import (
+    Place,
+    check_names,
+    on_host,
+    stored_tensors,
 )
-from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
-from jspec.models.params import ParamTable
-from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import LayerSpec, MtpConfig
+from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.heads.head_files import Params, read_head, refuse_unknown
+from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
+from jspec.models.heads.target_copies import Copies, TargetCopy
+from jspec.models.params import Form, ParamSpec, ParamTable, Part
+from jspec.models.registry import DRAFTS, FAMILIES, family_named
+from jspec.spec.head_spec import HeadSpec, mtp_spec
+from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
+
+HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
+COUNT = "num_nextn_predict_layers"
+_OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
+_EMBED = "embed_tokens.weight"
+_HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
+WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
+# The number of the first layer in a written chain, for any target: SGLang's class expects the
+# published one.
+CHAIN_FIRST = 45
 
 
-def run_mtp_layer(
-    params: Params,
-    embedded: Float[Array, "*b E"],
-    hidden: Float[Array, "*b E"],
-    positions: Int[Array, "*b"],
-    attend: Attend,
-    *,
-    spec: LayerSpec,
-    hidden_first: bool,
-    settings: LayerSettings,
-    kept: Int[Array, "R"] | None = None,
-) -> Float[Array, "*r E"]:
-    """Return a layer's output before its final norm. kept: see `run_layer`."""
-    pair = [
-        norm(params["embed_norm"], embedded, eps=spec.eps),
-        norm(params["hidden_norm"], hidden, eps=spec.eps),
-    ]
-    x = linear(params["fuse"], jnp.concatenate(pair[::-1] if hidden_first else pair, axis=-1))
-    stream = Residual(x=x)
-    return run_layer(
-        params, stream, positions, attend, spec=spec, settings=settings, kept=kept
-    ).sum()
+def load_mtp_config(
+    path: Path, *, target: ModelSpec, num_layers: int
+) -> tuple[HeadSpec, HeadNames]:
+    """Read the first num_layers layers, or the one recurrent layer, and their names.
 
-
-@partial(jax.jit, static_argnames=("spec", "hidden_first", "settings"), inline=False)
-def _paged_mtp_layer(
-    params: Params,
-    embedded: jax.Array,
-    hidden: jax.Array,
-    pages: jax.Array,
-    rows: AttentionMetadata,
-    kept: jax.Array | None,
-    *,
-    spec: LayerSpec,
-    hidden_first: bool,
-    settings: LayerSettings,
-) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, spec.softmax_attention, settings)
-    out = run_mtp_layer(
-        params,
-        embedded,
-        hidden,
-        rows.q_positions,
-        attend,
-        spec=spec,
-        hidden_first=hidden_first,
-        settings=settings,
-        kept=kept,
-    )
-    return out, attend.cache
-
-
-@dataclass(frozen=True, slots=True)
-class MtpHead:
-    """The layers of a config; each call runs one over the KV pool that it is given."""
-
-    config: MtpConfig
-    ops: Ops
-    shard: Shard = field(default_factory=Shard)
-    names: MtpNames = field(default_factory=MtpNames)
-
-    @property
-    def table(self) -> ParamTable:
-        return mtp_params(self.config, self.names)
-
-    def forward(
-        self,
-        params: Params,
-        layer: int,
-        token_ids: Int[Array, "T"],
-        hidden: Float[Array, "T E"],
-        pages: jax.Array,
-        rows: AttentionMetadata,
-        *,
-        queries_per_row: int | None,
-        kept: Int[Array, "R"] | None = None,
-    ) -> tuple[Float[Array, "R E"], jax.Array]:
-        """Return (output before the final norm, updated pool). kept: see `Decoder.forward`."""
-        spec = self.config.model.layers[layer]
-        embedded = embed(params["embed"], token_ids)
-        if self.config.zeroes_first:
-            embedded = jnp.where((rows.q_positions > 0)[:, None], embedded, 0)
-        return _paged_mtp_layer(
-            params["layers"][layer],
-            embedded,
-            hidden,
-            pages,
-            rows.of_window(spec.attention.window),
-            kept,
-            spec=spec,
-            hidden_first=self.config.hidden_first,
-            settings=LayerSettings(self.ops, self.shard, queries_per_row),
-        )
-
-    def handed_on(
-        self, params: Params, layer: int, out: Float[Array, "*b E"]
-    ) -> Float[Array, "*b E"]:
-        """Return the input of the next layer of a chain, or of the next run of this one."""
-        return self._normed(params, layer, out) if self.config.feeds_normed else out
-
-    def logits(self, params: Params, layer: int, out: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """Return f32 logits over this device's vocabulary shard from the layer's output."""
-        return self.logits_of_normed(params, layer, self._normed(params, layer, out))
-
-    def logits_of_normed(
-        self, params: Params, layer: int, normed: Float[Array, "*b E"]
-    ) -> Float[Array, "*b V"]:
-        """Return f32 logits over this device's vocabulary shard from the layer's normed output."""
-        head = params["layers"][layer] if self.config.own_heads else params
-        return logits_of(normed, head["lm_head"]["kernel"])
-
-    def token_ids(self) -> Int[Array, "V"]:
-        """Return the target id of each column of this device's vocabulary shard."""
-        return shard_ids(self.config.model.vocab_size, self.shard)
-
-    def _normed(self, params: Params, layer: int, out: jax.Array) -> jax.Array:
-        eps = self.config.model.rms_norm_eps
-        return norm(params["layers"][layer]["norm"], out, eps=eps)
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentHead:
-    """One layer that every draft level runs again, as a head for an EAGLE drafter.
-
-    slot i is of the pair (token i + 1, h): h is the target's hidden at i if known, else the layer's
-    own output for slot i - 1. params["draft_ids"]: the whole vocabulary.
+    Raise ConfigError for a family without such layers, for too few of them, or for a variant that
+    is not served; CheckpointError for a file that is unreadable or belongs to another target.
     """
-
-    layer: MtpHead
-
-    @property
-    def config(self) -> MtpConfig:
-        return self.layer.config
-
-    @property
-    def shard(self) -> Shard:
-        return self.layer.shard
-
-    @property
-    def ops(self) -> Ops:
-        return self.layer.ops
-
-    @property
-    def table(self) -> ParamTable:
-        return (*self.layer.table, draft_ids(self.config.model.vocab_size))
-
-    def features(self, params: Params, given: Float[Array, "*b E"], /) -> Float[Array, "*b E"]:
-        """Return the target's hidden unchanged: every forward joins it with a token."""
-        del params
-        return given
-
-    def forward(
-        self,
-        params: Params,
-        token_ids: Int[Array, "T"],
-        hidden: Float[Array, "T E"],
-        kv: KVPool,
-        rows: AttentionMetadata,
-        *,
-        queries_per_row: int | None,
-        kept: Int[Array, "R"] | None = None,
-    ) -> tuple[Float[Array, "R E"], KVPool]:
-        """Return (output to feed back, updated pool). kept: see `Decoder.forward`."""
-        out, pages = self.layer.forward(
-            params, 0, token_ids, hidden, kv[0], rows, queries_per_row=queries_per_row, kept=kept
+    fields = read_fields(path / "config.json")
+    family = _family(fields, target)
+    mtp = DRAFTS.get(fields.architecture(), family.mtp)
+    if mtp is None:
+        known = ", ".join(each.name for each in FAMILIES if each.mtp is not None) or "none"
+        raise ConfigError(
+            f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
+            f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
+            f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-        return self.layer.handed_on(params, 0, out), (pages,)
+    own = fields.table("text_config") if fields.get("text_config") else fields
+    own.integer("num_hidden_layers", target.num_layers)  # checks its bounds for all readers
+    with in_file(fields.path):
+        spec = mtp.read(fields, target)
+        for each in (fields, own):
+            refuse_unknown(each, known=mtp.known)
+            each.refuse(HIDDEN_FIRST, allowed=(spec.hidden_first,), why="the family's order")
+    ours = own.integer("vocab_size"), own.integer("hidden_size")
+    theirs = target.vocab_size, target.hidden_size
+    if ours != theirs:
+        raise CheckpointError(
+            f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
+        )
+    names = mtp.names(target)
+    if names.is_after_own:
+        names = replace(names, first=fields.integer("num_hidden_layers", names.first))
+    if not spec.per_level:
+        is_after_target = fields.architecture() in DRAFTS and names.around is None
+        also = fields.integer("num_hidden_layers", target.num_layers) if is_after_target else None
+        return spec, replace(names, also=also)
+    if num_layers > spec.num_layers:
+        raise ConfigError(
+            f"speculative_num_steps is {num_layers}; expected at most {spec.num_layers}, the "
+            f"layers that {fields.path} has for it: one a step, none of which this family "
+            f"({family.name}) runs again"
+        )
+    used, further = spec.layer.layers[:num_layers], spec.layer.layers[num_layers:]
+    model = replace(spec.layer, layers=used)
+    is_counted = fields.get(COUNT) is not None
+    return (
+        replace(spec, layer=model),
+        replace(names, further=further, is_counted=is_counted),
+    )
 
-    def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """Return f32 logits over this device's vocabulary shard from the fed-back output."""
-        if self.config.feeds_normed:
-            return self.layer.logits_of_normed(params, 0, hidden)
-        return self.layer.logits(params, 0, hidden)
+
+def _family(fields: Fields, target: ModelSpec) -> Family:
+    """Return the family of the config's own architecture if it has such layers, else the target's.
+
+    Layers of such an architecture may be used with a target of any family.
+    """
+    own = fields.architecture()
+    bringing = (each for each in FAMILIES if each.mtp is not None and own in each.architectures)
+    return next(bringing, None) or family_named(target.family)
+
+
+def check_mtp(path: Path, spec: HeadSpec, names: HeadNames) -> None:
+    """Raise CheckpointError if the headers show layers that do not fit `spec`."""
+    with open_tensors(path) as tensors:
+        _check(tensors, spec, names)
+
+
+def load_mtp(
+    path: Path,
+    spec: HeadSpec,
+    names: HeadNames,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
+
+    Raise CheckpointError for a file that is unreadable or does not fit `spec`.
+    """
+    with open_tensors(path) as tensors:
+        ids = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
+        return read_head(
+            tensors,
+            spec,
+            _check(tensors, spec, names),
+            shares=shared(spec),
+            ids=ids,
+            target_params=target_params,
+            dtype=dtype,
+            shards=shards,
+            place=place,
+        )
+
+
+def written_config(
+    target: ModelSpec, layer: LayerSpec, *, num_layers: int, chained: bool = False
+) -> HeadSpec:
+    """Return layers that `save_mtp` can write for a target of any family.
+
+    Without `chained` all read the target's hidden before its final norm; in a chain the first does,
+    and each other reads the output of the one before. layer: plain, with heads of one width. Its
+    window becomes the whole context, because other engines give such layers pools with a window. A
+    chain's layout has norms of q and k and gated heads.
+    """
+    own, window = layer.softmax_attention, target.max_position
+    if chained:
+        attention = replace(own, window=window, qk_norm=True, gate=HeadGate.OF_HEADS)
+        target = replace(target, tie_word_embeddings=False, family=WRITTEN_CHAIN)
+    else:
+        attention = replace(own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=window)
+    layers = (replace(layer, attention=attention),) * num_layers
+    return mtp_spec(
+        layer=replace(target, layers=layers),
+        target_num_layers=target.num_layers,
+        chained=chained,
+        reads_normed=False,
+        own_head=chained,
+    )
+
+
+def save_mtp(
+    path: Path,
+    spec: HeadSpec,
+    params: Params,
+    *,
+    target: ModelSpec,
+    dtype: npt.DTypeLike,
+) -> None:
+    """Write unsharded layers alone, in the layout of `mtp_config_json`.
+
+    A chain includes a copy of the target's embedding (from `params`), which other engines read.
+    """
+    written = mtp_config_json(spec, target=target, dtype=np.dtype(dtype).name)
+    _, family = _written_family(spec)
+    names = family.names(target)
+    if spec.chained:
+        table = (_embedding(spec), *_own_table(spec, replace(names, first=CHAIN_FIRST)))
+    else:
+        table = _own_table(spec, names)
+    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+
+
+def mtp_config_json(spec: HeadSpec, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
+    """Return config.json of layers alone: MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+
+    Raise ConfigError for layers that would not be read back equal.
+    """
+    name, family = _written_family(spec)
+    model = replace(spec.layer, tie_word_embeddings=False)
+    if spec.chained:  # the lists in its config have entries for the layers before it
+        before = spec.layer.layers[:1] * CHAIN_FIRST
+        model = replace(model, layers=(*before, *spec.layer.layers))
+    written = family_named(name).to_json(model) | {
+        "num_nextn_predict_layers": spec.num_layers,
+        "torch_dtype": dtype,
+    }
+    if spec.chained:
+        written["num_hidden_layers"] = CHAIN_FIRST
+    read = family.read(Fields(Path("config.json"), written), target)
+    if read != spec:
+        raise ConfigError(
+            f"the layers are {spec}, which the layout of {name!r} reads as {read}; "
+            "expected them equal"
+        )
+    return written
+
+
+def _written_family(spec: HeadSpec) -> tuple[str, MtpFamily]:
+    name = WRITTEN_CHAIN if spec.chained else WRITTEN
+    mtp = family_named(name).mtp
+    if mtp is None:
+        raise ConfigError(f"family is {name!r}; expected one with layers of its own")
+    return name, mtp
+
+
+def shared(spec: HeadSpec) -> tuple[str, ...]:
+    """Return the names of params shared with the target."""
+    return ("embed",) if spec.own_head else ("embed", "lm_head")
+
+
+def _embedding(spec: HeadSpec) -> ParamSpec:
+    shape = (spec.layer.vocab_size, spec.layer.hidden_size)
+    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    return ParamSpec(path=EMBED, shape=shape, layouts=((part,),))
+
+
+def _own_table(spec: HeadSpec, names: HeadNames) -> ParamTable:
+    return tuple(spec for spec in head_params(spec, names) if spec.layouts)
+
+
+def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
+    """Check the file and return the weights to read.
+
+    Unused further layers in config.json must be complete in the file. If config.json does not count
+    them (MiMo-V2-Flash's does not, and how many it stores is unknown), they may also be absent.
+    Tensors outside these layers are the target's if the file has a target's layers, else an error.
+    """
+    names = _numbered(tensors, names)
+    numbers = {names.number(name) for name in tensors.sources} - {None}
+    layers = spec.layer.layers
+    used, stated = set(range(len(layers))), set(range(len(layers) + len(names.further)))
+    if names.is_counted and used <= numbers and not stated <= numbers:
+        raise CheckpointError(
+            f"{tensors.path / 'config.json'}: {COUNT} is {len(stated)}, but the weights beside it "
+            f"have {len(stated & numbers)} such layers; expected that number"
+        )
+    for layer in names.further:
+        if len(layers) not in numbers:
+            break
+        layers = (*layers, layer)
+    whole = replace(spec, layer=replace(spec.layer, layers=layers))
+    has_target = names.also is None and any(
+        _OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources
+    )
+    copies = copies_of_target(whole, names)
+    check_names(
+        tensors,
+        _own_table(whole, names),
+        is_stray=lambda name: (
+            is_inv_freq(name) or name in copies or (has_target and not names.is_layers(name))
+        ),
+    )
+    return _own_table(spec, names)
+
+
+def _numbered(tensors: Tensors, names: HeadNames) -> HeadNames:
+    """Return the names with the layer number that the file uses.
+
+    Exports of DeepSeek's layer number it 0, or keep its number after the target's layers.
+    """
+    if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
+        return names
+    other = replace(names, first=names.also)
+    return other if any(other.number(name) == 0 for name in tensors.sources) else names
+
+
+def copies_in(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> Copies:
+    """Return the copies of the target's embedding and lm_head in a file, none of which is read."""
+    return {
+        name: TargetCopy(path=EMBED if name.endswith(_EMBED) else HEAD, is_read=False)
+        for name in sorted(copies_of_target(spec, _numbered(tensors, names)))
+    }
+
+
+def copies_of_target(spec: HeadSpec, names: HeadNames) -> frozenset[str]:
+    """Return the names under which files may store copies of the target's embedding and lm_head."""
+    among = (_EMBED,) if spec.own_head else (_EMBED, *_HEADS)
+    numbers, infixes = range(spec.num_layers), {"", names.infix}
+    places = {names.of_layer(i) + infix for i in numbers for infix in infixes}
+    if names.around is not None:
+        places.add(names.around)
+    outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
+    return frozenset(outer | {place + name for place in places for name in among})

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.files.tensor_files import WEIGHT_DTYPES, Tensors
+from jspec.models.heads.head_params import HEAD
 from jspec.models.params import ParamPath
 
-EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
 NUM_ROWS = 64
 FOREIGN = 0.1  # of the target's root mean square; eight bits make 0.04, a further training less
 

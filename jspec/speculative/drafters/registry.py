@@ -5,9 +5,7 @@ from __future__ import annotations
 from jspec.config import drafting
 from jspec.config.drafting import Algorithm
 from jspec.speculative.drafter import NoDrafter
-from jspec.speculative.drafters.eagle import eagle_source
-from jspec.speculative.drafters.eagle1 import eagle1_source
-from jspec.speculative.drafters.mtp import mtp_source
+from jspec.speculative.drafters.head_sources import eagle1_source, eagle3_source, mtp_source
 from jspec.speculative.drafters.ngram import ngram_source
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource, made
 from jspec.speculative.drafters.standalone import standalone_source
@@ -21,7 +19,7 @@ def plain_source(request: DraftRequest) -> DraftSource:
 DRAFTERS: dict[str, ReadSource] = {
     "NONE": plain_source,
     "EAGLE": eagle1_source,
-    "EAGLE3": eagle_source,
+    "EAGLE3": eagle3_source,
     "NGRAM": ngram_source,
     "STANDALONE": standalone_source,
     "NEXTN": mtp_source,

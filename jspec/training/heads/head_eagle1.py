@@ -17,10 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
-from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params, run_first_layer, save_eagle1
+from jspec.models.heads.eagle1 import save_eagle1
+from jspec.models.heads.feature_head import FeatureHead, run_first_layer
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import Eagle1Config, ModelSpec
+from jspec.spec.head_spec import HeadSpec, eagle1_spec
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
 from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 
@@ -29,7 +32,7 @@ from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 class TrainedEagle1:
     """One layer after fc; embedding and lm_head are the target's and not trained."""
 
-    config: Eagle1Config
+    spec: HeadSpec
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -37,7 +40,7 @@ class TrainedEagle1:
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         del target_params, draft_ids
-        params = init_params(eagle1_params(self.config), seed=seed)
+        params = init_params(head_params(self.spec), seed=seed)
         del params["embed"], params["lm_head"], params["draft_ids"]
         return params
 
@@ -54,15 +57,17 @@ class TrainedEagle1:
         num_depths: int,
         dtype: DTypeLike,
     ) -> list[Guess]:
-        head, attend = Eagle1Head(self.config, Ops()), UnrolledAttention()
+        head, attend = FeatureHead(self.spec, Ops()), UnrolledAttention()
 
         def step(ids: jax.Array, positions: jax.Array, hidden: Float[Array, "B T E"]) -> jax.Array:
             return run_first_layer(
                 params["layers"][0],
-                head.joined(params, embed(params["embed"], ids).astype(dtype), hidden),
+                embed(params["embed"], ids).astype(dtype),
+                hidden,
                 positions,
                 attend,
-                spec=self.config.layer.one_layer,
+                head=self.spec,
+                spec=self.spec.layer.one_layer,
                 settings=LayerSettings(Ops()),
             )
 
@@ -76,16 +81,16 @@ class TrainedEagle1:
         del draft_ids, target
         shared = ("embed", "lm_head")  # the target's, which are not stored
         whole = jax.device_get({name: x for name, x in params.items() if name not in shared})
-        width = self.config.layer.hidden_size
-        whole["fc"] = {**whole["fc"], "bias": np.zeros(width, np.float32)}
-        save_eagle1(folder, replace(self.config, fc_bias=True), whole, dtype=dtype)
+        layer, bias = whole["layers"][0], np.zeros(self.spec.layer.hidden_size, np.float32)
+        whole["layers"] = {0: {**layer, "fuse": {**layer["fuse"], "bias": bias}}}
+        save_eagle1(folder, replace(self.spec, fc_bias=True), whole, dtype=dtype)
 
 
 def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
     """Return a head with its target's sizes; fc has no bias, as in Llama 3's published head."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedEagle1(
-        Eagle1Config(
+        eagle1_spec(
             layer=one_layer_model(target, layer),
             draft_vocab_size=target.vocab_size,
             fc_bias=False,

@@ -15,11 +15,13 @@ from jaxtyping import Array, Float, Int
 from jspec.errors import ConfigError
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
-from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params, run_head_layer
-from jspec.models.heads.hf_eagle3 import save_eagle3
+from jspec.models.heads.eagle3 import save_eagle3
+from jspec.models.heads.feature_head import FeatureHead, run_first_layer
+from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.spec.head_spec import HeadSpec, eagle3_spec
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
 from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 
@@ -28,25 +30,25 @@ from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 class TrainedEagle3:
     """An EAGLE-3 head of one layer that feeds back its unnormed output (else ConfigError)."""
 
-    config: Eagle3Config
+    spec: HeadSpec
 
     def __post_init__(self) -> None:
-        if self.config.layer.num_layers != 1 or self.config.feeds_back_normed:
+        if self.spec.layer.num_layers != 1 or self.spec.feeds_back_normed:
             raise ConfigError(
-                f"the head has {self.config.layer.num_layers} layers and feeds_back_normed is "
-                f"{self.config.feeds_back_normed}; expected 1 and False, which is all that is "
+                f"the head has {self.spec.layer.num_layers} layers and feeds_back_normed is "
+                f"{self.spec.feeds_back_normed}; expected 1 and False, which is all that is "
                 "trained here"
             )
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.config.aux_layer_ids
+        return self.spec.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Return random parameters, except that the final norm and lm_head are the target's."""
-        params = init_params(eagle3_params(self.config), seed=seed)
+        params = init_params(head_params(self.spec), seed=seed)
         del params["embed"], params["draft_ids"]
-        if self.config.target_hidden_size == self.config.layer.hidden_size:
+        if self.spec.target_hidden_size == self.spec.layer.hidden_size:
             kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
             params["lm_head"]["kernel"] = kernel[:, draft_ids]
             params["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
@@ -65,20 +67,21 @@ class TrainedEagle3:
         num_depths: int,
         dtype: DTypeLike,
     ) -> list[Guess]:
-        head, attend = Eagle3Head(self.config, Ops()), UnrolledAttention()
+        head, attend = FeatureHead(self.spec, Ops()), UnrolledAttention()
 
         def step(ids: jax.Array, positions: jax.Array, hidden: Float[Array, "B T E"]) -> jax.Array:
-            return run_head_layer(
-                params["layer"],
+            return run_first_layer(
+                params["layers"][0],
                 embed(params["embed"], ids).astype(dtype),
                 hidden,
                 positions,
                 attend,
-                config=self.config,
+                head=self.spec,
+                spec=self.spec.layer.one_layer,
                 settings=LayerSettings(Ops()),
             )
 
-        given = features.aux if self.config.aux_layer_ids else features.hidden
+        given = features.aux if self.spec.aux_layer_ids else features.hidden
         hidden = head.features(params, given.astype(dtype))
         outs = unroll(step, token_ids, hidden, num_depths=num_depths)
         return [Guess(logits=head.logits(params, out)) for out in outs]
@@ -90,7 +93,7 @@ class TrainedEagle3:
         del target
         own = {name: x for name, x in params.items() if name != "embed"}
         host = {**jax.device_get(own), "draft_ids": draft_ids}
-        save_eagle3(folder, self.config, host, dtype=dtype)
+        save_eagle3(folder, self.spec, host, dtype=dtype)
 
 
 def eagle3_head(
@@ -102,7 +105,7 @@ def eagle3_head(
 ) -> TrainedEagle3:
     """Return a head with its target's attention heads and hidden size."""
     return TrainedEagle3(
-        Eagle3Config(
+        eagle3_spec(
             layer=one_layer_model(target, plain_layer(target, intermediate_size=intermediate_size)),
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=target.hidden_size,

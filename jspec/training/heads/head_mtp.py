@@ -21,42 +21,55 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from jspec.errors import ConfigError
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
-from jspec.models.heads.hf_mtp import save_mtp, shared, written_config
-from jspec.models.heads.mtp import MtpHead, run_mtp_layer
-from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.heads.feature_head import FeatureHead, run_first_layer
+from jspec.models.heads.head_params import head_params
+from jspec.models.heads.mtp import save_mtp, shared, written_config
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import ModelSpec, MtpConfig
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend
 from jspec.training.heads.draft_head import Guess, TargetFeatures, plain_layer
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedMtp:
-    """One layer per depth. The embedding and an lm_head shared with the target are not trained."""
+    """One layer per depth (else ConfigError), unnormed outputs handed on in a chain.
 
-    config: MtpConfig
+    The embedding and an lm_head shared with the target are not trained.
+    """
+
+    spec: HeadSpec
+
+    def __post_init__(self) -> None:
+        if not self.spec.per_level or self.spec.feeds_back_normed:
+            raise ConfigError(
+                f"per_level is {self.spec.per_level} and feeds_back_normed is "
+                f"{self.spec.feeds_back_normed}; expected True and False, which is all that is "
+                "trained here"
+            )
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        return () if self.config.reads_normed else (self.config.target_num_layers,)
+        return self.spec.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Return random parameters, but the target's final norm and, if not shared, lm_head."""
         del draft_ids
-        params = init_params(mtp_params(self.config), seed=seed)
+        params = init_params(head_params(self.spec), seed=seed)
         for layer in params["layers"].values():
             layer["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
-            if self.config.own_heads:
+            if self.spec.own_head:
                 kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
                 layer["lm_head"]["kernel"] = kernel
         return {"layers": params["layers"]}
 
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
         del draft_ids
-        return {**params, **{name: target_params[name] for name in shared(self.config)}}
+        return {**params, **{name: target_params[name] for name in shared(self.spec)}}
 
     def guesses(
         self,
@@ -67,27 +80,27 @@ class TrainedMtp:
         num_depths: int,
         dtype: DTypeLike,
     ) -> list[Guess]:
-        head, attend_of = MtpHead(self.config, Ops()), causal_attend("xla")
-        hidden = (features.hidden if self.config.reads_normed else features.aux).astype(dtype)
+        head, attend_of = FeatureHead(self.spec, Ops()), causal_attend("xla")
+        hidden = (features.aux if self.spec.aux_layer_ids else features.hidden).astype(dtype)
         batch_size, length = token_ids.shape
         padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
         positions = jnp.broadcast_to(jnp.arange(length), (batch_size, length))
         found = []
         for i in range(num_depths):
-            spec, ids = self.config.model.layers[i], padded[:, 1 + i : 1 + i + length]
-            out = run_mtp_layer(
+            spec, ids = self.spec.layer.layers[i], padded[:, 1 + i : 1 + i + length]
+            out = run_first_layer(
                 params["layers"][i],
                 embed(params["embed"], ids).astype(dtype),
                 hidden,
                 positions,
                 attend_of(spec.softmax_attention),
+                head=self.spec,
                 spec=spec,
-                hidden_first=self.config.hidden_first,
                 settings=LayerSettings(Ops()),
             )
-            found.append(Guess(logits=head.logits(params, i, out[:, : length - 1 - i])))
-            if self.config.chained:
-                hidden = head.handed_on(params, i, out)
+            found.append(Guess(logits=head.logits(params, out[:, : length - 1 - i], level=i)))
+            if self.spec.chained:
+                hidden = out
         return found
 
     def save(
@@ -95,9 +108,9 @@ class TrainedMtp:
     ) -> None:
         """Write the layers; in a chain with the target's embedding, which SGLang does not share."""
         del draft_ids
-        stored = ("layers", "embed") if self.config.chained else ("layers",)
+        stored = ("layers", "embed") if self.spec.chained else ("layers",)
         host = jax.device_get({name: params[name] for name in stored})
-        save_mtp(folder, self.config, host, target=target, dtype=dtype)
+        save_mtp(folder, self.spec, host, target=target, dtype=dtype)
 
 
 def mtp_head(

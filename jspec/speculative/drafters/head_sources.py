@@ -1,0 +1,179 @@
+"""The plans of drafters with a head: EAGLE-1 to 3, and layers for multi-token prediction (NEXTN).
+
+A checkpoint's layers decide how NEXTN drafts. Several layers draft one level each
+(`multi_layer`); a single recurrent layer runs for every level, which is EAGLE's procedure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.config.drafting import Algorithm
+from jspec.errors import ConfigError
+from jspec.layers.linear import Shard
+from jspec.models.files.stored import Place
+from jspec.models.heads.eagle1 import (
+    check_eagle1,
+    load_eagle1,
+    load_eagle1_config,
+    with_hot_columns,
+)
+from jspec.models.heads.eagle3 import check_eagle3, load_eagle3
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.heads.head_files import canonical_name, published_specs
+from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
+from jspec.models.heads.mtp import (
+    check_mtp,
+    copies_in,
+    copies_of_target,
+    load_mtp,
+    load_mtp_config,
+    shared,
+)
+from jspec.models.heads.target_copies import TargetCopy
+from jspec.models.heads.token_map import read_token_map
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.head_spec import HeadSpec
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
+from jspec.speculative.drafters.source import DraftRequest, DraftSource
+from jspec.speculative.target import Params
+
+
+def eagle1_source(request: DraftRequest) -> DraftSource:
+    """Plan an EAGLE-1 or EAGLE-2 head; raises ConfigError or CheckpointError if it does not fit."""
+    args, path, hot_ids = request.args, request.checkpoint, None
+    if args.speculative_token_map is not None:
+        hot_ids = read_token_map(
+            Path(args.speculative_token_map), vocab_size=request.target.vocab_size
+        )
+    is_dummy = args.load_format == "dummy"
+    spec = load_eagle1_config(
+        path,
+        target=request.target,
+        hot_vocab_size=None if hot_ids is None else len(hot_ids),
+        draft_rope_theta=args.speculative_draft_rope_theta,
+        reads_names=not is_dummy,
+    )
+    _check_draft_vocabulary(spec, request)
+    # Before the slower read of the target.
+    shares_embed = is_dummy or check_eagle1(path, spec)
+    return _source_of(
+        spec,
+        request,
+        partial(load_eagle1, path, spec, hot_ids=hot_ids),
+        shares=(*(("embed",) if shares_embed else ()), *(("lm_head",) if hot_ids is None else ())),
+        published=published_specs(head_params(spec))[:1],
+        canonical=canonical_name,
+        copies_in=lambda _: {
+            "embed_tokens.weight": TargetCopy(path=EMBED, is_read=True),
+            "lm_head.weight": TargetCopy(path=HEAD, is_read=False),
+        },
+        with_target=None if hot_ids is None else partial(with_hot_columns, hot_ids),
+    )
+
+
+def eagle3_source(request: DraftRequest) -> DraftSource:
+    """Plan an EAGLE-3 head (SGLang's or speculators' layout); raises ConfigError or CheckpointError
+    if it does not fit.
+    """
+    args, path = request.args, request.checkpoint
+    is_dummy = args.load_format == "dummy"
+    spec = load_eagle3_config(
+        path,
+        target=request.target,
+        draft_rope_theta=args.speculative_draft_rope_theta,
+        reads_names=not is_dummy,
+    )
+    _check_draft_vocabulary(spec, request)
+    return _source_of(
+        spec,
+        request,
+        partial(load_eagle3, path, spec),
+        # Checked before the slower read of the target. Most heads share the embedding.
+        shares=("embed",) if is_dummy else check_eagle3(path, spec),
+        published=published_specs(head_params(spec)),
+        canonical=canonical_name,
+        copies_in=lambda _: {"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},
+    )
+
+
+def mtp_source(request: DraftRequest) -> DraftSource:
+    """Plan the MTP layers of `request.checkpoint`; raises ConfigError or CheckpointError if it does
+    not fit.
+    """
+    args, path = request.args, request.checkpoint
+    if args.speculative_draft_rope_theta is not None:
+        raise ConfigError(
+            f"speculative_draft_rope_theta is {args.speculative_draft_rope_theta}, but the layers "
+            f"for multi-token prediction have their own; expected it unset"
+        )
+    spec, names = load_mtp_config(
+        path, target=request.target, num_layers=args.speculative.num_steps
+    )
+    _check_draft_vocabulary(spec, request)
+    if args.load_format != "dummy":
+        check_mtp(path, spec, names)  # before the slower read of the target
+    return _source_of(
+        spec,
+        request,
+        partial(load_mtp, path, spec, names),
+        names=names,
+        algorithm=Algorithm.MULTI_LAYER_EAGLE if spec.per_level else Algorithm.NEXTN,
+        shares=shared(spec),
+        copies=copies_of_target(spec, names),
+        copies_in=lambda tensors: copies_in(tensors, spec, names),
+    )
+
+
+def _source_of(
+    spec: HeadSpec,
+    request: DraftRequest,
+    load: Callable[..., Params],
+    *,
+    names: HeadNames | None = None,
+    algorithm: Algorithm | None = None,
+    **more: Any,
+) -> DraftSource:
+    """Return the source of a head. more: fields of DraftSource."""
+    args, shards = request.args, request.shards
+    speculation = replace(args.speculative, algorithm=algorithm or args.algorithm)
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        kind = MultiLayerDrafter if spec.per_level else EagleDrafter
+        head = FeatureHead(spec, ops, shard, names)
+        return kind(head, speculation, draft_noise=args.speculative_draft_noise)
+
+    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
+        return load(target_params=target_params, dtype=np.dtype(dtype), shards=shards, place=place)
+
+    return DraftSource(
+        make=make,
+        read=read,
+        specs=(spec.layer,),
+        aux_layer_ids=spec.aux_layer_ids,
+        algorithm=algorithm,
+        **more,
+    )
+
+
+def _check_draft_vocabulary(spec: HeadSpec, request: DraftRequest) -> None:
+    """Raise ConfigError for a draft vocabulary under K ids or not divisible by the shards."""
+    size, topk = spec.draft_vocab_size, request.args.speculative.topk
+    if topk > size:
+        raise ConfigError(
+            f"speculative_eagle_topk is {topk}; expected at most {size}, the draft vocabulary"
+        )
+    if size % request.shards:
+        raise ConfigError(
+            f"tp_size is {request.shards}; expected a divisor of the draft vocabulary {size}"
+        )

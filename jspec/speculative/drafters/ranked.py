@@ -1,0 +1,363 @@
+"""Drafters that rank the next tokens of a model level by level: EAGLE, NEXTN and STANDALONE.
+
+Level 1 needs no forward: the last advance ran the model over the row's last token, and its K best
+candidates are the state. `beams` grows the tree and `candidates` ranks, both for all; a drafter
+defines what it runs over, in `expand` over the beams of a level and in `follow` over what was
+emitted.
+
+EAGLE (any head): a draft slot holds a pair (token i + 1, feature i), and every beam carries its
+parent's output, which is its feature.
+
+STANDALONE (Leviathan et al., 2022, arXiv:2211.17192): a language model of any served family with
+the target's vocabulary. A slot holds a token at its own position, so nothing of the target is read
+and nothing is shifted. Acceptance follows from shared noise, not from that paper's rule. `advance`
+runs over the emitted tokens and the new root, whose logits give level 1. The root's slot is
+scratch: it is at L', and the next advance writes the same values there again.
+
+    worked example, L = 7, root t7, S = 3, K = 2; a verification accepts a1 a2 with bonus y
+    propose   reads slots 0..7 (the last advance wrote 7, the root's); beams a1 b1 in slots 8 9 at
+              RoPE 8; two of their children in slots 10 11 at RoPE 9
+    advance   slots 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
+              logits, with the noise of position 11, are the next level 1
+
+With K = 1 the drafts are in their final slots, so `propose` has written all that `advance` would
+write except the last draft's and the new root's KV: advance runs over two tokens per row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.config.drafting import Algorithm
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
+from jspec.device.state import SamplingBatch
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder
+from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.params import ParamTable
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.model_spec import cache_groups
+from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
+from jspec.speculative.candidates import Ranking, rank_candidates
+from jspec.speculative.drafter import (
+    Emitted,
+    Needs,
+    StepBatch,
+    following_ids,
+    last_two,
+    next_positions,
+    with_next_ids,
+)
+from jspec.speculative.target import KVPool, Params
+
+
+@pytree
+class RankedState:
+    """State from an advance to the next propose, by slot, or by row once gathered."""
+
+    level1_ids: jax.Array  # i32[., K], target ids
+    level1_scores: jax.Array  # f32[., K], path scores, <= 0
+    own: Any  # what else the drafter keeps
+
+
+class RankedModel(Protocol):
+    """A draft model: its weights, and where it runs."""
+
+    @property
+    def table(self) -> ParamTable: ...
+
+    @property
+    def shard(self) -> Shard: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+
+Model = TypeVar("Model", bound=RankedModel)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDrafter(ABC, Generic[Model]):
+    """Drafting level by level. draft_noise: as in `candidates.Ranking`."""
+
+    model: Model
+    spec: SpeculativeConfig
+    draft_noise: bool = True
+
+    layout: ClassVar[BeamLayout] = BeamLayout.PAIRS
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.spec.algorithm
+
+    @property
+    def table(self) -> ParamTable:
+        return self.model.table
+
+    @property
+    @abstractmethod
+    def cache_groups(self) -> tuple[CacheGroup, ...]: ...
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def of_shape(self, spec: SpeculativeConfig) -> Self:
+        return replace(self, spec=spec)
+
+    def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> RankedState:
+        del context_length
+        topk = self.spec.topk
+        return RankedState(
+            level1_ids=jnp.zeros((num_slots, topk), jnp.int32),
+            level1_scores=jnp.zeros((num_slots, topk), jnp.float32),
+            own=self.init_own(num_slots, dtype=dtype),
+        )
+
+    def propose(
+        self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
+    ) -> tuple[KVPool, DraftTree]:
+        first = LevelOne(
+            ids=state.level1_ids,
+            scores=state.level1_scores,
+            carried=self.carried_by_root(state.own, topk=state.level1_ids.shape[1]),
+        )
+        expand = partial(self.expand, params=params, own=state.own, rows=rows)
+        return grow_tree(first, caches, rows, expand, spec=self.spec, layout=self.layout)
+
+    def advance(
+        self, params: Params, caches: KVPool, state: RankedState, emitted: Emitted
+    ) -> tuple[KVPool, RankedState]:
+        """Run the model over the emitted tokens; the last output of each row gives level 1."""
+        final, own, caches = self.follow(params, caches, state.own, emitted)
+        position = indexing.chosen_position(next_positions(emitted), 0)
+        ids, terms = self.candidates(
+            params, final[:, None], positions=position[:, None], sampling=emitted.sampling, level=0
+        )
+        first = first_level(ids, terms, carried=())
+        return caches, RankedState(level1_ids=first.ids, level1_scores=first.scores, own=own)
+
+    def candidates(
+        self,
+        params: Params,
+        hidden: Float[Array, "B R E"],
+        *,
+        positions: Int[Array, "B R"],
+        sampling: SamplingBatch,
+        level: int,
+    ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+        """Rank the tokens after each output. level: of the draft, 0 after the emitted tokens."""
+        logits, ids = self.scored(params, hidden, level=level)
+        return rank_candidates(
+            logits,
+            ids,
+            sampling,
+            positions=positions,
+            ranking=Ranking(self.spec.topk, self.draft_noise),
+            shard=self.model.shard,
+            ops=self.model.ops,
+        )
+
+    @abstractmethod
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
+        """Return `RankedState.own` of fresh slots."""
+
+    @abstractmethod
+    def carried_by_root(self, own: Any, *, topk: int) -> Any:
+        """Return what the candidates of level 1 carry, [B, K, .]."""
+
+    @abstractmethod
+    def scored(
+        self, params: Params, hidden: jax.Array, *, level: int
+    ) -> tuple[Float[Array, "B R U"], Int[Array, "U"]]:
+        """Return the logits of outputs, and the target id of each column."""
+
+    @abstractmethod
+    def expand(
+        self,
+        caches: KVPool,
+        ids: Int[Array, "B K"],
+        carried: Any,
+        beams: BeamRows,
+        *,
+        params: Params,
+        own: Any,
+        rows: StepBatch,
+    ) -> tuple[KVPool, Any, Int[Array, "B K K"], Float[Array, "B K K"]]:
+        """Run one draft forward (`ForwardBeams`)."""
+
+    @abstractmethod
+    def follow(
+        self, params: Params, caches: KVPool, own: Any, emitted: Emitted
+    ) -> tuple[Float[Array, "R E"], Any, KVPool]:
+        """Run over the emitted tokens. Return (each row's last output, the next own, caches)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDrafter(RankedDrafter[FeatureHead]):
+    """Drafting with a head that reads the target's features."""
+
+    @property
+    def needs(self) -> Needs:
+        ids = self.model.spec.aux_layer_ids
+        return Needs(hidden=not ids, aux_layer_ids=ids)
+
+    def scored(
+        self, params: Params, hidden: jax.Array, *, level: int
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.model.logits(params, hidden, level=level), self.model.token_ids(params)
+
+    def features(self, params: Params, emitted: Emitted) -> Float[Array, "T E"]:
+        """Return the feature of each emitted token."""
+        found = emitted.features
+        given = found.aux_hidden if self.needs.aux_layer_ids else found.hidden
+        return self.model.features(params, given)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleDrafter(HeadDrafter):
+    """EAGLE with any head. `RankedState.own` is the head's output at the last pair, [., E]."""
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return cache_groups(self.model.spec.layer, name="draft")
+
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> jax.Array:
+        return jnp.zeros((num_slots, self.model.spec.layer.hidden_size), dtype)
+
+    def carried_by_root(self, own: Float[Array, "B E"], *, topk: int) -> Float[Array, "B K E"]:
+        return jnp.broadcast_to(own[:, None], (own.shape[0], topk, own.shape[1]))
+
+    def expand(
+        self,
+        caches: KVPool,
+        ids: Int[Array, "B K"],
+        carried: Float[Array, "B K E"],
+        beams: BeamRows,
+        *,
+        params: Params,
+        own: Float[Array, "B E"],
+        rows: StepBatch,
+    ) -> tuple[KVPool, Float[Array, "B K E"], Int[Array, "B K K"], Float[Array, "B K K"]]:
+        """Run the head over each beam's token with its parent's output."""
+        del own
+        batch, topk = ids.shape
+        hidden, caches = self.model.forward(
+            params,
+            ids.reshape(-1),
+            carried.reshape(batch * topk, -1),
+            caches,
+            beams.rows,
+            queries_per_row=topk,
+        )
+        hidden = hidden.reshape(carried.shape)
+        found, terms = self.candidates(
+            params,
+            hidden,
+            positions=beams.positions,
+            sampling=rows.sampling,
+            level=beams.depth,
+        )
+        return caches, hidden, found, terms
+
+    def follow(
+        self, params: Params, caches: KVPool, own: Float[Array, "R E"], emitted: Emitted
+    ) -> tuple[Float[Array, "R E"], Float[Array, "R E"], KVPool]:
+        """Run the head over pairs (token i + 1, feature i), which are at slot and RoPE position i.
+
+        Each row's last pair predicts the level-1 candidates, the tokens after `next_ids`.
+        """
+        del own  # derived from the previous last pair
+        final, caches = self.model.forward(
+            params,
+            following_ids(emitted),
+            self.features(params, emitted),
+            caches,
+            emitted.rows,
+            queries_per_row=emitted.queries_per_row,
+            kept=emitted.last,
+        )
+        return final, final, caches
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneDrafter(RankedDrafter[Decoder]):
+    """A language model that drafts. It keeps nothing but level 1, and beams carry only KV."""
+
+    layout: ClassVar[BeamLayout] = BeamLayout.TOKENS
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return cache_groups(self.model.spec, name="draft")
+
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> tuple[()]:
+        del num_slots, dtype
+        return ()
+
+    def carried_by_root(self, own: tuple[()], *, topk: int) -> tuple[()]:
+        del topk
+        return own
+
+    def scored(
+        self, params: Params, hidden: jax.Array, *, level: int
+    ) -> tuple[jax.Array, jax.Array]:
+        del level
+        return self.model.logits(params, hidden), self.model.token_ids()
+
+    def expand(
+        self,
+        caches: KVPool,
+        ids: Int[Array, "B K"],
+        carried: tuple[()],
+        beams: BeamRows,
+        *,
+        params: Params,
+        own: tuple[()],
+        rows: StepBatch,
+    ) -> tuple[KVPool, tuple[()], Int[Array, "B K K"], Float[Array, "B K K"]]:
+        """Run the draft over the beams' tokens."""
+        del own
+        batch, topk = ids.shape
+        hidden, _, caches = self.model.forward(
+            params, ids.reshape(-1), caches, beams.rows, queries_per_row=topk
+        )
+        hidden = hidden.reshape(batch, topk, -1)
+        found, terms = self.candidates(
+            params,
+            hidden,
+            positions=beams.positions,
+            sampling=rows.sampling,
+            level=beams.depth,
+        )
+        return caches, carried, found, terms
+
+    def follow(
+        self, params: Params, caches: KVPool, own: tuple[()], emitted: Emitted
+    ) -> tuple[Float[Array, "R E"], tuple[()], KVPool]:
+        """Run the draft over the emitted tokens and the one after them; for a chain, the last two.
+
+        After a chunk that is not final, the token after it is the next prompt token: the next chunk
+        writes its KV again, and its prediction is unused.
+        """
+        tokens = last_two(emitted) if emitted.is_chain else with_next_ids(emitted)
+        final, _, caches = self.model.forward(
+            params,
+            tokens.token_ids,
+            caches,
+            tokens.rows,
+            queries_per_row=tokens.queries_per_row,
+            kept=tokens.last,
+        )
+        return final, own, caches
