@@ -296,7 +296,7 @@ def test_step3p5_flash_as_published(tmp_path: Path) -> None:
     family = family_named("step3p5")
     assert family.mtp is not None
     layers = family.mtp.read(Fields(path, STEP3P5_FLASH), spec)
-    assert layers.model.layers == (spec.layers[1],) * 3
+    assert layers.layer.layers == (spec.layers[1],) * 3
     assert (layers.chained, layers.own_head, layers.aux_layer_ids) == (True, True, (45,))
     shapes = {own.path: own.shape for own in table_of(spec)}
     assert shapes["layers", 1, "attention", "gate", "kernel"] == (4096, 96)
@@ -527,7 +527,7 @@ def test_mimo_v2_flash_as_published(tmp_path: Path) -> None:
     assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47]
     family = family_named("mimo_v2")
     assert family.mtp is not None
-    layers = family.mtp.read(Fields(path, MIMO_V2_FLASH), spec).model.layers
+    layers = family.mtp.read(Fields(path, MIMO_V2_FLASH), spec).layer.layers
     assert layers == (dataclasses.replace(second, ffn=DenseSpec(inner=16384)),) * 3
     shapes = {own.path: own.shape for own in table_of(spec)}
     assert shapes["layers", 0, "attention", "qkv", "kernel"] == (4096, 64 * 192 + 4 * (192 + 128))

@@ -130,8 +130,12 @@ def test_a_step_without_a_live_row_touches_no_row() -> None:
 def swapped_pools(forward: Any) -> Any:
     """Layers 0 and 1 write into each other's rows: the field's defect, as near as one can come."""
 
-    def run(self: Any, params: Any, layer: int, *given: Any, **named: Any) -> Any:
-        return forward(self, params, 1 - layer if layer < 2 else layer, *given, **named)
+    def swapped(kv: Any) -> Any:
+        return (kv[1], kv[0], *kv[2:])
+
+    def run(self: Any, params: Any, ids: Any, hidden: Any, kv: Any, rows: Any, **named: Any) -> Any:
+        out, kv = forward(self, params, ids, hidden, swapped(kv), rows, **named)
+        return out, swapped(kv)
 
     return run
 

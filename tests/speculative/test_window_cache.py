@@ -96,7 +96,7 @@ def window_of(kind: str) -> int:
     """The draft's where it has one, so that target and draft share a space."""
     if kind not in LAYERS:
         return WINDOW
-    return config_of(LAYERS[kind]).model.layers[0].attention.window or WINDOW
+    return config_of(LAYERS[kind]).layer.layers[0].attention.window or WINDOW
 
 
 def space_of(limits: ServeLimits, window: int, *, num_rows: int, spare: int) -> WindowSpace:

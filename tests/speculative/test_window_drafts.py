@@ -43,7 +43,7 @@ PAGE, NUM_ROWS, CHUNK = 2, 2, 8
 
 
 def window_of(name: str) -> int:
-    (window,) = {layer.attention.window for layer in config_of(name).model.layers}
+    (window,) = {layer.attention.window for layer in config_of(name).layer.layers}
     assert window is not None
     return window
 
