@@ -21,7 +21,7 @@ from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.messages.weight_update import DiskUpdate
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.head_params import head_params
-from jspec.models.heads.mtp import copies_in
+from jspec.models.heads.mtp import copies_of_target
 from jspec.models.placement import init_params
 from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafters.source import DraftSource
@@ -137,7 +137,7 @@ def test_layers_for_multi_token_prediction_of_another_target_are_a_warning(
     }
     path = written_mtp(tmp_path / "draft", layout)
     config, names = read_mtp(path, layout)
-    source = DraftSource(make=None, copies_in=lambda found: copies_in(found, config, names))  # type: ignore[arg-type]
+    source = DraftSource(make=None, copies=copies_of_target(config, names))  # type: ignore[arg-type]
     table, head = target["embed"]["table"], target["lm_head"]["kernel"].T
     copies = {
         f"{FIRST[layout]}embed_tokens.weight": table,

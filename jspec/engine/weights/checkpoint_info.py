@@ -213,9 +213,9 @@ def _of_draft(
     except JspecError as error:
         return _with_problem(info, error)
     info = replace(info, serve="" if info.problems else f"{serve}{words}")
-    if source.copies and not info.problems:  # copies of what the target has already
+    if source.unread and not info.problems:  # copies of what the target has already
         with open_tensors(path) as tensors:
-            own = _count(tensors, without=source.copies)
+            own = _count(tensors, without=source.unread)
         numbers = own["parameters"]
         info = replace(info, parameters=numbers, weight_bytes=numbers * _itemsize(info.dtype))
     if info.algorithm == "NEXTN":  # its config.json is the target's

@@ -339,7 +339,7 @@ class ServedWeights:
             stored = self._source.canonical(name)
             is_drafts = name not in known[TARGET] and stored in known[DRAFT]
             model = update.model or (DRAFT if is_drafts else TARGET)
-            if update.model is DRAFT and name in self._source.copies:
+            if update.model is DRAFT and stored in self._source.unread:
                 continue
             both += [name] * (name in known[TARGET] and name in known[DRAFT])
             named = stored if model is DRAFT else name

@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
     """Log each of a sample of tensors that the draft should share with the target but does not."""
-    if source.copies_in is None:
+    if not source.copies:
         return
     with open_tensors(path, canonical=source.canonical) as tensors:
-        for name, copy in source.copies_in(tensors).items():
+        for name, copy in source.copies.items():
             if name not in tensors:
                 continue
             found = difference(tensors, name, copy.path, value_at(target, copy.path))

@@ -6,6 +6,7 @@ them in the file are ignored, and so are the target's tensors. Any other unread 
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -263,7 +264,7 @@ def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
     has_target = names.also is None and any(
         _OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources
     )
-    copies = copies_of_target(whole, names)
+    copies = copies_of_target(whole, replace(names, also=None))
     check_names(
         tensors,
         _own_table(whole, names),
@@ -285,20 +286,17 @@ def _numbered(tensors: Tensors, names: HeadNames) -> HeadNames:
     return other if any(other.number(name) == 0 for name in tensors.sources) else names
 
 
-def copies_in(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> Copies:
-    """Return the copies of the target's embedding and lm_head in a file, none of which is read."""
+def copies_of_target(spec: HeadSpec, names: HeadNames) -> Copies:
+    """Return the names under which files may store the target's embedding and lm_head, unread."""
+    among = (_EMBED,) if spec.own_head else (_EMBED, *_HEADS)
+    firsts = {names.first, names.first if names.also is None else names.also}
+    found = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
+    for first, infix, layer in itertools.product(firsts, {"", names.infix}, range(spec.num_layers)):
+        place = names.prefix.format(first + layer) + infix
+        found |= {place + name for name in among}
+    if names.around is not None:
+        found |= {names.around + name for name in among}
     return {
         name: TargetCopy(path=EMBED if name.endswith(_EMBED) else HEAD, is_read=False)
-        for name in sorted(copies_of_target(spec, _numbered(tensors, names)))
+        for name in sorted(found)
     }
-
-
-def copies_of_target(spec: HeadSpec, names: HeadNames) -> frozenset[str]:
-    """Return the names under which files may store copies of the target's embedding and lm_head."""
-    among = (_EMBED,) if spec.own_head else (_EMBED, *_HEADS)
-    numbers, infixes = range(spec.num_layers), {"", names.infix}
-    places = {names.of_layer(i) + infix for i in numbers for infix in infixes}
-    if names.around is not None:
-        places.add(names.around)
-    outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
-    return frozenset(outer | {place + name for place in places for name in among})

@@ -32,7 +32,6 @@ from jspec.models.heads.head_files import canonical_name, published_specs
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
 from jspec.models.heads.mtp import (
     check_mtp,
-    copies_in,
     copies_of_target,
     load_mtp,
     load_mtp_config,
@@ -74,7 +73,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         shares=(*(("embed",) if shares_embed else ()), *(("lm_head",) if hot_ids is None else ())),
         published=published_specs(head_params(spec))[:1],
         canonical=canonical_name,
-        copies_in=lambda _: {
+        copies={
             "embed_tokens.weight": TargetCopy(path=EMBED, is_read=True),
             "lm_head.weight": TargetCopy(path=HEAD, is_read=False),
         },
@@ -103,7 +102,7 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
         shares=("embed",) if is_dummy else check_eagle3(path, spec),
         published=published_specs(head_params(spec)),
         canonical=canonical_name,
-        copies_in=lambda _: {"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},
+        copies={"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},
     )
 
 
@@ -131,7 +130,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
         algorithm=Algorithm.MULTI_LAYER_EAGLE if spec.per_level else Algorithm.NEXTN,
         shares=shared(spec),
         copies=copies_of_target(spec, names),
-        copies_in=lambda tensors: copies_in(tensors, spec, names),
     )
 
 

@@ -8,7 +8,7 @@ and its params.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from jspec.config.limits import Algorithm
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
-from jspec.models.files.tensor_files import Tensors
 from jspec.models.heads.target_copies import Copies
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.ops import Ops
@@ -78,9 +77,7 @@ class DraftSource:
     published: stored layouts of weights whose table entry does not give one, if they differ from
         the target's
     canonical: maps a stored tensor's name to the table's name
-    copies: stored copies of target weights, under names that are not read
-    copies_in: returns copies of target weights in open files, read or not, to compare with the
-        target's
+    copies: tensors of its files that the target has too, by canonical name, read or not
     with_target: given the target's new params and its own, returns its own with derived values
         recomputed; arrays shared with the target follow by themselves
     algorithm: the algorithm in force, if the checkpoint decides it and not the arguments
@@ -93,10 +90,14 @@ class DraftSource:
     shares: tuple[str, ...] = ()
     published: ParamTable = ()
     canonical: Callable[[str], str] = str
-    copies: frozenset[str] = frozenset()
-    copies_in: Callable[[Tensors], Copies] | None = None
+    copies: Copies = field(default_factory=dict)
     with_target: Callable[[Params, Params], Params] | None = None
     algorithm: Algorithm | None = None
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The names of stored copies in whose place the target's own are used."""
+        return frozenset(name for name, copy in self.copies.items() if not copy.is_read)
 
 
 ReadSource = Callable[[DraftRequest], DraftSource]
