@@ -30,7 +30,7 @@ from jspec.models.registry import family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
-from jspec.speculative.drafters.ranked import HeadDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.speculative.engines import (
     CONTEXT,
     DIAL_ACCEPTANCE,
@@ -304,5 +304,5 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
 
 def layers_of(drafter: Drafter) -> FeatureHead:
     """The layers for multi-token prediction of either drafter."""
-    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter, EagleDrafter)
     return drafter.model

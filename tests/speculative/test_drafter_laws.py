@@ -258,14 +258,7 @@ MUTATIONS = (
         ranked,
         "following_ids",
         lambda f: lambda emitted: jnp.roll(f(emitted), 1),
-        HEADS,
-    ),
-    Mutation(
-        "token of a layer's pair",
-        multi_layer,
-        "following_ids",
-        lambda f: lambda emitted: jnp.roll(f(emitted), 1),
-        LAYERS,
+        (*HEADS, *LAYERS),
     ),
     Mutation(
         "lag",

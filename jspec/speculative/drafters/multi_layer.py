@@ -35,9 +35,9 @@ from jspec.device.pytree import pytree
 from jspec.errors import ConfigError
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.beams import BeamRows
-from jspec.speculative.drafter import Emitted, StepBatch, following_ids, next_positions
+from jspec.speculative.drafter import Emitted, StepBatch, next_positions
 from jspec.speculative.drafters.lag import delayed, lag_behind, path_rows
-from jspec.speculative.drafters.ranked import HeadDrafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.target import KVPool, Params
 
 
@@ -60,7 +60,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class MultiLayerDrafter(HeadDrafter):
+class MultiLayerDrafter(EagleDrafter):
     """Drafting with the first S layers of `model`, whose spec is `per_level`."""
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class MultiLayerDrafter(HeadDrafter):
         start, is_chained = emitted.rows.prefix_lens, self.model.spec.chained
         known = jnp.minimum(own.num_rows, start)  # 0 for padding
         known = jnp.where(emitted.is_first, 0, known)
-        ids, hidden = following_ids(emitted), self.features(params, emitted)
+        pairs, hidden = self.inputs(params, emitted)
         place = lag_behind(emitted, lag=0, num_known=known)
         outs, kept = [], []
         for layer in range(self.spec.num_steps):
@@ -154,7 +154,7 @@ class MultiLayerDrafter(HeadDrafter):
                 hidden = delayed(hidden, own.hidden[:, layer - 1], before=before, own=place)
             out, caches = self.model.forward(
                 params,
-                jnp.take(ids, place.source, mode="clip"),
+                jnp.take(pairs.token_ids, place.source, mode="clip"),
                 hidden,
                 caches,
                 place.rows,

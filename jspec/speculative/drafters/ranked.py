@@ -2,8 +2,7 @@
 
 Level 1 needs no forward: the last advance ran the model over the row's last token, and its K best
 candidates are the state. `beams` grows the tree and `candidates` ranks, both for all; a drafter
-defines what it runs over, in `expand` over the beams of a level and in `follow` over what was
-emitted.
+defines what its model runs over.
 
 EAGLE (any head): a draft slot holds a pair (token i + 1, feature i), and every beam carries its
 parent's output, which is its feature.
@@ -29,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +40,10 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch
-from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import cache_groups
@@ -55,6 +53,7 @@ from jspec.speculative.drafter import (
     Emitted,
     Needs,
     StepBatch,
+    TokenRows,
     following_ids,
     last_two,
     next_positions,
@@ -72,31 +71,15 @@ class RankedState:
     own: Any  # what else the drafter keeps
 
 
-class RankedModel(Protocol):
-    """A draft model: its weights, and where it runs."""
-
-    @property
-    def table(self) -> ParamTable: ...
-
-    @property
-    def shard(self) -> Shard: ...
-
-    @property
-    def ops(self) -> Ops: ...
-
-
-Model = TypeVar("Model", bound=RankedModel)
-
-
 @dataclass(frozen=True, slots=True)
-class RankedDrafter(ABC, Generic[Model]):
+class RankedDrafter(ABC):
     """Drafting level by level. draft_noise: as in `candidates.Ranking`."""
 
-    model: Model
+    model: FeatureHead | Decoder
     spec: SpeculativeConfig
     draft_noise: bool = True
 
-    layout: ClassVar[BeamLayout] = BeamLayout.PAIRS
+    layout: ClassVar[BeamLayout]
 
     @property
     def algorithm(self) -> Algorithm:
@@ -107,12 +90,40 @@ class RankedDrafter(ABC, Generic[Model]):
         return self.model.table
 
     @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
     @abstractmethod
     def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
-    @property
-    def needs(self) -> Needs:
-        return Needs()
+    @abstractmethod
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
+        """Return `RankedState.own` of fresh slots."""
+
+    @abstractmethod
+    def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, Any]:
+        """Return the tokens that the model runs over after a verification, and their features."""
+
+    @abstractmethod
+    def run(
+        self,
+        params: Params,
+        token_ids: Int[Array, "T"],
+        features: Any,
+        caches: KVPool,
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], Any, KVPool]:
+        """Run the model. Return (outputs, the features of the tokens after them, caches)."""
+
+    @abstractmethod
+    def scored(
+        self, params: Params, hidden: jax.Array, *, level: int
+    ) -> tuple[Float[Array, "B R U"], Int[Array, "U"]]:
+        """Return the logits of outputs, and the target id of each column."""
 
     def of_shape(self, spec: SpeculativeConfig) -> Self:
         return replace(self, spec=spec)
@@ -170,21 +181,14 @@ class RankedDrafter(ABC, Generic[Model]):
             ops=self.model.ops,
         )
 
-    @abstractmethod
-    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
-        """Return `RankedState.own` of fresh slots."""
-
-    @abstractmethod
     def carried_by_root(self, own: Any, *, topk: int) -> Any:
         """Return what the candidates of level 1 carry, [B, K, .]."""
 
-    @abstractmethod
-    def scored(
-        self, params: Params, hidden: jax.Array, *, level: int
-    ) -> tuple[Float[Array, "B R U"], Int[Array, "U"]]:
-        """Return the logits of outputs, and the target id of each column."""
+        def spread(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x[:, None], (x.shape[0], topk, *x.shape[1:]))
 
-    @abstractmethod
+        return jax.tree.map(spread, own)
+
     def expand(
         self,
         caches: KVPool,
@@ -196,105 +200,98 @@ class RankedDrafter(ABC, Generic[Model]):
         own: Any,
         rows: StepBatch,
     ) -> tuple[KVPool, Any, Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """Run one draft forward (`ForwardBeams`)."""
+        """Run one draft forward over each beam's token with its parent's output."""
+        del own
+        batch, topk = ids.shape
+        features = jax.tree.map(lambda x: x.reshape(batch * topk, -1), carried)
+        out, features, caches = self.run(
+            params, ids.reshape(-1), features, caches, beams.rows, queries_per_row=topk
+        )
+        found, terms = self.candidates(
+            params,
+            out.reshape(batch, topk, -1),
+            positions=beams.positions,
+            sampling=rows.sampling,
+            level=beams.depth,
+        )
+        carried = jax.tree.map(lambda x: x.reshape(batch, topk, -1), features)
+        return caches, carried, found, terms
 
-    @abstractmethod
     def follow(
         self, params: Params, caches: KVPool, own: Any, emitted: Emitted
     ) -> tuple[Float[Array, "R E"], Any, KVPool]:
         """Run over the emitted tokens. Return (each row's last output, the next own, caches)."""
+        del own  # derived from the previous last token
+        tokens, features = self.inputs(params, emitted)
+        return self.run(
+            params,
+            tokens.token_ids,
+            features,
+            caches,
+            tokens.rows,
+            queries_per_row=tokens.queries_per_row,
+            kept=tokens.last,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDrafter(RankedDrafter[FeatureHead]):
-    """Drafting with a head that reads the target's features."""
+class EagleDrafter(RankedDrafter):
+    """EAGLE with any head. `RankedState.own` is the head's output at the last pair, [., E]."""
+
+    model: FeatureHead
+
+    layout: ClassVar[BeamLayout] = BeamLayout.PAIRS
 
     @property
     def needs(self) -> Needs:
         ids = self.model.spec.aux_layer_ids
         return Needs(hidden=not ids, aux_layer_ids=ids)
 
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return cache_groups(self.model.spec.layer, name="draft")
+
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
+        return jnp.zeros((num_slots, self.model.spec.layer.hidden_size), dtype)
+
+    def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, Float[Array, "T E"]]:
+        """Return pairs (token i + 1, feature i), which are at slot and RoPE position i.
+
+        Each row's last pair predicts the level-1 candidates, the tokens after `next_ids`.
+        """
+        found = emitted.features
+        given = found.aux_hidden if self.needs.aux_layer_ids else found.hidden
+        pairs = TokenRows(
+            token_ids=following_ids(emitted),
+            rows=emitted.rows,
+            last=emitted.last,
+            queries_per_row=emitted.queries_per_row,
+        )
+        return pairs, self.model.features(params, given)
+
+    def run(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        features: jax.Array,
+        caches: KVPool,
+        rows: AttentionMetadata,
+        **static: Any,
+    ) -> tuple[jax.Array, jax.Array, KVPool]:
+        out, caches = self.model.forward(params, token_ids, features, caches, rows, **static)
+        return out, out, caches
+
     def scored(
         self, params: Params, hidden: jax.Array, *, level: int
     ) -> tuple[jax.Array, jax.Array]:
         return self.model.logits(params, hidden, level=level), self.model.token_ids(params)
 
-    def features(self, params: Params, emitted: Emitted) -> Float[Array, "T E"]:
-        """Return the feature of each emitted token."""
-        found = emitted.features
-        given = found.aux_hidden if self.needs.aux_layer_ids else found.hidden
-        return self.model.features(params, given)
-
 
 @dataclass(frozen=True, slots=True)
-class EagleDrafter(HeadDrafter):
-    """EAGLE with any head. `RankedState.own` is the head's output at the last pair, [., E]."""
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return cache_groups(self.model.spec.layer, name="draft")
-
-    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> jax.Array:
-        return jnp.zeros((num_slots, self.model.spec.layer.hidden_size), dtype)
-
-    def carried_by_root(self, own: Float[Array, "B E"], *, topk: int) -> Float[Array, "B K E"]:
-        return jnp.broadcast_to(own[:, None], (own.shape[0], topk, own.shape[1]))
-
-    def expand(
-        self,
-        caches: KVPool,
-        ids: Int[Array, "B K"],
-        carried: Float[Array, "B K E"],
-        beams: BeamRows,
-        *,
-        params: Params,
-        own: Float[Array, "B E"],
-        rows: StepBatch,
-    ) -> tuple[KVPool, Float[Array, "B K E"], Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """Run the head over each beam's token with its parent's output."""
-        del own
-        batch, topk = ids.shape
-        hidden, caches = self.model.forward(
-            params,
-            ids.reshape(-1),
-            carried.reshape(batch * topk, -1),
-            caches,
-            beams.rows,
-            queries_per_row=topk,
-        )
-        hidden = hidden.reshape(carried.shape)
-        found, terms = self.candidates(
-            params,
-            hidden,
-            positions=beams.positions,
-            sampling=rows.sampling,
-            level=beams.depth,
-        )
-        return caches, hidden, found, terms
-
-    def follow(
-        self, params: Params, caches: KVPool, own: Float[Array, "R E"], emitted: Emitted
-    ) -> tuple[Float[Array, "R E"], Float[Array, "R E"], KVPool]:
-        """Run the head over pairs (token i + 1, feature i), which are at slot and RoPE position i.
-
-        Each row's last pair predicts the level-1 candidates, the tokens after `next_ids`.
-        """
-        del own  # derived from the previous last pair
-        final, caches = self.model.forward(
-            params,
-            following_ids(emitted),
-            self.features(params, emitted),
-            caches,
-            emitted.rows,
-            queries_per_row=emitted.queries_per_row,
-            kept=emitted.last,
-        )
-        return final, final, caches
-
-
-@dataclass(frozen=True, slots=True)
-class StandaloneDrafter(RankedDrafter[Decoder]):
+class StandaloneDrafter(RankedDrafter):
     """A language model that drafts. It keeps nothing but level 1, and beams carry only KV."""
+
+    model: Decoder
 
     layout: ClassVar[BeamLayout] = BeamLayout.TOKENS
 
@@ -306,58 +303,29 @@ class StandaloneDrafter(RankedDrafter[Decoder]):
         del num_slots, dtype
         return ()
 
-    def carried_by_root(self, own: tuple[()], *, topk: int) -> tuple[()]:
-        del topk
-        return own
+    def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, tuple[()]]:
+        """Return the emitted tokens and the one after them; for a chain, the last two.
+
+        After a chunk that is not final, the token after it is the next prompt token: the next chunk
+        writes its KV again, and its prediction is unused.
+        """
+        del params
+        return last_two(emitted) if emitted.is_chain else with_next_ids(emitted), ()
+
+    def run(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        features: tuple[()],
+        caches: KVPool,
+        rows: AttentionMetadata,
+        **static: Any,
+    ) -> tuple[jax.Array, tuple[()], KVPool]:
+        out, _, caches = self.model.forward(params, token_ids, caches, rows, **static)
+        return out, features, caches
 
     def scored(
         self, params: Params, hidden: jax.Array, *, level: int
     ) -> tuple[jax.Array, jax.Array]:
         del level
         return self.model.logits(params, hidden), self.model.token_ids()
-
-    def expand(
-        self,
-        caches: KVPool,
-        ids: Int[Array, "B K"],
-        carried: tuple[()],
-        beams: BeamRows,
-        *,
-        params: Params,
-        own: tuple[()],
-        rows: StepBatch,
-    ) -> tuple[KVPool, tuple[()], Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """Run the draft over the beams' tokens."""
-        del own
-        batch, topk = ids.shape
-        hidden, _, caches = self.model.forward(
-            params, ids.reshape(-1), caches, beams.rows, queries_per_row=topk
-        )
-        hidden = hidden.reshape(batch, topk, -1)
-        found, terms = self.candidates(
-            params,
-            hidden,
-            positions=beams.positions,
-            sampling=rows.sampling,
-            level=beams.depth,
-        )
-        return caches, carried, found, terms
-
-    def follow(
-        self, params: Params, caches: KVPool, own: tuple[()], emitted: Emitted
-    ) -> tuple[Float[Array, "R E"], tuple[()], KVPool]:
-        """Run the draft over the emitted tokens and the one after them; for a chain, the last two.
-
-        After a chunk that is not final, the token after it is the next prompt token: the next chunk
-        writes its KV again, and its prediction is unused.
-        """
-        tokens = last_two(emitted) if emitted.is_chain else with_next_ids(emitted)
-        final, _, caches = self.model.forward(
-            params,
-            tokens.token_ids,
-            caches,
-            tokens.rows,
-            queries_per_row=tokens.queries_per_row,
-            kept=tokens.last,
-        )
-        return final, own, caches
