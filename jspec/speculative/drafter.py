@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -143,13 +143,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
     positions = indexing.emitted_position(of_row(emitted.rows.prefix_lens), index.within)
     return TokenRows(
         token_ids=jnp.where(is_next, of_row(emitted.next_ids), own),
-        rows=AttentionMetadata(
-            page_table=emitted.rows.page_table,
-            window_tables=emitted.rows.window_tables,
-            prefix_lens=emitted.rows.prefix_lens,
-            cu_q_lens=grown,
-            q_positions=positions,
-        ),
+        rows=dataclasses.replace(emitted.rows, cu_q_lens=grown, q_positions=positions),
         last=last,
         queries_per_row=wider,
     )
@@ -172,9 +166,8 @@ def last_two(emitted: Emitted) -> TokenRows:
     every_row = jnp.arange(num_rows + 1, dtype=jnp.int32)
     return TokenRows(
         token_ids=jnp.stack((own, emitted.next_ids), axis=1).reshape(-1),
-        rows=AttentionMetadata(
-            page_table=emitted.rows.page_table,
-            window_tables=emitted.rows.window_tables,
+        rows=dataclasses.replace(
+            emitted.rows,
             prefix_lens=start,
             cu_q_lens=2 * every_row,
             q_positions=indexing.emitted_position(start[:, None], place).reshape(-1),
@@ -271,21 +264,10 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: a tree of one node."""
 
-    @property
-    def algorithm(self) -> Algorithm:
-        return Algorithm.NONE
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return ()
-
-    @property
-    def table(self) -> ParamTable:
-        return ()
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
+    algorithm: ClassVar[Algorithm] = Algorithm.NONE
+    cache_groups: ClassVar[tuple[CacheGroup, ...]] = ()
+    table: ClassVar[ParamTable] = ()
+    needs: ClassVar[Needs] = Needs()
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> tuple[()]:
         del num_slots, context_length, dtype

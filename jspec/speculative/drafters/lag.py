@@ -7,6 +7,8 @@ from s slots earlier. Slots before the row's start do not exist and are left out
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -54,9 +56,8 @@ def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> Lag
         return jnp.take(x, index.row_idx, mode="clip")
 
     return LaggedRows(
-        rows=AttentionMetadata(
-            page_table=emitted.rows.page_table,
-            window_tables=emitted.rows.window_tables,
+        rows=dataclasses.replace(
+            emitted.rows,
             prefix_lens=start,
             cu_q_lens=cu_q_lens,
             q_positions=indexing.emitted_position(of_row(start), index.within),

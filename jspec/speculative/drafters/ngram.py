@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +63,10 @@ class NgramDrafter:
     min_match: int = 1  # suffix tokens that must match
     max_match: int = 12  # suffix tokens that are compared
 
-    @property
-    def algorithm(self) -> Algorithm:
-        return self.spec.algorithm
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return ()
-
-    @property
-    def table(self) -> ParamTable:
-        return ()
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
+    algorithm: ClassVar[Algorithm] = Algorithm.NGRAM
+    cache_groups: ClassVar[tuple[CacheGroup, ...]] = ()
+    table: ClassVar[ParamTable] = ()
+    needs: ClassVar[Needs] = Needs()
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> NgramState:
         del dtype
