@@ -198,7 +198,7 @@ def draft_params(name: str) -> Params:
         lent["lm_head"] = target["lm_head"]
     own = {**params_of(name), **lent}
     empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
-    if config_of(name).recurrent:
+    if not config_of(name).per_level:
         ids = jnp.arange(TARGET.vocab_size, dtype=jnp.int32)
         return {"head": {**own, "draft_ids": ids}, "dial": empty}
     return {**own, "dial": empty}
@@ -208,12 +208,12 @@ def draft_params(name: str) -> Params:
 def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compiled:
     """Chains on pages of 16, trees on pages of 4; drafts of every quality."""
     config = config_of(name)
-    algorithm = Algorithm.NEXTN if config.recurrent else Algorithm.MULTI_LAYER_EAGLE
+    algorithm = Algorithm.NEXTN if not config.per_level else Algorithm.MULTI_LAYER_EAGLE
     spec = spec_of(*shape, algorithm)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
         head = head_of(name, ops, shard)
-        if config.recurrent:
+        if not config.per_level:
             inner = dial_head(head)
             return DialDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(head, spec, acceptance=DIAL_ACCEPTANCE)
@@ -296,7 +296,7 @@ def check_last_row(
     fresh = ViewRunner(compiled.runner(), compiled.limits)
     asyncio.run(serve_view(fresh, [whole[owner]]))
     (own,) = [admission.row for plan, _ in fresh.steps for admission in plan.admissions]
-    num_layers = 1 if config_of(name).recurrent else compiled.limits.spec.num_steps
+    num_layers = 1 if not config_of(name).per_level else compiled.limits.spec.num_steps
     for layer in range(num_layers):
         count = len(whole[owner].prompt_ids) - layer
         np.testing.assert_allclose(
