@@ -54,7 +54,7 @@ class Case:
 
     def __str__(self) -> str:
         shape = "-".join(map(str, self.shape))
-        return f"{self.target}_{self.algorithm.value}_{shape}_p{self.page_size}_c{self.chunk}"
+        return f"{self.target}_{self.algorithm.name}_{shape}_p{self.page_size}_c{self.chunk}"
 
 
 CHAIN = Case("hybrid", (3, 1, 4), Algorithm.EAGLE3, page_size=16, chunk=8, rounds=2)
