@@ -105,11 +105,11 @@ def grow_tree(
     rows: StepBatch,
     forward: ForwardBeams,
     *,
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
     layout: BeamLayout,
 ) -> tuple[KVPool, DraftTree]:
     """Run S - 1 draft forwards, then build the tree; the caches get the scratch slots."""
-    first = first.best(spec.topk)
+    first = first.best(draft_shape.topk)
 
     def expand(depth: int, beams: _Beams) -> _Expanded:
         nonlocal caches
@@ -117,7 +117,7 @@ def grow_tree(
         caches, carried, ids, terms = forward(caches, beams.ids, beams.carried, places)
         return carried, ids, terms
 
-    tree = _grow(rows.root_ids, first, expand, spec=spec)
+    tree = _grow(rows.root_ids, first, expand, draft_shape=draft_shape)
     return caches, tree
 
 
@@ -126,7 +126,7 @@ def grow_from_lattice(
     ids: Int[Array, "B S K"],
     terms: Float[Array, "B S K"] | Float[Array, "B S K K"],
     *,
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
 ) -> DraftTree:
     """Build the tree of a lattice: at each level the same K candidates follow every node.
 
@@ -137,7 +137,7 @@ def grow_from_lattice(
     In:  ids [[a1 b1], [a2 b2]], terms [[-1 -2], [-0.5 -3]], S/K/N = 2/2/4
     Out: tokens [root a1 b1 a2], parents [-1 0 0 1]: a2 under a1 scores -1.5, a2 under b1 -2.5
     """
-    batch, topk = ids.shape[0], spec.topk
+    batch, topk = ids.shape[0], draft_shape.topk
     has_edges = terms.ndim == 4
     root_terms = terms[:, 0, :1] if has_edges else terms[:, :1]
 
@@ -151,7 +151,7 @@ def grow_from_lattice(
         return (), jnp.broadcast_to(ids[:, depth, None], square), here
 
     first = first_level(ids[:, :1], root_terms, carried=())
-    return _grow(root_ids, first, expand, spec=spec)
+    return _grow(root_ids, first, expand, draft_shape=draft_shape)
 
 
 def _grow(
@@ -159,7 +159,7 @@ def _grow(
     first: LevelOne,
     expand: Callable[[int, _Beams], _Expanded],
     *,
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
 ) -> DraftTree:
     """Expand the K best candidates of each level, S - 1 times, and build the tree.
 
@@ -176,7 +176,7 @@ def _grow(
         ancestors=_with_itself(jnp.zeros((batch, topk, 0), bool)),
         pool_idx=jnp.broadcast_to(jnp.arange(topk, dtype=jnp.int32), first.ids.shape),
     )
-    for depth in range(1, spec.num_steps):
+    for depth in range(1, draft_shape.num_steps):
         carried, ids, terms = expand(depth, beams)
         first_of_level += levels[-1].ids.shape[1]
         level = Level(
@@ -185,9 +185,9 @@ def _grow(
             parents=jnp.repeat(beams.pool_idx, topk, axis=1),
         )
         levels.append(level)
-        if depth < spec.num_steps - 1:
+        if depth < draft_shape.num_steps - 1:
             beams = _best_beams(level, beams.ancestors, carried, topk=topk, first=first_of_level)
-    return build_tree(root_ids, tuple(levels), num_draft_tokens=spec.num_draft_tokens)
+    return build_tree(root_ids, tuple(levels), num_draft_tokens=draft_shape.num_draft_tokens)
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:

@@ -243,7 +243,7 @@ class Drafter(Protocol):
         """Return a pytree with one entry per slot, including the dummy slot 0."""
         ...
 
-    def of_shape(self, spec: SpeculativeConfig) -> Drafter:
+    def of_shape(self, draft_shape: SpeculativeConfig) -> Drafter:
         """Return this drafter for a draft shape that is no larger, over the same state."""
         ...
 
@@ -273,8 +273,8 @@ class NoDrafter:
         del num_slots, context_length, dtype
         return ()
 
-    def of_shape(self, spec: SpeculativeConfig) -> NoDrafter:
-        del spec
+    def of_shape(self, draft_shape: SpeculativeConfig) -> NoDrafter:
+        del draft_shape
         return self
 
     def propose(

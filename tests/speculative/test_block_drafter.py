@@ -54,7 +54,7 @@ BLOCKS = Algorithm(
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafter:
-    spec: SpeculativeConfig
+    draft_shape: SpeculativeConfig
     ops: Ops
 
     algorithm = BLOCKS
@@ -66,8 +66,8 @@ class BlockDrafter:
         del num_slots, context_length, dtype
         return ()
 
-    def of_shape(self, spec: SpeculativeConfig) -> BlockDrafter:
-        return replace(self, spec=spec)
+    def of_shape(self, draft_shape: SpeculativeConfig) -> BlockDrafter:
+        return replace(self, draft_shape=draft_shape)
 
     def advance(
         self, params: Params, caches: KVPool, state: tuple[()], emitted: Emitted
@@ -85,7 +85,7 @@ class BlockDrafter:
     ) -> tuple[KVPool, DraftTree]:
         """One forward over [B, 1 + S] rows, then the lattice."""
         del state
-        batch, block = rows.root_ids.shape[0], 1 + self.spec.num_steps
+        batch, block = rows.root_ids.shape[0], 1 + self.draft_shape.num_steps
         root = jnp.take(params["embed"], rows.root_ids, axis=0, mode="clip")[:, None]
         masks = jnp.broadcast_to(params["masks"], (batch, *params["masks"].shape))
         x = jnp.concatenate((root, masks[:, : block - 1]), axis=1).reshape(batch * block, -1)
@@ -115,11 +115,11 @@ class BlockDrafter:
             jnp.arange(TARGET.vocab_size, dtype=jnp.int32),
             rows.sampling,
             positions=indexing.chosen_position(rows.seq_lens[:, None], place[None, :-1]),
-            ranking=Ranking(self.spec.topk),
+            ranking=Ranking(self.draft_shape.topk),
             shard=Shard(),
             ops=self.ops,
         )
-        return (pool,), grow_from_lattice(rows.root_ids, ids, terms, spec=self.spec)
+        return (pool,), grow_from_lattice(rows.root_ids, ids, terms, draft_shape=self.draft_shape)
 
 
 def split(x: jax.Array, heads: int) -> jax.Array:

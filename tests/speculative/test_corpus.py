@@ -203,7 +203,7 @@ def test_text_is_drafted_from(tmp_path: Path) -> None:
         jnp.asarray(models.params["draft"]["corpus"]),
         jnp.asarray(models.params["draft"]["contexts"]),
         jnp.array([[*reversed(encode("..xy")), *[BEFORE_START] * 8]], jnp.int32),
-        spec=args.speculative,
+        draft_shape=args.speculative,
         min_match=2,
     )
     assert found.tokens.tolist() == [[[*encode("zab")]]]

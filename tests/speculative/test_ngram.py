@@ -77,12 +77,12 @@ def _found(
 ) -> Branches:
     spec = ngram(steps, topk, steps + 1 if topk == 1 else 1 + steps * topk)
     suffix = last_ids(history, seq_lens, count=4)
-    return find_in_history(history, suffix, seq_lens, spec=spec, min_match=min_match)
+    return find_in_history(history, suffix, seq_lens, draft_shape=spec, min_match=min_match)
 
 
 jitted_tree = jax.jit(tree_of, static_argnames="num_draft_tokens")
 jitted_corpus = jax.jit(
-    functools.partial(find_in_corpus, spec=ngram(2, 2, 5), min_match=1),
+    functools.partial(find_in_corpus, draft_shape=ngram(2, 2, 5), min_match=1),
 )
 
 

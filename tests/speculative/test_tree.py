@@ -220,7 +220,7 @@ def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
         jnp.asarray([7], jnp.int32),
         jnp.asarray(ids[None], jnp.int32),
         jnp.asarray(terms, jnp.float32),
-        spec=SpeculativeConfig(
+        draft_shape=SpeculativeConfig(
             algorithm=Algorithm.EAGLE,
             num_steps=num_steps,
             topk=topk,

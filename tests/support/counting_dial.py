@@ -162,7 +162,7 @@ class CountingDial(EagleDrafter):
         return dialled(
             sampling.seed,
             positions,
-            topk=self.spec.topk,
+            topk=self.draft_shape.topk,
             vocab_size=self.model.spec.layer.vocab_size,
             after=after,
         )
@@ -178,7 +178,7 @@ def counting_source(request: DraftRequest) -> DraftSource:
     def make(ops: Any, shard: Any) -> CountingDial:
         drafter = source.make(ops, shard)
         assert isinstance(drafter, EagleDrafter)
-        return CountingDial(drafter.model, drafter.spec, draft_noise=drafter.draft_noise)
+        return CountingDial(drafter.model, drafter.draft_shape, draft_noise=drafter.draft_noise)
 
     return replace(source, make=make)
 

@@ -75,7 +75,7 @@ class _Dialled:
             params["dial"],
             sampling,
             positions=positions,
-            topk=self.spec.topk,
+            topk=self.draft_shape.topk,
             acceptance=self.acceptance,
             vocab_size=self.model.spec.layer.vocab_size,
         )

@@ -38,7 +38,7 @@ class ScriptedDrafter:
     """inner: any drafter; vocab_size: of the target."""
 
     inner: Drafter
-    spec: SpeculativeConfig
+    draft_shape: SpeculativeConfig
     vocab_size: int
 
     @property
@@ -60,8 +60,8 @@ class ScriptedDrafter:
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> Any:
         return self.inner.init_state(num_slots, context_length=context_length, dtype=dtype)
 
-    def of_shape(self, spec: SpeculativeConfig) -> ScriptedDrafter:
-        return replace(self, inner=self.inner.of_shape(spec), spec=spec)
+    def of_shape(self, draft_shape: SpeculativeConfig) -> ScriptedDrafter:
+        return replace(self, inner=self.inner.of_shape(draft_shape), draft_shape=draft_shape)
 
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: StepBatch
@@ -81,7 +81,7 @@ class ScriptedDrafter:
     def _scripted(self, script: Params, rows: StepBatch) -> DraftTree:
         """Return the tree that EAGLE-2 builds from the script's guesses."""
         guess = partial(
-            guesses, script, rows.sampling, topk=self.spec.topk, vocab_size=self.vocab_size
+            guesses, script, rows.sampling, topk=self.draft_shape.topk, vocab_size=self.vocab_size
         )
 
         def forward(
@@ -92,7 +92,9 @@ class ScriptedDrafter:
 
         level1 = indexing.chosen_position(rows.seq_lens, 0)[:, None]
         first = first_level(*guess(level1), carried=())
-        return grow_tree(first, (), rows, forward, spec=self.spec, layout=BeamLayout.PAIRS)[1]
+        return grow_tree(
+            first, (), rows, forward, draft_shape=self.draft_shape, layout=BeamLayout.PAIRS
+        )[1]
 
 
 def guesses(

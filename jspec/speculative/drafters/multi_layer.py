@@ -64,15 +64,15 @@ class MultiLayerDrafter(EagleDrafter):
     """Drafting with the first S layers of `model`, whose spec is `per_level`."""
 
     def __post_init__(self) -> None:
-        if self.spec.num_steps > self.model.spec.num_layers:
+        if self.draft_shape.num_steps > self.model.spec.num_layers:
             raise ConfigError(
-                f"speculative_num_steps is {self.spec.num_steps}; expected at most "
+                f"speculative_num_steps is {self.draft_shape.num_steps}; expected at most "
                 f"{self.model.spec.num_layers}, the layers that the draft has: one a step"
             )
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        layers = self.model.spec.layer.layers[: self.spec.num_steps]
+        layers = self.model.spec.layer.layers[: self.draft_shape.num_steps]
         return tuple(
             CacheGroup(f"draft {s}", 1, a.cache_entry, a.window)
             for s, a in enumerate(layer.attention for layer in layers)
@@ -81,7 +81,7 @@ class MultiLayerDrafter(EagleDrafter):
     def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Lagging:
         size = self.model.spec.layer.hidden_size
         return Lagging(
-            hidden=jnp.zeros((num_slots, self.spec.num_steps - 1, size), dtype),
+            hidden=jnp.zeros((num_slots, self.draft_shape.num_steps - 1, size), dtype),
             num_rows=jnp.zeros((num_slots,), jnp.int32),
         )
 
@@ -148,7 +148,7 @@ class MultiLayerDrafter(EagleDrafter):
         pairs, hidden = self.inputs(params, emitted)
         place = lag_behind(emitted, lag=0, num_known=known)
         outs, kept = [], []
-        for layer in range(self.spec.num_steps):
+        for layer in range(self.draft_shape.num_steps):
             if layer:
                 before, place = place, lag_behind(emitted, lag=layer, num_known=known)
                 hidden = delayed(hidden, own.hidden[:, layer - 1], before=before, own=place)
@@ -166,7 +166,7 @@ class MultiLayerDrafter(EagleDrafter):
             if is_chained:
                 hidden = out
             kept.append(jnp.take(hidden, place.last, axis=0, mode="clip"))
-        most = self.spec.num_steps - 1
+        most = self.draft_shape.num_steps - 1
         final = jnp.take(outs[0], emitted.last, axis=0, mode="clip") if is_chained else outs[0]
         return (
             final,

@@ -59,7 +59,7 @@ class Branches:
 class NgramDrafter:
     """Lookup drafting. params: {}, or the result of `sort_corpus` with the same max_match."""
 
-    spec: SpeculativeConfig
+    draft_shape: SpeculativeConfig
     min_match: int = 1  # suffix tokens that must match
     max_match: int = 12  # suffix tokens that are compared
 
@@ -72,8 +72,8 @@ class NgramDrafter:
         del dtype
         return NgramState(history=jnp.full((num_slots, context_length), UNKNOWN, jnp.int32))
 
-    def of_shape(self, spec: SpeculativeConfig) -> NgramDrafter:
-        return replace(self, spec=spec)
+    def of_shape(self, draft_shape: SpeculativeConfig) -> NgramDrafter:
+        return replace(self, draft_shape=draft_shape)
 
     def propose(
         self, params: Params, caches: KVPool, state: NgramState, rows: StepBatch
@@ -81,14 +81,18 @@ class NgramDrafter:
         """Draft from matches in the row itself, or else in the corpus."""
         suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)
         branches = find_in_history(
-            state.history, suffix, rows.seq_lens, spec=self.spec, min_match=self.min_match
+            state.history,
+            suffix,
+            rows.seq_lens,
+            draft_shape=self.draft_shape,
+            min_match=self.min_match,
         )
         if params:
             other = find_in_corpus(
                 params["corpus"],
                 params["contexts"],
                 suffix,
-                spec=self.spec,
+                draft_shape=self.draft_shape,
                 min_match=self.min_match,
             )
             known = branches.is_match[:, :1]
@@ -96,7 +100,9 @@ class NgramDrafter:
                 tokens=jnp.where(known[:, :, None], branches.tokens, other.tokens),
                 is_match=jnp.where(known, branches.is_match, other.is_match),
             )
-        return caches, tree_of(rows.root_ids, branches, num_draft_tokens=self.spec.num_draft_tokens)
+        return caches, tree_of(
+            rows.root_ids, branches, num_draft_tokens=self.draft_shape.num_draft_tokens
+        )
 
     def advance(
         self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
@@ -131,7 +137,7 @@ def find_in_history(
     suffix: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     *,
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
     min_match: int,
 ) -> Branches:
     """Return the continuations of the longest matches of each row's suffix in the row itself.
@@ -142,14 +148,14 @@ def find_in_history(
     In:  ids 1 2 3 9 1 2 with root 2 at L = 5, S = 3, K = 1
     Out: 1 2 matches at e = 1: tokens [3 9 1]
     """
-    width, num_steps = history.shape[1], spec.num_steps
+    width, num_steps = history.shape[1], draft_shape.num_steps
     position = jnp.arange(width, dtype=jnp.int32)
     length = match_lengths(history, suffix)
     is_match = (position < seq_lens[:, None]) & (length >= min_match)
     score = jnp.where(is_match, length * width + position, UNKNOWN)  # longest first, then latest
     tokens, found = [], []
     depth = jnp.arange(num_steps, dtype=jnp.int32)
-    for _ in range(spec.topk):
+    for _ in range(draft_shape.topk):
         end = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
         is_found = jnp.max(score, axis=1) >= 0
         period = jnp.maximum(seq_lens[:, None] - end, 1)
@@ -206,7 +212,7 @@ def find_in_corpus(
     contexts: Int[Array, "n1"],
     suffix: Int[Array, "B W"],
     *,
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
     min_match: int,
 ) -> Branches:
     """Return the continuations of the longest matches of each row's suffix in the corpus.
@@ -229,13 +235,13 @@ def find_in_corpus(
 
     bounds = jnp.zeros(suffix.shape[:1], jnp.int32), jnp.full(suffix.shape[:1], size, jnp.int32)
     own, _ = jax.lax.fori_loop(0, size.bit_length(), halve, bounds)
-    rank = own[:, None] + jnp.arange(-spec.topk, spec.topk, dtype=jnp.int32)
+    rank = own[:, None] + jnp.arange(-draft_shape.topk, draft_shape.topk, dtype=jnp.int32)
     agrees = jnp.cumprod((ids_before(rank) == suffix[:, None]).astype(jnp.int32), axis=2)
     length = jnp.where((rank >= 0) & (rank < size), jnp.sum(agrees, axis=2), 0)
-    length, best = jax.lax.top_k(length, spec.topk)
+    length, best = jax.lax.top_k(length, draft_shape.topk)
     rank = jnp.take_along_axis(rank, best, axis=1, mode="clip")
     place = jnp.take(contexts, rank, mode="clip")[..., None]
-    after = place + 1 + jnp.arange(spec.num_steps, dtype=jnp.int32)
+    after = place + 1 + jnp.arange(draft_shape.num_steps, dtype=jnp.int32)
     tokens = jnp.where(after < corpus.shape[0], jnp.take(corpus, after, mode="clip"), 0)
     is_match = length >= min_match
     return Branches(tokens=jnp.where(is_match[..., None], tokens, 0), is_match=is_match)

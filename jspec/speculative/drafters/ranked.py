@@ -76,14 +76,14 @@ class RankedDrafter(ABC):
     """Drafting level by level. draft_noise: as in `candidates.Ranking`."""
 
     model: FeatureHead | Decoder
-    spec: SpeculativeConfig
+    draft_shape: SpeculativeConfig
     draft_noise: bool = True
 
     layout: ClassVar[BeamLayout]
 
     @property
     def algorithm(self) -> Algorithm:
-        return self.spec.algorithm
+        return self.draft_shape.algorithm
 
     @property
     def table(self) -> ParamTable:
@@ -125,12 +125,12 @@ class RankedDrafter(ABC):
     ) -> tuple[Float[Array, "B R U"], Int[Array, "U"]]:
         """Return the logits of outputs, and the target id of each column."""
 
-    def of_shape(self, spec: SpeculativeConfig) -> Self:
-        return replace(self, spec=spec)
+    def of_shape(self, draft_shape: SpeculativeConfig) -> Self:
+        return replace(self, draft_shape=draft_shape)
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> RankedState:
         del context_length
-        topk = self.spec.topk
+        topk = self.draft_shape.topk
         return RankedState(
             level1_ids=jnp.zeros((num_slots, topk), jnp.int32),
             level1_scores=jnp.zeros((num_slots, topk), jnp.float32),
@@ -146,7 +146,9 @@ class RankedDrafter(ABC):
             carried=self.carried_by_root(state.own, topk=state.level1_ids.shape[1]),
         )
         expand = partial(self.expand, params=params, own=state.own, rows=rows)
-        return grow_tree(first, caches, rows, expand, spec=self.spec, layout=self.layout)
+        return grow_tree(
+            first, caches, rows, expand, draft_shape=self.draft_shape, layout=self.layout
+        )
 
     def advance(
         self, params: Params, caches: KVPool, state: RankedState, emitted: Emitted
@@ -176,7 +178,7 @@ class RankedDrafter(ABC):
             ids,
             sampling,
             positions=positions,
-            ranking=Ranking(self.spec.topk, self.draft_noise),
+            ranking=Ranking(self.draft_shape.topk, self.draft_noise),
             shard=self.model.shard,
             ops=self.model.ops,
         )
