@@ -78,13 +78,13 @@ def draft_prefill_step(
     """Advance the drafter over the last counts[b] (0: none) committed tokens; outputs a zero."""
     own = take_rows(state.draft, batch.slots)
     emitted = waiting_tokens(state, batch)
-    draft_kv, told = drafter.advance(params["draft"], state.draft_kv, own, emitted)
+    draft_kv, advanced = drafter.advance(params["draft"], state.draft_kv, own, emitted)
 
-    def where_told(new: jax.Array, old: jax.Array) -> jax.Array:
-        is_told = (batch.counts > 0).reshape(-1, *([1] * (new.ndim - 1)))
-        return jnp.where(is_told, new.astype(old.dtype), old)
+    def where_pending(new: jax.Array, old: jax.Array) -> jax.Array:
+        has_pending = (batch.counts > 0).reshape(-1, *([1] * (new.ndim - 1)))
+        return jnp.where(has_pending, new.astype(old.dtype), old)
 
-    draft: Any = put_rows(state.draft, batch.slots, jax.tree.map(where_told, told, own))
+    draft: Any = put_rows(state.draft, batch.slots, jax.tree.map(where_pending, advanced, own))
     after = dataclasses.replace(state, draft_kv=draft_kv, draft=draft)
     return after, jnp.zeros((1, 1), jnp.int32)
 
