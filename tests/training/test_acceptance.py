@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jspec.device import noise
-from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_loss import make_frozen
@@ -62,7 +62,7 @@ def test_the_simulator_equals_served_drafting() -> None:
         aux_layer_ids=head.aux_layer_ids,
     )
     whole = head.whole(params, target_params, jnp.asarray(draft_ids))
-    paged = PagedHead(Eagle3Head(head.spec, Ops()), whole)
+    paged = PagedHead(FeatureHead(head.spec, Ops()), whole)
     for b, prompt_len in enumerate(prompts.prompt_lens):
         root = int(prompt_len)
         while root - 1 < LENGTH - 1 - STEPS:
