@@ -20,8 +20,8 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.models.decoder import Decoder, Params
 from jspec.models.registry import table_of
-from tests.engine.pool_copies import pool_copies
 from jspec.speculative.drafters.ranked import StandaloneDrafter
+from tests.engine.pool_copies import pool_copies
 from tests.speculative.engines import (
     PLAIN,
     Compiled,
