@@ -18,6 +18,7 @@ from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
 from jspec.messages.request import StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder
+from jspec.spec.cache_groups import groups_of_layers
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
@@ -248,7 +249,8 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     program = session.compiled.program
     groups = (program.target if name == "kv" else program.drafter).cache_groups
     found = []
-    for pool, window in zip(getattr(state, name), windows_of_layers(groups), strict=True):
+    for pool, group in zip(getattr(state, name), groups_of_layers(groups), strict=True):
+        window = group.window
         rows = state.rows
         table = rows.page_table if window is None else rows.window_tables[window]
         pages = np.asarray(table)[1][: -(-count // size)]
