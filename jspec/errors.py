@@ -82,6 +82,18 @@ class RequestError(JspecError, ValueError):
     """Raised when one request is malformed or can never be served; the engine is unaffected."""
 
 
+class ContextLengthError(RequestError):
+    """Raised for a prompt, or a prompt and its answer, longer than the context.
+
+    The message ends in OpenAI's words, by which clients choose a shorter prompt or another model.
+    """
+
+    def __init__(self, message: str, *, context_length: int | None = None) -> None:
+        if context_length is not None:
+            message += f": this model's maximum context length is {context_length} tokens"
+        super().__init__(message)
+
+
 class QueueFullError(JspecError):
     """Raised when the waiting queue is full; retry after `retry_after_seconds`."""
 

@@ -98,7 +98,7 @@ def test_one_mode_end_to_end(tmp_path: Path) -> None:
     run_mode("plain", names, record, options_of(workload, tmp_path / "programs"))
     cells = record.cells
     assert cells["prefill/1x8"]["ms"] > 0
-    assert "expected fewer than the context length" in cells["prefill/1x400"]["error"]
+    assert "maximum context length is" in cells["prefill/1x400"]["error"]
     assert len(cells["plain/1"]["all_tokens_per_second"]) == 3
     assert cells["plain/1"]["acceptance_length"] == 1.0
     assert cells["startup/plain"]["cold_seconds"] > 0

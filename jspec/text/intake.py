@@ -17,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import RequestError
+from jspec.errors import ContextLengthError, RequestError
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
 from jspec.messages.request import (
@@ -279,14 +279,17 @@ class Intake:
         fewer_than = self._context_length + emits_nothing
         most = None if longest is None else longest * (fewer_than - 1)
         if most is not None and len(text) > most:
-            raise RequestError(
-                f"the prompt has {len(text)} characters; expected at most {most}: a token stands "
-                f"for at most {longest} characters, and the context length is "
-                f"{self._context_length}"
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters; expected at most {most} (a token stands "
+                f"for at most {longest} characters)",
+                context_length=self._context_length,
             )
-        ids = self._tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, fewer_than=fewer_than
-        )
+        try:
+            ids = self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, fewer_than=fewer_than
+            )
+        except ContextLengthError as error:
+            raise ContextLengthError(str(error), context_length=self._context_length) from None
         if not ids:
             raise RequestError("the prompt is empty; expected at least one token")
         if (highest := max(ids)) >= self._vocab_size:
@@ -366,4 +369,4 @@ def in_list(index: int, total: int) -> Iterator[None]:
     except RequestError as error:
         if total == 1:
             raise
-        raise RequestError(f"{error} (prompt {index} of {total}, counted from 0)") from None
+        raise type(error)(f"{error} (prompt {index} of {total}, counted from 0)") from None

@@ -68,7 +68,7 @@ def test_max_new_tokens_beyond_the_context_is_refused_and_the_default_is_clipped
     [
         (EXAMPLE, 0, "0 tokens"),
         (EXAMPLE, 21, "at most 20"),
-        (small_limits(context_length=32), 32, "context length 32"),
+        (small_limits(context_length=32), 32, "context length is 32"),
     ],
 )
 def test_what_can_never_run_is_refused(limits: ServeLimits, prompt_len: int, message: str) -> None:
@@ -96,7 +96,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
     if prompt_len > limits.max_total_tokens:
         return
     if prompt_len + wanted > limits.pool.context_length:
-        with pytest.raises(RequestError, match="left of the context length 128"):
+        with pytest.raises(RequestError, match="maximum context length is 128"):
             budget.clip_max_new_tokens(limits, prompt_len, wanted)
         return
     most = budget.clip_max_new_tokens(limits, prompt_len, wanted)

@@ -326,7 +326,7 @@ def test_all_requests_of_a_call_are_queued_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "message"), [(0, "0 tokens"), (128, "context length 128"), (61, "at most 60")]
+    ("prompt_len", "message"), [(0, "0 tokens"), (128, "context length is 128"), (61, "at most 60")]
 )
 def test_a_request_that_can_never_run_is_refused(prompt_len: int, message: str) -> None:
     bench = Bench(small_limits(num_pages=16, page_size=4))

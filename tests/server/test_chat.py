@@ -138,7 +138,7 @@ def test_without_a_length_the_context_is_the_bound(engine: Engine) -> None:
     assert sampling.max_new_tokens == engine.limits.pool.context_length - len(ids)
     assert engine.chat_prompt(MESSAGES, {"max_new_tokens": 5})[1].max_new_tokens == 5
     long = [{"role": "user", "content": "x" * engine.limits.pool.context_length}]
-    with pytest.raises(RequestError, match=r"the prompt has .* expected fewer than the context"):
+    with pytest.raises(RequestError, match=r"the prompt has .* maximum context length is 16384"):
         engine.chat_prompt(long)
 
 
@@ -171,6 +171,23 @@ def test_a_bad_chat_is_a_400(client: httpx.Client, body: dict[str, Any], message
 
 LONG = "a" * 20_000
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"x": "{LONG}"}}'}}
+
+
+def test_a_prompt_beyond_the_context_has_openais_code(official: openai.OpenAI) -> None:
+    """Gateways and agents choose another model, or a shorter prompt, by it."""
+    long = [{"role": "user", "content": "y " * 20_000}]
+    calls: tuple[Any, ...] = (
+        lambda: official.chat.completions.create(model="default", messages=long),
+        lambda: official.completions.create(model="default", prompt="y " * 20_000),
+        lambda: official.responses.create(model="default", input="y " * 20_000),
+        lambda: official.completions.create(model="default", prompt="y", max_tokens=99_999),
+    )
+    for call in calls:
+        with pytest.raises(
+            openai.BadRequestError, match="maximum context length is 16384"
+        ) as found:
+            call()
+        assert found.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "samplingparams": {}}, "did you mean 'sampling_params'?"),
     ({"text": ""}, "the prompt is empty"),
     ({"input_ids": [10**30]}, "input_ids holds 1000000000"),
-    ({"input_ids": [1] * 16384}, "fewer than the context length 16384"),
-    ({"text": "y" * 20000}, "fewer than the context length 16384"),
+    ({"input_ids": [1] * 16384}, "this model's maximum context length is 16384 tokens"),
+    ({"text": "y" * 20000}, "this model's maximum context length is 16384 tokens"),
     (
         {"text": "xy", "sampling_params": {"max_new_tokens": 16383}},
         "max_new_tokens is 16383 after a prompt of 2 tokens; expected at most 16382",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from jspec.config.limits import PriorityOrder, ServeLimits
-from jspec.errors import QueueFullError, RequestError
+from jspec.errors import ContextLengthError, QueueFullError, RequestError
 from jspec.messages.request import DEFAULT_NEW_TOKENS, Request, SamplingParams
 from jspec.spec import indexing
 
@@ -164,10 +164,10 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
         raise RequestError("the prompt has 0 tokens; expected at least 1")
     emits_nothing = max_new_tokens == 0
     if prompt_len >= limits.pool.context_length + emits_nothing:
-        expected = "at most" if emits_nothing else "fewer than"
-        raise RequestError(
-            f"the prompt has {prompt_len} tokens; expected {expected} the context length "
-            f"{limits.pool.context_length}"
+        expected = "no more" if emits_nothing else "fewer"
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens; expected {expected}",
+            context_length=limits.pool.context_length,
         )
     if prompt_len > limits.max_total_tokens:
         raise RequestError(
@@ -176,10 +176,10 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
         )
     in_context = limits.pool.context_length - prompt_len
     if max_new_tokens is not None and max_new_tokens > in_context:
-        raise RequestError(
+        raise ContextLengthError(
             f"max_new_tokens is {max_new_tokens} after a prompt of {prompt_len} tokens; expected "
-            f"at most {in_context}, which is left of the context length "
-            f"{limits.pool.context_length}"
+            f"at most {in_context}",
+            context_length=limits.pool.context_length,
         )
     wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     in_pool = limits.max_total_tokens - prompt_len + 1  # the last token's KV is not written

@@ -25,8 +25,9 @@ ERROR_TYPES: Mapping[int, str] = {
 }
 
 
-def message_error(message: str, status: int) -> Json:
-    """Return Anthropic's error body."""
+def message_error(message: str, status: int, code: str | None = None) -> Json:
+    """Return Anthropic's error body, which has no code."""
+    del code
     kind = ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

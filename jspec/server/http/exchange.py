@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jspec.errors import (
+    ContextLengthError,
     EngineClosedError,
     JspecError,
     QueueFullError,
@@ -53,12 +54,13 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
+def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error. code: OpenAI's name of it, in `error`; None: the status."""
     kind = HTTPStatus(status).phrase.replace(" ", "")
     if status == HTTPStatus.BAD_REQUEST:
         kind = "BadRequestError"
     inner = {"message": message, "type": kind, "param": None, "code": status}
-    return {"object": "error", **inner, "error": inner}
+    return {"object": "error", **inner, "error": {**inner, "code": code or status}}
 
 
 def error_response(
@@ -74,6 +76,11 @@ def status_of(error: JspecError) -> int:
     if isinstance(error, RequestError):
         return HTTPStatus.BAD_REQUEST
     return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def code_of(error: JspecError) -> str | None:
+    """Return OpenAI's code of an error that clients tell apart by it."""
+    return "context_length_exceeded" if isinstance(error, ContextLengthError) else None
 
 
 def told(error: JspecError) -> str:
@@ -104,7 +111,7 @@ async def on_jspec_error(request: Request, error: Exception) -> Response:
     if _is_bug(error):
         LOGGER.error("a bug in jspec", exc_info=error)
     log_refusal(request, status, str(error))
-    return _error_response(request, told(error), status, headers)
+    return _error_response(request, told(error), status, headers, code_of(error))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -125,9 +132,13 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _error_response(
-    request: Request, message: str, status: int, headers: Mapping[str, str] | None
+    request: Request,
+    message: str,
+    status: int,
+    headers: Mapping[str, str] | None,
+    code: str | None = None,
 ) -> JSONResponse:
-    body = getattr(request.state, "error_body", error_body)(message, status)
+    body = getattr(request.state, "error_body", error_body)(message, status, code)
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -221,7 +221,7 @@ def openai_names() -> Iterator[None]:
             raise
         for outer, inner in CLIENT_NAMES.items():
             message = re.sub(rf"\b{inner}\b", outer, message)
-        raise RequestError(message) from None
+        raise type(error)(message) from None
 
 
 def _sources(prompt: object) -> list[dict[str, Any]]:

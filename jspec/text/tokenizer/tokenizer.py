@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from jspec.errors import CheckpointError, RequestError
+from jspec.errors import CheckpointError, ContextLengthError, RequestError
 from jspec.files.json_files import MIB, exists, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.stop.stop_watch import StopTables
@@ -138,9 +138,8 @@ class Tokenizer:
         rule = self.bos_rule if add_special_tokens else BosRule.AS_TEMPLATE
         num_ids = len(encoded) + {BosRule.ADD: 1, BosRule.REMOVE: -1}.get(rule, 0)
         if fewer_than is not None and num_ids >= fewer_than:  # before they become Python objects
-            raise RequestError(
-                f"the prompt has {num_ids} tokens; expected fewer than the context length "
-                f"{fewer_than}"
+            raise ContextLengthError(
+                f"the prompt has {num_ids} tokens; expected fewer than {fewer_than}"
             )
         ids = tuple(encoded.ids)
         if rule is BosRule.AS_TEMPLATE:
