@@ -387,9 +387,6 @@ FOR_TESTS_ALONE = {
     "grow_from_lattice": "block drafters build their tree by it; the tests have the first one",
     "is_copy_free": "a promise about a pool's shape; the tests read it off the compiled text",
     "metrics_table": "docs/metrics.md is made by it, and a test compares them",
-    "empty_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
-    "load_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
-    "save_snapshots": "the device half of snapshots; the prefix cache does not plan them yet",
 }
 
 

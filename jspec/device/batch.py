@@ -98,6 +98,14 @@ class CachedDraftPrefillBatch:
     token_ids: jax.Array  # i32[T]
 
 
+@pytree
+class SnapshotBatch:
+    """Copies between the states of B rows and their snapshots."""
+
+    slots: jax.Array  # i32[B], 0 = padding
+    entries: jax.Array  # i32[B], 0 = padding
+
+
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
     """Build the batch of a PREFILL from its fields."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}

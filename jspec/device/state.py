@@ -20,7 +20,7 @@ from jspec.device.pytree import pytree
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import rows_of
 from jspec.spec.cache_entry import CacheLayout, axes_of
-from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 
 # One a layer: the array of its cache entry, or a dict of several (spec/cache_entry.py).
 Caches = tuple[Any, ...]
@@ -79,7 +79,8 @@ class RowState:
 @pytree
 class EngineState:
     """Everything that a step reads and replaces. draft: the drafter's own pytree. pending: pending
-    tokens (speculative/drafters/pending.py), for a drafter with plain steps.
+    tokens (speculative/drafters/pending.py), for a drafter with plain steps. snapshots: of the
+    target's recurrent layers, in their order; empty without any.
     """
 
     kv: Caches
@@ -87,6 +88,7 @@ class EngineState:
     draft: Any
     rows: RowState
     pending: Any = None
+    snapshots: Caches = ()
 
 
 def empty_caches(
@@ -95,7 +97,8 @@ def empty_caches(
     layout: CacheLayout,
     num_units: Callable[[CacheGroup], int],
 ) -> Caches:
-    """Return zeroed caches, one a layer. num_units: pages or slots of a group, dummies included."""
+    """Return zeroed caches, one a layer. num_units: pages, slots or
+    snapshots of a group, dummies included."""
 
     def empty(group: CacheGroup) -> Any:
         arrays = group.entry.arrays(num_units(group), layout)
@@ -129,6 +132,7 @@ def state_specs(
         specs,
         kv=cache_specs(groups),
         draft_kv=cache_specs(draft_groups),
+        snapshots=cache_specs(snapshot_groups(groups)) if state.snapshots else (),
         rows=dataclasses.replace(specs.rows, seen=seen),
     )
 

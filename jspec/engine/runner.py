@@ -30,10 +30,10 @@ from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.steps.step_def import BY_RANK, ProgramKey
 from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import layout_of
-from jspec.errors import EngineClosedError
+from jspec.errors import EngineClosedError, InvariantError
 from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.spec.cache_entry import CacheLayout, Unit
-from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 from jspec.speculative.drafters.pending import empty_pending
 from jspec.speculative.step import StepProgram
 
@@ -305,14 +305,20 @@ def init_state(
         num_path=limits.spec.max_emitted,
     )
 
+    of_states = snapshot_groups(target.cache_groups)
+    num_snapshots = 0 if limits.pool.snapshots is None else limits.pool.snapshots.count + 1
+    if limits.scheduling.prefix_cache and of_states and not num_snapshots:
+        raise InvariantError("a recurrent target has a prefix cache; expected snapshots of states")
+
     def num_units(group: CacheGroup) -> int:
-        return (
-            num_slots if group.entry.unit is Unit.SLOT else limits.pool.pages_of(group.window) + 1
-        )
+        if group.entry.unit is Unit.PAGE:
+            return limits.pool.pages_of(group.window) + 1
+        return num_slots if group.entry.unit is Unit.SLOT else num_snapshots
 
     caches = partial(empty_caches, layout=layout, num_units=num_units)
     return EngineState(
         kv=caches(target.cache_groups),
+        snapshots=caches(of_states) if num_snapshots else (),
         draft_kv=caches(drafter.cache_groups),
         draft=drafter.init_state(
             num_slots, context_length=limits.pool.context_length, dtype=kv_dtype

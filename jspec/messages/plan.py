@@ -97,6 +97,8 @@ class StepKind(enum.Enum):
     PREFILL = "prefill T"
     DECODE = "decode B"
     CACHED_DRAFT_PREFILL = "cached draft prefill T"  # draft prefill of cached tokens
+    RESTORE = "restore B"  # states of admitted rows, from snapshots
+    SAVE = "save B"  # states of rows, to snapshots
     DRAFT_PREFILL = "draft prefill B"  # of the tokens that plain decodes left pending
     # A decode in three programs, if a row follows a grammar.
     PROPOSE = "propose B"
@@ -149,8 +151,8 @@ class StepPlan:
 
     @property
     def kind(self) -> StepKind:
-        """Kind of the last program."""
-        return self.runs[-1].kind
+        """Kind of the program whose output is the result."""
+        return StepKind.PREFILL if self.is_prefill else self.runs[-1].kind
 
     @property
     def is_prefill(self) -> bool:

@@ -242,6 +242,28 @@ class Ops:
         """Record the path in the cache of a recurrent layer; the next step folds it."""
         return delta_rule.record_path(cache, slots, node_path, num_accepted)
 
+    def save_state(
+        self,
+        snapshots: dict[str, jax.Array],
+        cache: dict[str, jax.Array],
+        *,
+        slots: Int[Array, "B"],
+        entries: Int[Array, "B"],
+    ) -> dict[str, jax.Array]:
+        """Copy the states of rows to a recurrent layer's snapshots."""
+        return delta_rule.save_snapshots(snapshots, cache, slots=slots, entries=entries)
+
+    def load_state(
+        self,
+        cache: dict[str, jax.Array],
+        snapshots: dict[str, jax.Array],
+        *,
+        slots: Int[Array, "B"],
+        entries: Int[Array, "B"],
+    ) -> dict[str, jax.Array]:
+        """Let rows of a recurrent layer go on after snapshots."""
+        return delta_rule.load_snapshots(cache, snapshots, slots=slots, entries=entries)
+
     def gather_emitted(
         self,
         target_ids: Int[Array, "B N"],

@@ -66,11 +66,16 @@ class PrefillPlanner:
         if not chunks:
             return None
         step_rows = StepRows.of(self._seats.tenancies[chunk.row] for chunk in chunks)
+        kinds = [
+            *([StepKind.RESTORE] if restores else []),
+            StepKind.PREFILL,
+            *([StepKind.SAVE] if saves else []),
+        ]
         plan = StepPlan(
             step=step,
             runs=(
                 *cached_draft_prefills(self._limits, admissions),
-                StepRun(StepKind.PREFILL, self._limits.spec),
+                *(StepRun(kind, self._limits.spec) for kind in kinds),
             ),
             features=step_rows.features,
             admissions=tuple(admissions),

@@ -23,6 +23,7 @@ class Unit(enum.Enum):
 
     PAGE = "a record a token, in pages"
     SLOT = "a record a row"
+    SNAPSHOT = "a copy of a row's record"
 
 
 class CacheArray(NamedTuple):
@@ -143,15 +144,34 @@ class State:
     def unit(self) -> Unit:
         return Unit.SLOT
 
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.carried)
+
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
-        found = {
+        pending = (num_units, layout.num_nodes, self.pending_size)
+        return {
+            **self.snapshot.arrays(num_units, layout),
+            "pending": CacheArray(pending, "float32", (None, None, "heads")),
+            "path": CacheArray((num_units, layout.num_path), "int32", (None, None)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies of rows' recurrent states: what a `State` carries, with nothing pending."""
+
+    carried: tuple[Record, ...]
+
+    @property
+    def unit(self) -> Unit:
+        return Unit.SNAPSHOT
+
+    def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
+        return {
             name: CacheArray((num_units, *shape), dtype or layout.dtype, (None, *axes))
             for name, shape, axes, dtype in self.carried
         }
-        pending = (num_units, layout.num_nodes, self.pending_size)
-        found["pending"] = CacheArray(pending, "float32", (None, None, "heads"))
-        found["path"] = CacheArray((num_units, layout.num_path), "int32", (None, None))
-        return found
 
 
 def kv_heads_per_shard(num_kv_heads: int, shards: int) -> int:

@@ -10,10 +10,10 @@ full space is first and always exists; without groups it only counts tokens.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import CacheEntry, CacheLayout, Unit, bytes_per_unit
+from jspec.spec.cache_entry import CacheEntry, CacheLayout, State, Unit, bytes_per_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,15 @@ def cache_bytes(groups: tuple[CacheGroup, ...], layout: CacheLayout) -> int:
 def slot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
     """Return the groups that cache a record a row, which no page space has."""
     return tuple(g for g in groups if g.entry.unit is Unit.SLOT)
+
+
+def snapshot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """Return the groups of the snapshots of recurrent states, one for each group that has them."""
+    return tuple(
+        replace(group, entry=group.entry.snapshot)
+        for group in groups
+        if isinstance(group.entry, State)
+    )
 
 
 def groups_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:

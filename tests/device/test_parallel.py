@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import jax
@@ -13,7 +14,7 @@ from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.state import EngineState, empty_rows, state_specs
 from jspec.errors import ConfigError
 from jspec.spec.axes import DATA, EXPERT, MESH, MESH_AXES, TENSOR, Axis
-from jspec.spec.cache_entry import KV
+from jspec.spec.cache_entry import KV, Record, State
 from jspec.spec.cache_groups import CacheGroup
 
 
@@ -39,6 +40,18 @@ def test_the_pools_heads_and_the_ids_seen_are_sharded_and_nothing_else() -> None
     assert specs.rows.seen.output_counts == specs.rows.seen.prompt_marks == by_id
     others = {spec for spec in jax.tree.leaves(specs) if spec not in (pool, by_id)}
     assert others == {PartitionSpec()}
+
+
+def test_snapshots_are_sharded_as_the_states() -> None:
+    record = Record("state", (4, 2), ("heads", None))
+    groups = (CacheGroup("a", 1, KV(2, 8, 8)), CacheGroup("b", 2, State((record,), 6)))
+    rows = empty_rows(2, pages_per_row=1, vocab_size=8)
+    state = EngineState(kv=(), draft_kv=(), draft={}, rows=rows)
+    assert state_specs(state, groups, ()).snapshots == ()
+    state = dataclasses.replace(state, snapshots=(jnp.zeros(1),) * 2)
+    specs = state_specs(state, groups, ())
+    assert specs.snapshots == (PartitionSpec(None, "tensor", None),) * 2
+    assert [own["state"] for own in specs.kv[1:]] == [*specs.snapshots]
 
 
 def test_a_mesh_has_the_degrees_in_their_order() -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jspec.device.state import EngineState, empty_rows
 from jspec.engine.memory.device_memory import no_pool_error
 from jspec.engine.memory.memory_report import (
     bytes_each,
@@ -94,6 +95,15 @@ def test_shared_weights_are_the_targets() -> None:
     found = held_bytes(params, shares=("a",))
     assert found == {"the target's weights": 128, "the draft's weights": 64}
     assert bytes_each(()) == 0
+
+
+def test_snapshots_of_states_are_a_part_of_their_own() -> None:
+    rows = empty_rows(2, pages_per_row=1, vocab_size=8)
+    pool, snapshots = jnp.zeros(6), ({"state": jnp.zeros(10)},) * 2
+    state = EngineState(kv=(pool,), draft_kv=(), draft={}, rows=rows, snapshots=snapshots)
+    found = held_bytes({"target": {}, "draft": {}}, state, shares=())
+    assert found["KV pools"] == 24
+    assert found["snapshots of recurrent states"] == 80
 
 
 def test_without_room_for_a_pool_the_weights_are_told_apart() -> None:

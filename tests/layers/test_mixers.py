@@ -20,11 +20,7 @@ from jspec.models.decoder_params import mixer_params
 from jspec.models.files.stored import value_at
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.pallas_kernels.delta_rule.reference import (
-    empty_snapshots,
-    load_snapshots,
-    save_snapshots,
-)
+from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, save_snapshots
 from jspec.pallas_kernels.ops import ReferenceOps
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
@@ -109,7 +105,7 @@ def test_the_plain_definition_of_attention_serves_latents(name: str) -> None:
 def test_a_row_goes_on_after_a_snapshot_of_another() -> None:
     """Taken after a prompt and after a tree, whose accepted path is still pending."""
     rows = Rows(mixed_of("delta_net"), seed=3, page_size=4)
-    pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty_snapshots(rows.cache, 3))
+    pool = {name: jnp.full_like(rows.cache[name][:3], jnp.nan) for name in CARRIED}
     rows.chunk((9, 2, 5))
     lens = [rows.told[0]]
     pool = save_snapshots(pool, rows.cache, **pairs((1, 0), (1, 0)))

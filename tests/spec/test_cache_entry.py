@@ -56,6 +56,9 @@ def test_a_state_has_a_record_a_row_and_one_for_each_node() -> None:
         "pending": ((9, 7, 6), "float32"),
         "path": ((9, 3), "int32"),
     }
+    (snapshot,) = entry.snapshot.arrays(9, layout).items()
+    assert snapshot == ("state", entry.arrays(9, layout)["state"])
+    assert entry.snapshot.unit is Unit.SNAPSHOT
     assert axes_of(entry)["pending"] == (None, None, "heads")
     assert entry.unit is Unit.SLOT
     assert bytes_per_unit(entry, layout) == 8 * 4 + 7 * 6 * 4 + 2 * 3 * 4

@@ -17,7 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.config.limits import (
+    Algorithm,
+    ServeLimits,
+    SnapshotLimits,
+    SpeculativeConfig,
+    WindowSpace,
+)
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.device.parallel import Parallel
 from jspec.engine.plan_runner import Dispatched
@@ -166,6 +172,7 @@ def build(
     shapes: tuple[SpeculativeConfig, ...] = (),
     windows: tuple[WindowSpace, ...] = (),
     sharing: SharingLimits | None = None,
+    snapshots: SnapshotLimits | None = None,
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
@@ -174,7 +181,7 @@ def build(
     target_spec: of TARGET's hidden size, with a head of its vocabulary too; the head reads the
     inputs of its first and last layer and what comes out. shapes: beside `spec`. windows: page
     spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
-    program for each of variants.
+    program for each of variants. snapshots: of recurrent states, with a prefix cache.
     """
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
@@ -204,8 +211,9 @@ def build(
         logprobs=ALL in variants,
         other_shapes=shapes,
         windows=windows,
-        prefix_cache=bool(windows) or sharing is not None,
+        prefix_cache=bool(windows) or sharing is not None or snapshots is not None,
         sharing=sharing,
+        snapshots=snapshots,
     )
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
@@ -219,7 +227,7 @@ def build(
             key
             for key in program_keys(limits)
             if StepOptions(key.features.members - {StepOption.SHARED}) in variants
-            or key.kind in (StepKind.DRAFT_PREFILL, StepKind.CACHED_DRAFT_PREFILL)
+            or key.kind not in (StepKind.PREFILL, StepKind.DECODE)
             or (key.kind is StepKind.PREFILL and not limits.programs.logprobs)
         ),
     )

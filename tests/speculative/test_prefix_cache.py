@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.config.limits import SpeculativeConfig, WindowSpace
+from jspec.config.limits import SnapshotLimits, SpeculativeConfig, WindowSpace
 from jspec.engine.plan_runner import Dispatched
 from jspec.layers.linear import Shard
 from jspec.messages.request import Request, StreamChunk
@@ -137,10 +137,12 @@ class Session:
         overlap_depth: int = 1,
         num_pages: int | None = None,
         windows: tuple[WindowSpace, ...] | None = None,
+        snapshots: SnapshotLimits | None = None,
     ) -> None:
         limits = with_limits(
             compiled.limits,
             windows=compiled.limits.pool.windows if windows is None else windows,
+            snapshots=snapshots or compiled.limits.pool.snapshots,
             prefix_cache=prefix_cache,
             prefill_buckets=(chunk_size,),
             overlap_depth=overlap_depth,

@@ -13,9 +13,14 @@ CUT = [StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE]
 def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
     kinds = [run.kind for run in plan.runs]
     if plan.is_prefill:
-        cached = plan.runs[:-1]
-        expected = [StepKind.CACHED_DRAFT_PREFILL] * len(cached) + [StepKind.PREFILL]
-        require(plan.shape == limits.spec, f"a prefill of shape {plan.shape}")
+        kind = StepKind.CACHED_DRAFT_PREFILL
+        cached = [run for run in plan.runs if run.kind is kind]
+        expected = [kind] * len(cached)
+        expected += [StepKind.RESTORE] if plan.restores else []
+        expected += [StepKind.PREFILL]
+        expected += [StepKind.SAVE] if plan.saves else []
+        shapes = {run.shape for run in plan.runs}
+        require(shapes == {limits.spec}, f"a prefill of shapes {shapes}")
         check_cached(limits, plan, cached)
     else:
         expected = [StepKind.DRAFT_PREFILL] if plan.pending else []
@@ -25,7 +30,7 @@ def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
     require(kinds == expected, f"runs are {kinds}; expected {expected}")
 
 
-def check_cached(limits: ServeLimits, plan: StepPlan, cached: tuple[StepRun, ...]) -> None:
+def check_cached(limits: ServeLimits, plan: StepPlan, cached: list[StepRun]) -> None:
     """The runs carry the cached ids of each admitted row that needs them, in order."""
     keeps_ids = limits.spec.algorithm.keeps_ids
     found: dict[RowRef, list[int]] = {}

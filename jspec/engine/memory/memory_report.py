@@ -38,6 +38,7 @@ def held_bytes(
     held["the draft's weights"] = bytes_each(own)
     if state is not None:
         held["KV pools"] = bytes_each((state.kv, state.draft_kv))
+        held["snapshots of recurrent states"] = bytes_each(state.snapshots)
         held["other state"] = bytes_each((state.draft, state.rows))
     return held
 

@@ -181,18 +181,11 @@ def folded(
     return jnp.where(fresh[..., None], 0, state), jnp.where(fresh, 0, tail)
 
 
-def empty_snapshots(cache: Cache, num_snapshots: int) -> Cache:
-    """Return a zeroed pool for the states of `cache`; entry 0 is a dummy, as slot 0 is."""
-    return {
-        name: jnp.zeros((num_snapshots, *cache[name].shape[1:]), cache[name].dtype)
-        for name in CARRIED
-    }
-
-
 def save_snapshots(
     snapshots: Cache, cache: Cache, *, slots: Int[Array, "B"], entries: Int[Array, "B"]
 ) -> Cache:
-    """Copy the state of row slots[b], with what is pending, to entry entries[b]."""
+    """Copy the state of row slots[b], with what is pending, to entry entries[b]. Entry 0 is a
+    dummy, as slot 0 is."""
     found = folded(take_rows(cache, slots), is_fresh=slots == 0)
     return put_rows(snapshots, entries, dict(zip(CARRIED, found, strict=True)))
 
