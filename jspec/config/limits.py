@@ -62,7 +62,7 @@ class PoolLimits:
     num_slots: usable rows, without the dummy slot 0
     num_pages: usable pages of the full space, without the dummy page 0
     windows: the other page spaces, by ascending window
-    snapshots: of the states of recurrent layers; None: no layer has a state
+    snapshots: of the states of recurrent layers; None: no layer has a state, or no prefix cache
     """
 
     num_slots: int

@@ -6,7 +6,6 @@ size is found later, by `memory.size_pool`: it depends on the memory that the we
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,6 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
-log = logging.getLogger(__name__)
-
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
 # Clients send a whole benchmark or batch at once. The cost of a waiting request is its ids.
 DEFAULT_QUEUE = 1024
@@ -42,7 +39,6 @@ class CheckpointFacts:
     max_position: longest context of the target.
     head_dims: of all models that run, target first.
     algorithm: the drafting algorithm, if the files decide it.
-    is_recurrent: a layer of the target has a state for each row.
     """
 
     model_path: str
@@ -51,7 +47,6 @@ class CheckpointFacts:
     max_position: int
     head_dims: tuple[int, ...]
     algorithm: Algorithm | None = None
-    is_recurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +105,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
         "chunked_prefill_size": chunk,
         "prefill_budget_tokens": _prefill_budget(args, chunk, is_cpu=is_cpu),
-        "disable_radix_cache": args.disable_radix_cache or checkpoint.is_recurrent,
     }
-    if checkpoint.is_recurrent and not args.disable_radix_cache:
-        log.warning(
-            "the prefix cache is off: the model has recurrent layers, whose states after a prefix "
-            "are not kept"
-        )
     config = ResolvedConfig(
         **(given | resolved),
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),

@@ -12,7 +12,7 @@ from jaxlib import xla_client
 
 from jspec.cli.main import main
 from jspec.config.engine_args import EngineArgs
-from jspec.config.limits import ServeLimits
+from jspec.config.limits import ServeLimits, SnapshotLimits
 from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
 from jspec.errors import ConfigError
 from jspec.spec.cache_entry import KV, CacheLayout, Record, State
@@ -185,21 +185,21 @@ FULL, APART = CacheGroup("full", 1, KV(1, 8, 8)), CacheGroup("apart", 2, KV(1, 8
 LAYER_BYTES = 16 * 2 * 8 * 4
 
 
-def spaces_of(
-    *groups: CacheGroup, room: int, total: int | None = None, prefix_cache: bool = False
-) -> tuple[int, list[tuple[int, int]]]:
-    """(pages of the full space, (window, pages) of the others): room for that many one-layer pages.
-
-    Four slots of 256 tokens, pages of 16: 20 pages are most of what a row can use. A window of 8
-    lies on 2 pages, and the chunks of a step (256 tokens of 4 rows) on 20.
-    """
-    limits = limits_for(
+def limits_in(
+    *groups: CacheGroup,
+    room: int,
+    total: int | None = None,
+    prefix_cache: bool = False,
+    page_size: int = 16,
+) -> ServeLimits:
+    """Four slots of 256 tokens in room for that many one-layer pages of 16."""
+    return limits_for(
         EngineArgs(
             model_path="m",
             speculative_algorithm="NONE",
             dtype="float32",
             attention_backend="xla",
-            page_size=16,
+            page_size=page_size,
             max_running_requests=4,
             chunked_prefill_size=256,
             mem_fraction_static=0.5,
@@ -209,6 +209,17 @@ def spaces_of(
         groups,
         devices=[Card(2 * room * LAYER_BYTES)],  # type: ignore[list-item]
     )
+
+
+def spaces_of(
+    *groups: CacheGroup, room: int, total: int | None = None, prefix_cache: bool = False
+) -> tuple[int, list[tuple[int, int]]]:
+    """(pages of the full space, (window, pages) of the others) in `limits_in`.
+
+    20 pages are most of what a row can use. A window of 8 lies on 2 pages, and the chunks of a step
+    (256 tokens of 4 rows) on 20.
+    """
+    limits = limits_in(*groups, room=room, total=total, prefix_cache=prefix_cache)
     return limits.pool.num_pages, [(space.window, space.num_pages) for space in limits.pool.windows]
 
 
@@ -232,6 +243,27 @@ def test_states_of_all_slots_come_before_pages() -> None:
     for groups in ((FULL, states), (states,)):
         with pytest.raises(ConfigError, match="leaves no memory for the KV pool"):
             spaces_of(*groups, room=99)
+
+
+@pytest.mark.parametrize(
+    ("room", "count", "pages"), [(1000, 16, 80), (60, 5, 60 - 5 - 6), (15, 1, 15 - 5 - 2)]
+)
+def test_snapshots_are_four_a_slot_and_at_most_a_tenth(room: int, count: int, pages: int) -> None:
+    """A state is as large as a page, and so is a snapshot, of which one more is the dummy."""
+    state = State((Record("state", (LAYER_BYTES // 4 - 2,), (None,), "float32"),), pending_size=1)
+    states = CacheGroup("states", 1, state)
+    limits = limits_in(FULL, states, room=room, prefix_cache=True)
+    assert limits.pool.snapshots == SnapshotLimits(count, 512 // 16)
+    assert limits.pool.num_pages == pages
+    assert limits_in(FULL, states, room=room).pool.snapshots is None
+    assert limits_in(FULL, room=room, prefix_cache=True).pool.snapshots is None
+
+
+def test_snapshots_of_long_pages_are_a_page_apart() -> None:
+    state = State((Record("state", (4,), (None,), "float32"),), pending_size=1)
+    groups = FULL, CacheGroup("states", 1, state)
+    limits = limits_in(*groups, room=10000, prefix_cache=True, page_size=1024)
+    assert limits.pool.snapshots == SnapshotLimits(16, 1)
 
 
 def test_a_model_of_windows_alone_takes_memory_for_windows_alone() -> None:

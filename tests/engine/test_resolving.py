@@ -69,16 +69,6 @@ def test_a_cpu() -> None:
     )
 
 
-def test_a_recurrent_model_has_no_prefix_cache(caplog: pytest.LogCaptureFixture) -> None:
-    recurrent = dataclasses.replace(PLAIN, is_recurrent=True)
-    assert not resolved().disable_radix_cache
-    assert resolved(checkpoint=recurrent).disable_radix_cache
-    (record,) = caplog.records
-    assert "the prefix cache is off: the model has recurrent layers" in record.message
-    assert resolved(checkpoint=recurrent, disable_radix_cache=True).disable_radix_cache
-    assert len(caplog.records) == 1
-
-
 def test_a_tpu() -> None:
     config = resolved(TPU)
     assert (config.dtype, config.kernels, config.attention_backend) == ("bfloat16", "tpu", "pallas")

@@ -1,12 +1,11 @@
 """A family with latents, delta nets and windows in an ordinary Engine, from its files on.
 
-Its text is the one that plain decoding would give, by rescoring.
+Its text is the one that plain decoding would give, by rescoring, also after a cached prefix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +39,29 @@ FAMILY = Family(
 
 
 def test_an_engine_serves_every_kind_of_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "FAMILIES", [*registry.FAMILIES, FAMILY])
     save_target(tmp_path, SPEC, drawn(SPEC), dtype=np.float32)
     tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    with (
-        caplog.at_level(logging.WARNING),
-        Engine(
-            str(tmp_path),
-            speculative_algorithm="NGRAM",
-            max_running_requests=1,
-            chunked_prefill_size=16,
-            disable_logprobs=True,
-            compilation_cache_dir="",
-        ) as engine,
-    ):
-        assert engine.config.disable_radix_cache
-        request = engine.requests(
-            prompt="one two one two one two one two one",
-            sampling_params={"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
-        )[0]
-        (text,) = make_texts(engine, [request])
-        scores = Rescorer(engine.served, most_tokens=64).score(request, text.ids, first_chunk=5)
-        assert scores.num_differences == 0
-    assert "the prefix cache is off" in caplog.text
+    with Engine(
+        str(tmp_path),
+        speculative_algorithm="NGRAM",
+        max_running_requests=1,
+        page_size=4,
+        chunked_prefill_size=16,
+        disable_logprobs=True,
+        compilation_cache_dir="",
+    ) as engine:
+        prompt, cached = "one two one two one two one two one", []
+        for _ in range(2):
+            request = engine.requests(
+                prompt=prompt,
+                sampling_params={"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+            )[0]
+            (text,) = make_texts(engine, [request])
+            scores = Rescorer(engine.served, most_tokens=80).score(request, text.ids, first_chunk=5)
+            assert scores.num_differences == 0
+            cached.append(engine.stats.num_cached_tokens)
+            prompt += " two two"
+        assert cached == [0, 32]

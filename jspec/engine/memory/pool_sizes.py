@@ -15,6 +15,7 @@ from jspec.config.limits import (
     ProgramLimits,
     SchedulingLimits,
     ServeLimits,
+    SnapshotLimits,
     WindowSpace,
 )
 from jspec.config.resolved_config import ResolvedConfig
@@ -23,7 +24,13 @@ from jspec.engine.memory import device_memory
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV, CacheLayout, bytes_per_unit, kv_heads_per_shard
-from jspec.spec.cache_groups import CacheGroup, cache_bytes, page_spaces, slot_groups
+from jspec.spec.cache_groups import (
+    CacheGroup,
+    cache_bytes,
+    page_spaces,
+    slot_groups,
+    snapshot_groups,
+)
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -35,6 +42,12 @@ CPU_POOL_BYTES = 1 << 30
 # layers together would have.
 TAILS_PER_SLOT = 4
 MOST_FOR_TAILS = 8
+# With a prefix cache, recurrent layers have this many snapshots of states per slot, but at most
+# 1/MOST_FOR_SNAPSHOTS of the memory for caches, and one in any case. Long prompts have one about
+# every SNAPSHOT_TOKENS tokens.
+SNAPSHOTS_PER_SLOT = 4
+MOST_FOR_SNAPSHOTS = 10
+SNAPSHOT_TOKENS = 512
 NO_WEIGHTS: Mapping[str, int] = {}
 
 
@@ -109,7 +122,13 @@ def _sized(
     groups = tuple(group for group in groups if group not in states)
     scratch = config.speculative.num_scratch_pages(page_size)
     of_states = (limits.pool.num_slots + 1) * cache_bytes(states, layout)
-    pool_bytes = _pool_bytes(devices, config.mem_fraction_static) - of_states
+    pool_bytes = _pool_bytes(devices, config.mem_fraction_static)
+    if states and limits.scheduling.prefix_cache:
+        of_snapshot = cache_bytes(snapshot_groups(states), layout)
+        snapshots = _snapshots(limits.pool, pool_bytes, of_snapshot)
+        limits = replace(limits, pool=replace(limits.pool, snapshots=snapshots))
+        of_states += (snapshots.count + 1) * of_snapshot
+    pool_bytes -= of_states
     most = limits.pool.num_pages
     tokens = config.max_total_tokens
     asked = None if tokens is None else indexing.num_pages(tokens, page_size) + scratch
@@ -143,6 +162,13 @@ def _with_pages(
     limits: ServeLimits, num_pages: int, windows: tuple[WindowSpace, ...]
 ) -> ServeLimits:
     return replace(limits, pool=replace(limits.pool, num_pages=num_pages, windows=windows))
+
+
+def _snapshots(pool: PoolLimits, pool_bytes: int, of_snapshot: int) -> SnapshotLimits:
+    """Return the snapshots of recurrent states. of_snapshot: bytes of one."""
+    affordable = pool_bytes // MOST_FOR_SNAPSHOTS // of_snapshot - 1  # and a dummy
+    count = min(pool.num_slots * SNAPSHOTS_PER_SLOT, affordable)
+    return SnapshotLimits(max(count, 1), max(SNAPSHOT_TOKENS // pool.page_size, 1))
 
 
 def _window_spaces(

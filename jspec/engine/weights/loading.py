@@ -131,7 +131,6 @@ def load_models(
         max_position=spec.max_position,
         head_dims=head_dims_of((spec, *source.specs)),
         algorithm=source.algorithm,
-        is_recurrent=spec.is_recurrent,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
     return _place_models(config, source, request, drafters[args.algorithm.name], mesh=mesh)
