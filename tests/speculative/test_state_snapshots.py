@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.config.limits import SnapshotLimits
+from jspec.config.shared_prefixes import UNIT
 from jspec.engine.plan_runner import Dispatched
 from jspec.engine.runner import init_state
 from jspec.errors import InvariantError
@@ -29,6 +30,7 @@ from tests.speculative.every_drafter import KINDS, sharded
 from tests.speculative.mixer_targets import MIXER_TARGETS
 from tests.speculative.test_mixer_identity import params_of, plain_engine
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
+from tests.speculative.test_shared_prefixes import SHARING, LeadersPages
 from tests.support.flat_limits import with_limits
 
 MANY, FEW = SnapshotLimits(40, 1), SnapshotLimits(2, 2)
@@ -141,6 +143,29 @@ def test_text_is_the_same_in_a_pool_that_is_short(name: str) -> None:
     served = session.serve(requests)
     assert [ids_of(chunks) for chunks in served] == [plain_ids(each) for each in requests]
     assert session.scheduler.stats.num_retractions > 0
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_prefix_read_it_together() -> None:
+    """The layers with K and V read their leader's pages; every row has a state of its own."""
+    compiled = build(
+        KINDS["ngram"].spec((3, 1, 4)),
+        page_size=4,
+        variants=(StepOptions(),),
+        params=(params_of("hybrid"), {}),
+        target_spec=MIXER_TARGETS["hybrid"],
+        ops=LeadersPages(),
+        sharing=SHARING,
+        snapshots=MANY,
+    )
+    session = Session(compiled)
+    begin = make_request(0, prompt_len=UNIT + 4, seed=1).prompt_ids
+    requests = [
+        dataclasses.replace(own, prompt_ids=(*begin, *own.prompt_ids)) for own in turns_of(count=4)
+    ]
+    served = session.serve(requests)
+    assert [ids_of(chunks) for chunks in served] == [plain_ids(each) for each in requests]
+    assert any(plan.shared for plan, _ in session.view.steps)
 
 
 def without_saves(plan: StepPlan) -> StepPlan:
