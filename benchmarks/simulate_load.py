@@ -27,7 +27,7 @@ from jspec.messages.request import Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
 from jspec.spec.indexing import powers_of_two
 from jspec.text.stream import IdsOnlyStream
-from tests.support.flat_limits import flat_limits, with_limits
+from tests.support.flat_limits import PART_OF, flat_limits, with_limits
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
 VOCAB = 120_000
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=1, help="draws of clients, averaged")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    limits = limits_of(**_given(args.set, (each.name for each in fields(ServeLimits))))
+    limits = limits_of(**_given(args.set, PART_OF))
     card = Card(**_given(args.card, (each.name for each in fields(Card))))
     result = {
         "command": " ".join(["python -m benchmarks.simulate_load", *(arguments or sys.argv[1:])]),

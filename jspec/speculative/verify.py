@@ -149,7 +149,8 @@ def settle(
         forced = jnp.where(drafts, forced, 0)
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
-    groups = groups or (CacheGroup("all", len(kv), ANY_KV),)
+    if kv and not groups:
+        groups = (CacheGroup("all", len(kv), ANY_KV),)
     kv = commit_path(
         kv, rows, node_path, num_accepted, ops=ops, groups=groups, is_chain=spec.topk == 1
     )

@@ -54,7 +54,7 @@ class SlowTokenizer:
 def served(tokenizer: SlowTokenizer, *, context_length: int = 100) -> httpx.AsyncClient:
     engine = SimpleNamespace(
         tokenizer=tokenizer,
-        limits=SimpleNamespace(context_length=context_length),
+        limits=SimpleNamespace(pool=SimpleNamespace(context_length=context_length)),
         check_ids=lambda *_: None,
     )
     service = cast(Service, SimpleNamespace(engine=engine, args=ServerArgs()))
