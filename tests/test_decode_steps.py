@@ -71,7 +71,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "mode",
-    ["mtp", *(pytest.param(mode, marks=SLOW) for mode in ("eagle3", "standalone"))],
+    ["mtp", *(pytest.param(mode, marks=SLOW) for mode in ("chain", "standalone"))],
 )
 def test_a_drafters_halves_go_round_in_a_loop(mode: str, tmp_path: Path) -> None:
     """A half returns the shapes that it takes; traced only."""

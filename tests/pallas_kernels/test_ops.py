@@ -152,11 +152,11 @@ def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
     "name", ["xla", "tpu_interpret", pytest.param("gpu_interpret", marks=needs_mosaic_gpu)]
 )
 def test_k_and_v_written_without_queries_are_those_of_a_call(name: str, packed: bool) -> None:
-    expected = written_and_seen(OPS[name], packed=packed)
-    for ours, theirs in zip(
-        written_and_seen(OPS[name], packed=packed, without_queries=True), expected, strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    """A kernel may add up this call's keys apart from those in the pool."""
+    out, pages = written_and_seen(OPS[name], packed=packed, without_queries=True)
+    expected, expected_pages = written_and_seen(OPS[name], packed=packed)
+    np.testing.assert_array_equal(pages, expected_pages)
+    np.testing.assert_allclose(out, expected, atol=0.02)
 
 
 def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
