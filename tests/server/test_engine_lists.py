@@ -57,7 +57,8 @@ def test_errors_may_stand_in_their_place_and_else_refuse_the_list(engine: Engine
         engine.generate(prompts, GREEDY)
     assert engine.stats.num_requests == before
     results = engine.generate(prompts, {**GREEDY, "n": 2}, return_exceptions=True)
-    assert [type(r) for r in results] == [dict] * 2 + [jspec.RequestError] * 2 + [dict] * 2
+    kinds = [dict] * 2 + [jspec.RequestError] * 2 + [dict] * 2
+    assert all(isinstance(r, kind) for r, kind in zip(results, kinds, strict=True))
     (alone,) = engine.generate(["c"], GREEDY)
     assert results[4]["output_ids"] == alone["output_ids"]
     one = engine.generate("b" * 20000, GREEDY, return_exceptions=True)
@@ -71,11 +72,11 @@ def test_each_prompt_has_as_many_places_as_its_n(engine: Engine) -> None:
     prompts: list[Any] = ["a", "b" * 20000, "c", "d", "e", "f"]
     results = engine.generate(prompts, params, return_exceptions=True)
     kinds = [*[dict] * 2, *[jspec.RequestError] * 3, dict, *[jspec.RequestError] * 3]
-    assert [type(r) for r in results] == kinds
+    assert all(isinstance(r, kind) for r, kind in zip(results, kinds, strict=True))
     for place, prompt in ((2, 1), (3, 1), (4, 1), (6, 3), (7, 4), (8, 5)):
         assert f"prompt {prompt} of 6" in str(results[place])
     pair = engine.generate("b" * 20000, {**GREEDY, "n": 2}, return_exceptions=True)
-    assert [type(r) for r in pair] == [jspec.RequestError] * 2
+    assert all(isinstance(r, jspec.RequestError) for r in pair)
 
 
 @pytest.mark.parametrize("name", ["return_exceptions", "progress"])
