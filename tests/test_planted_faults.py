@@ -46,11 +46,11 @@ FAULTS = {
         "tree.tokens == wanted",
         "sampling/test_accept.py",
     ),
-    "accepted again after a rejection": Fault(
+    "row without speculation that accepts": Fault(
         "sampling/accept.py",
         "alive = alive & jnp.any(matches, axis=1)",
         "alive = jnp.any(matches, axis=1)",
-        "sampling/test_accept.py",
+        "speculative/test_simulated_acceptance.py speculative/test_shapes.py",
     ),
     "drafter given the root in every chunk": Fault(
         "speculative/step.py",
@@ -94,10 +94,10 @@ FAULTS = {
         "start = first",
         "scheduler",
     ),
-    "shared page taken for free": Fault(
+    "start after a window with a hole": Fault(
         "scheduler/pages/page_space.py",
-        "if page == before or (before and self._users[before]):",
-        "if page == before:",
+        "while i > max(depth - self.tail, 0):",
+        "while i > max(depth - self.tail + 1, 0):",
         "scheduler",
     ),
     "MXFP4 nibbles swapped": Fault(

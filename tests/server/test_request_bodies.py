@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -47,6 +48,21 @@ def test_a_huge_body_is_a_413(engine: Engine) -> None:
     response = ask(app, "POST", "/generate", json={"text": "x" * 1000})
     assert response.status_code == 413
     assert "more than 1000 bytes" in response.json()["message"]
+
+
+def test_the_limit_counts_the_bytes_that_come(engine: Engine) -> None:
+    """Of a body in chunks, whose length no header tells."""
+    app = create_app(engine, ServerArgs(max_request_bytes=1000))
+
+    async def sent(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b" " * (num_bytes - 2)
+        yield b"{}"
+
+    def status(num_bytes: int) -> int:
+        headers = {"Content-Type": "application/json"}
+        return ask(app, "POST", "/generate", content=sent(num_bytes), headers=headers).status_code
+
+    assert (status(1000), status(1001)) == (400, 413)
 
 
 def test_the_413_reaches_a_client_that_sends_everything_first(engine: Engine) -> None:
