@@ -32,13 +32,13 @@ FAULTS = {
         "speculative/verify.py",
         "positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)",
         "positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)",
-        "speculative/test_identity.py speculative/test_worked_example.py",
+        "engine/test_runner.py",
     ),
     "tree left where it was written": Fault(
         "speculative/verify.py",
         "is_chain=spec.topk == 1\n",
         "is_chain=True\n",
-        "speculative/test_identity.py",
+        "speculative/test_engine_laws.py",
     ),
     "draft accepted under another parent": Fault(
         "sampling/accept.py",
@@ -58,11 +58,11 @@ FAULTS = {
         "next_ids=roots,",
         "speculative/test_prefix_cache.py speculative/test_drafter_laws.py",
     ),
-    "tree advanced as a chain": Fault(
-        "speculative/step.py",
-        "is_chain=spec.topk == 1",
-        "is_chain=True",
-        "speculative/test_drafter_laws.py speculative/test_mutations.py",
+    "bonus of the last draft's parent": Fault(
+        "pallas_kernels/bonus_token/reference.py",
+        "last = num_accepted[:, None]",
+        "last = jnp.maximum(num_accepted[:, None] - 1, 0)",
+        "pallas_kernels/test_bonus_token.py speculative/test_worked_example.py",
     ),
     "top-p switched off by an open top-k": Fault(
         "sampling/filters.py",
