@@ -65,14 +65,8 @@ def _build_runner(
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     args = replace(args, compilation_cache_dir=_kept_in(store))
-    available = jax.devices()
+    devices = _devices(args.tp_size)
     interrupts.check()
-    if args.tp_size > len(available):
-        raise ConfigError(
-            f"tp_size is {args.tp_size}; expected at most {len(available)}, the number of "
-            f"{available[0].platform} devices"
-        )
-    devices = available[: args.tp_size]
     mesh = Parallel(tensor=args.tp_size).mesh(devices)
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
@@ -121,6 +115,16 @@ def _build_runner(
     runner.make_on_demand(partial(maker_of, recipe, mesh=mesh, store=store))
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh)
     return runner, config, weights
+
+
+def _devices(tp_size: int) -> list[jax.Device]:
+    available = jax.devices()
+    if tp_size > len(available):
+        raise ConfigError(
+            f"tp_size is {tp_size}; expected at most {len(available)}, the number of "
+            f"{available[0].platform} devices"
+        )
+    return available[:tp_size]
 
 
 def _open_store(named: str | None) -> ProgramStore | None:
