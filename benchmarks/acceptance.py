@@ -157,7 +157,7 @@ def measure(
         (looping if repeated_share(result["output_ids"]) > LOOPING else free).append(pair)
     histogram = [
         sum(r["meta_info"]["spec_correct_drafts_histogram"][i] for r in results)
-        for i in range(engine.limits.spec.num_steps + 1)
+        for i in range(engine.limits.draft_shape.num_steps + 1)
     ]
     mean, low, high = bootstrap_interval(pairs)
     return {

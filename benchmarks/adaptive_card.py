@@ -141,8 +141,8 @@ class Switched:
     def totals(self) -> ShapeTotals:
         return self._now.totals
 
-    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        return self._now.choose(num_rows=num_rows, features=features)
+    def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
+        return self._now.choose(num_rows=num_rows, options=options)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
         if not plan.is_prefill:
@@ -332,7 +332,7 @@ def measured(
         "rows": rows,
         "acceptance": acceptance,
         "chain_acceptance_length": round(
-            expected_length(acceptance, engine.limits.spec.num_steps), 3
+            expected_length(acceptance, engine.limits.draft_shape.num_steps), 3
         ),
         "tokens_per_second": {name: round(value, 1) for name, value in rates.items()},
         "all": {name: [round(v, 1) for v in values] for name, values in found.items()},

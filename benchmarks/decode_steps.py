@@ -51,10 +51,10 @@ Cell = dict[str, Any]
 
 def floor_of(bench: Bench, batch: int) -> Cell:
     """Milliseconds at least, of target and draft, in the middle of a long run."""
-    models, spec = bench.models, bench.program.spec
+    models, draft_shape = bench.models, bench.program.draft_shape
     rows = Rows(batch=batch, context=bench.committed, itemsize=bench.dtype.itemsize)
-    target = target_floor(models.target, rows, nodes=spec.num_draft_tokens)
-    draft = draft_floor(models.drafter, spec, rows)
+    target = target_floor(models.target, rows, nodes=draft_shape.num_draft_tokens)
+    draft = draft_floor(models.drafter, draft_shape, rows)
     both = target + draft
     named = {"target": target.ms, "draft": draft.ms, **asdict(both)}
     return {name: round(ms, 4) for name, ms in named.items()}
@@ -68,7 +68,7 @@ def measure(bench: Bench, mode: str, batch: int) -> Cell:
         floor = floor_of(bench, batch)
     else:
         floor = {"ms": round(target_floor_ms(bench.workload, mode, batch), 4)}
-    accepted = bench.program.spec.simulate_acceptance or 1.0
+    accepted = bench.program.draft_shape.simulate_acceptance or 1.0
     return {
         "device_ms": round(device, 4),
         "engine_ms": round(through, 4),

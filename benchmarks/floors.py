@@ -144,7 +144,7 @@ def target_floor(target: Decoder, rows: Rows, *, nodes: int) -> Floor:
     return products(rows, weights, tokens=rows.batch * nodes) + kv_read(rows, target.cache_groups)
 
 
-def draft_floor(drafter: Drafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
+def draft_floor(drafter: Drafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:
     """Of a chain: S - 1 forwards that propose, and one that advances over M tokens a row.
 
     Raises ValueError for a drafter that is not known here.
@@ -152,10 +152,10 @@ def draft_floor(drafter: Drafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
     if isinstance(drafter, NgramDrafter):
         return rows.read(rows.batch * rows.context * ID_BYTES)
     if isinstance(drafter, MultiLayerDrafter):
-        return _multi_layer(drafter, spec, rows)
+        return _multi_layer(drafter, draft_shape, rows)
     if not isinstance(drafter, EagleDrafter | StandaloneDrafter):
         raise ValueError(f"the drafter is {type(drafter).__name__}; expected one of the registry")
-    emitted = rows.batch * spec.max_emitted
+    emitted = rows.batch * draft_shape.max_emitted
     if isinstance(drafter, StandaloneDrafter):
         emitted = 2 * rows.batch  # propose has written the rest (drafter.last_two)
     # EAGLE-3 projects the target's features once, by fc; EAGLE-1 joins them in every forward.
@@ -165,10 +165,10 @@ def draft_floor(drafter: Drafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
     read = kv_read(rows, drafter.cache_groups)
     advance = products(rows, body, tokens=emitted) + products(rows, head, tokens=rows.batch) + read
     forward = products(rows, later, tokens=rows.batch) + read
-    return total((advance, *[forward] * (spec.num_steps - 1)))
+    return total((advance, *[forward] * (draft_shape.num_steps - 1)))
 
 
-def _multi_layer(drafter: MultiLayerDrafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
+def _multi_layer(drafter: MultiLayerDrafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:
     """Advance runs every layer over what was emitted, and scores with the first; propose runs
     layer s over the s rows of a path, and scores with it."""
     head = matrices(tuple(w for w in drafter.table if "lm_head" in w.path))
@@ -177,7 +177,7 @@ def _multi_layer(drafter: MultiLayerDrafter, spec: SpeculativeConfig, rows: Rows
     for layer, group in enumerate(drafter.cache_groups):
         own = matrices(tuple(w for w in drafter.table if w.path[:2] == ("layers", layer)))
         read = kv_read(rows, (group,))
-        found += [products(rows, own, tokens=rows.batch * spec.max_emitted), read]
+        found += [products(rows, own, tokens=rows.batch * draft_shape.max_emitted), read]
         if layer:
             found += [products(rows, own, tokens=rows.batch * layer), read, scores]
     return total(found)

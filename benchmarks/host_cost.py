@@ -69,7 +69,9 @@ TEXTS = ("ids", "text", "stop")
 def limits_of(rows: int, *, prefill_rows: int = 16) -> ServeLimits:
     """Return limits of a large GPU: chain 3/1/4, pages of 64, every row may fill its context."""
     return flat_limits(
-        spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
+        draft_shape=SpeculativeConfig(
+            algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4
+        ),
         num_slots=rows,
         num_pages=rows * (CONTEXT // 64 + 1),
         page_size=64,

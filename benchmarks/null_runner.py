@@ -51,7 +51,7 @@ class NullRunner:
         rng = np.random.default_rng(0)
         rows = limits.pool.num_slots * limits.scheduling.num_rounds
         self._outputs = {
-            StepKind.DECODE: self._tables(rng, rows, limits.spec.max_emitted, acceptance),
+            StepKind.DECODE: self._tables(rng, rows, limits.draft_shape.max_emitted, acceptance),
             StepKind.PREFILL: self._tables(rng, max(limits.programs.prefill_rows, 1), 1, 1.0),
         }
 

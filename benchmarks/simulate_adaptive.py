@@ -80,7 +80,7 @@ class Card:
     @property
     def limits(self) -> ServeLimits:
         return flat_limits(
-            spec=self.shapes[-1],
+            draft_shape=self.shapes[-1],
             other_shapes=self.shapes[:-1],
             num_slots=64,
             num_pages=4096,
@@ -202,14 +202,14 @@ class Cell:
         unread: deque[tuple[StepPlan, StepResult, float]] = deque()
         before: SpeculativeConfig | None = None
         for step in range(self.num_steps):
-            shape = chooser.choose(num_rows=rows, features=PLAIN)
+            shape = chooser.choose(num_rows=rows, options=PLAIN)
             used[str(shape)] = used.get(str(shape), 0) + 1
             told = pending if pending > (limits.max_pending - 1 if shape.is_plain else 0) else 0
             pending = (pending - told + 1) if shape.is_plain else 0
             plan = StepPlan(
                 step=step,
                 runs=(StepRun(StepKind.DECODE, shape),),
-                features=PLAIN,
+                options=PLAIN,
                 rows=refs,
                 pending=(told,) * rows if told else (),
             )

@@ -210,7 +210,7 @@ def mean(results: Sequence[Any]) -> Any:
 def limits_of(**changes: Any) -> ServeLimits:
     """Return the limits of the measured engine: 64 rows with pages for all, no prefix cache."""
     limits = flat_limits(
-        spec=CHAIN,
+        draft_shape=CHAIN,
         num_slots=64,
         num_pages=64 * 48,
         page_size=64,

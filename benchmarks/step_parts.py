@@ -99,7 +99,7 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
         yield writes_part(step, state)
     else:
         yield attention_part(step, state, writes=True)
-    if step.program.spec.num_steps:
+    if step.program.draft_shape.num_steps:
         yield propose_part(step, state)
         yield advance_part(step, state)
         yield accept_part(step, state)
@@ -117,7 +117,7 @@ def products_part(step: Step) -> Part:
     target, ops = step.program.target, step.program.ops
     spec = target.spec
     is_rotated_elsewhere = has_one_kernel_for_writes(step)
-    settings = LayerSettings(ops, target.shard, step.program.spec.num_draft_tokens)
+    settings = LayerSettings(ops, target.shard, step.program.draft_shape.num_draft_tokens)
 
     def attend(heads: jax.Array, turn: Rotation, _: jax.Array | None) -> jax.Array:
         if is_rotated_elsewhere:
@@ -217,8 +217,10 @@ def verified_rows(program: StepProgram, rows: StepBatch, tree: DraftTree) -> Att
     """What verify.score passes to every layer."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
-    is_chain = program.spec.topk == 1
-    mask = None if is_chain else pack_bits(ancestors(tree, num_levels=program.spec.num_steps))
+    is_chain = program.draft_shape.topk == 1
+    mask = (
+        None if is_chain else pack_bits(ancestors(tree, num_levels=program.draft_shape.num_steps))
+    )
     return AttentionMetadata(
         page_table=rows.page_table,
         prefix_lens=rows.seq_lens,
@@ -231,7 +233,7 @@ def verified_rows(program: StepProgram, rows: StepBatch, tree: DraftTree) -> Att
 
 def propose_part(step: Step, state: EngineState) -> Part:
     """S - 1 draft forwards and the building of the tree."""
-    topk = step.program.spec.topk
+    topk = step.program.draft_shape.topk
     draft = take_rows(state.draft, jnp.arange(1, step.batch + 1))
 
     def body(carry: Any, rows: StepBatch, _: DraftTree, arrays: Any) -> Any:
@@ -250,9 +252,9 @@ def propose_part(step: Step, state: EngineState) -> Part:
 
 def advance_part(step: Step, state: EngineState) -> Part:
     """The drafter over what was emitted, M rows always, with the target's features."""
-    spec, batch = step.program.spec, step.batch
-    most = spec.max_emitted
-    emitted = min(most, round(spec.simulate_acceptance or most))
+    draft_shape, batch = step.program.draft_shape, step.batch
+    most = draft_shape.max_emitted
+    emitted = min(most, round(draft_shape.simulate_acceptance or most))
     target: Any = step.program.target
     width = len(target.aux_layer_ids) * target.spec.hidden_size
     draft = take_rows(state.draft, jnp.arange(1, batch + 1))
@@ -273,7 +275,7 @@ def advance_part(step: Step, state: EngineState) -> Part:
             node_path=jnp.zeros((batch, most), jnp.int32),
             features=jax.tree.map(lambda x: nudge(x, ids) if x.size else x, given),
         )
-        told = emitted_by(verified, rows, is_chain=spec.topk == 1)
+        told = emitted_by(verified, rows, is_chain=draft_shape.topk == 1)
         return step.program.drafter.advance(params, kv, before, told)
 
     carry = (fresh(state.draft_kv), draft)
@@ -282,7 +284,7 @@ def advance_part(step: Step, state: EngineState) -> Part:
 
 def accept_part(step: Step, state: EngineState) -> Part:
     """The walk down the tree, compaction of all pools, gathering of ids and features."""
-    spec, nodes = step.program.spec, step.tree.tokens.shape[1]
+    draft_shape, nodes = step.program.draft_shape, step.tree.tokens.shape[1]
     target: Any = step.program.target
     width = len(target.aux_layer_ids) * target.spec.hidden_size
     aux_hidden = jnp.ones((step.batch, nodes, width), state.kv[0].dtype)
@@ -291,9 +293,9 @@ def accept_part(step: Step, state: EngineState) -> Part:
         kv, before = carry
         target_ids = jnp.where(before.emitted_ids[:, :1] < -1, 0, tree.tokens)
         ops = step.program.ops
-        return settle(tree, target_ids, features, kv, rows, spec=spec, ops=ops)
+        return settle(tree, target_ids, features, kv, rows, draft_shape=draft_shape, ops=ops)
 
-    most = spec.max_emitted
+    most = draft_shape.max_emitted
     verified = Verified(
         emitted_ids=jnp.zeros((step.batch, most), jnp.int32),
         bonus_ids=jnp.zeros((step.batch,), jnp.int32),
@@ -321,7 +323,7 @@ def sampling_part(step: Step) -> Part:
             logits,
             tree,
             rows,
-            spec=step.program.spec,
+            draft_shape=step.program.draft_shape,
             prompt_lens=rows.seq_lens,
             filtered=False,
             seen=None,
@@ -340,7 +342,7 @@ def fresh(tree: Any) -> Any:
 
 def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
     """Milliseconds that each part takes at least on one H200, rows of `committed` tokens."""
-    spec, heads = step.program.spec, step.program.target.spec.one_layer.attention
+    draft_shape, heads = step.program.draft_shape, step.program.target.spec.one_layer.attention
     target = step.params["target"]
     kv_row = _row_bytes(heads, target)
     layers, rows = step.program.target.spec.num_layers, step.num_queries
@@ -356,20 +358,22 @@ def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
         KV_WRITES: 1e3 * rows * kv_row * layers / READ_BYTES_PER_SECOND,
         SAMPLING: 1e3 * rows * target["lm_head"]["kernel"].shape[1] * 4 / READ_BYTES_PER_SECOND,
     }
-    if spec.num_steps:
+    if draft_shape.num_steps:
         draft = step.params["draft"]
         inner = {name: draft[name] for name in ("layers", "lm_head")}
         read = step.batch * committed * kv_row / READ_BYTES_PER_SECOND
-        forward = _products_ms(inner, step.batch * spec.topk) + 1e3 * read
-        most = step.batch * spec.max_emitted
+        forward = _products_ms(inner, step.batch * draft_shape.topk) + 1e3 * read
+        most = step.batch * draft_shape.max_emitted
         body = {name: draft[name] for name in ("fc", "layers")}
-        found[PROPOSE] = (spec.num_steps - 1) * forward
+        found[PROPOSE] = (draft_shape.num_steps - 1) * forward
         found[ADVANCE] = (
             _products_ms(body, most)
             + _products_ms({"lm_head": draft["lm_head"]}, step.batch)
             + 1e3 * read
         )
-        moved = step.batch * spec.num_steps * kv_row * layers * 2 if spec.topk > 1 else 0
+        moved = (
+            step.batch * draft_shape.num_steps * kv_row * layers * 2 if draft_shape.topk > 1 else 0
+        )
         found[ACCEPT] = 1e3 * moved / COPY_BYTES_PER_SECOND
     return found
 

@@ -142,7 +142,7 @@ def prepare(
     program = StepProgram(
         target=models.target,
         drafter=models.drafter,
-        spec=limits.spec,  # with the algorithm of the checkpoint
+        draft_shape=limits.draft_shape,  # with the algorithm of the checkpoint
     )
     return Bench(
         workload=workload,
@@ -197,11 +197,11 @@ class DecodeRuns:
         self._bench = bench
         self._lens = lens
 
-    def of(self, batch: int, features: StepOptions = PLAIN, **values: int) -> Callable[[int], None]:
+    def of(self, batch: int, options: StepOptions = PLAIN, **values: int) -> Callable[[int], None]:
         """Return a function that runs n steps of the first `batch` rows. values: by field of the
         step's arguments, of every row; 0 by default.
         """
-        key = ProgramKey(StepKind.DECODE, batch, features)
+        key = ProgramKey(StepKind.DECODE, batch, options)
         packed = layout_of(key, self._bench.limits)
         fields = {
             name: np.full(shape, values.get(name, 0), np.int32) for name, shape in packed.fields
@@ -244,7 +244,7 @@ def warm(*runs: Callable[[int], None]) -> None:
 
 def first_length(bench: Bench, committed: int) -> int:
     """Return the first length of a run of MANY_STEPS with `committed` tokens on average."""
-    grown = MANY_STEPS * (bench.program.spec.simulate_acceptance or 1.0)
+    grown = MANY_STEPS * (bench.program.draft_shape.simulate_acceptance or 1.0)
     return max(committed - int(grown / 2), 1)
 
 
@@ -298,8 +298,8 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
     ends = [event.ended for event in trace if event.kind is TraceKind.COLLECT]
     # Prefill steps alternate with decode steps; then all rows decode, until the first one is done.
     num_prefills = -(-batch * workload.prompt_len // bench.limits.programs.chunk_size)
-    spec = bench.program.spec
-    num_decodes = workload.long_run / (spec.simulate_acceptance or 1.0) - num_prefills
+    draft_shape = bench.program.draft_shape
+    num_decodes = workload.long_run / (draft_shape.simulate_acceptance or 1.0) - num_prefills
     first = min(2 * num_prefills + 2, len(ends) - 3)
     gaps = [
         b - a for a, b in itertools.pairwise(ends[first : first + max(int(num_decodes / 2), 3)])

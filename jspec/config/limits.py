@@ -149,11 +149,11 @@ class SchedulingLimits:
 class ServeLimits:
     """Static sizes of one engine: what the host may plan and what the device has compiled.
 
-    other_shapes: smaller shapes that a plan may choose instead of `spec`, the largest.
-        Scratch is reserved for `spec`, which suffices for all.
+    other_shapes: smaller shapes that a plan may choose instead of `draft_shape`, the largest.
+        Scratch is reserved for `draft_shape`, which suffices for all.
     """
 
-    spec: SpeculativeConfig
+    draft_shape: SpeculativeConfig
     other_shapes: tuple[SpeculativeConfig, ...] = ()
     pool: PoolLimits
     programs: ProgramLimits
@@ -164,13 +164,13 @@ class ServeLimits:
         scheduling = replace(self.scheduling, prefill_budget=budget)
         object.__setattr__(self, "scheduling", scheduling)
         for shape in self.other_shapes:
-            if shape == self.spec or not shape.fits_within(self.spec):
+            if shape == self.draft_shape or not shape.fits_within(self.draft_shape):
                 raise ConfigError(
                     f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
-                    f"than {self.spec}, and not that one again"
+                    f"than {self.draft_shape}, and not that one again"
                 )
-        reserved = self.spec.reserved_tokens(1, unread_rounds=self.scheduling.overlap_depth)
-        scratch = self.spec.num_scratch_pages(self.pool.page_size)
+        reserved = self.draft_shape.reserved_tokens(1, unread_rounds=self.scheduling.overlap_depth)
+        scratch = self.draft_shape.num_scratch_pages(self.pool.page_size)
         least = max(indexing.num_pages(reserved, self.pool.page_size), scratch + 1)
         if self.pool.num_pages < least:
             raise ConfigError(
@@ -197,13 +197,13 @@ class ServeLimits:
 
     @property
     def shapes(self) -> tuple[SpeculativeConfig, ...]:
-        """All shapes of a decode step; `spec` is the last."""
-        return (*self.other_shapes, self.spec)
+        """All shapes of a decode step; `draft_shape` is the last."""
+        return (*self.other_shapes, self.draft_shape)
 
     @property
     def max_pending(self) -> int:
         """W: most pending tokens of a row. 0: the drafter gets all tokens at once."""
-        if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
+        if self.draft_shape.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
         of_page = min(max(self.pool.page_size, LEAST_DEFERRED), MOST_DEFERRED)
         return max(of_page, self.scheduling.num_rounds)
@@ -217,7 +217,7 @@ class ServeLimits:
     def max_total_tokens(self) -> int:
         """Most prompt and output tokens of one sequence in the pool, however it drafts."""
         return (
-            self.pool.num_pages - self.spec.num_scratch_pages(self.pool.page_size)
+            self.pool.num_pages - self.draft_shape.num_scratch_pages(self.pool.page_size)
         ) * self.pool.page_size
 
     @property
@@ -228,7 +228,7 @@ class ServeLimits:
         (`budget.pages_for_decode`), so they write to page 0, but their index must be in the table.
         """
         widest = self.reserved_tokens_at_most(self.pool.context_length)
-        after_end = (self.scheduling.num_rounds - 1) * self.spec.max_emitted
+        after_end = (self.scheduling.num_rounds - 1) * self.draft_shape.max_emitted
         in_pool = self.pool.num_pages + indexing.num_pages(after_end, self.pool.page_size)
         return min(indexing.num_pages(widest, self.pool.page_size), in_pool)
 
@@ -246,7 +246,7 @@ class ServeLimits:
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions are on up to 5 pages
         """
-        before = window - 1 + self.max_pending + self.spec.lag
+        before = window - 1 + self.max_pending + self.draft_shape.lag
         span = before + self.reserved_tokens_at_most(0)
         return indexing.num_pages(span - 1, self.pool.page_size) + 1
 
@@ -264,4 +264,4 @@ class ServeLimits:
     def reserved_tokens_at_most(self, committed: int) -> int:
         """Bound on positions written: the last round of a step, all others unread."""
         unread = (self.scheduling.overlap_depth + 1) * self.scheduling.num_rounds - 1
-        return self.spec.reserved_tokens(committed, unread_rounds=unread)
+        return self.draft_shape.reserved_tokens(committed, unread_rounds=unread)

@@ -10,9 +10,9 @@ from jspec.errors import ConfigError
 
 
 def shapes_for(
-    spec: SpeculativeConfig, steps: tuple[int, ...] | None = None
+    draft_shape: SpeculativeConfig, steps: tuple[int, ...] | None = None
 ) -> tuple[SpeculativeConfig, ...]:
-    """Return the shapes of an adaptive engine whose largest is `spec`, smallest first.
+    """Return the shapes of an adaptive engine whose largest is `draft_shape`, smallest first.
 
     steps: levels of drafts, 0 is plain decoding; those beyond S are left out. Default: plain, one
     level, half of four or more, and for trees also the chain as deep as they are.
@@ -20,27 +20,27 @@ def shapes_for(
     In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
          3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/16
     """
-    most = spec.num_steps
+    most = draft_shape.num_steps
     levels = steps if steps is not None else (0, 1, *((most // 2,) if most >= 4 else ()))
-    found = [_of_levels(spec, level) for level in sorted({*levels, most}) if level <= most]
-    if spec.topk > 1 and steps is None and spec.num_draft_tokens > most + 1:
-        found.insert(-1, _shaped(spec, most, 1, most + 1))
+    found = [_of_levels(draft_shape, level) for level in sorted({*levels, most}) if level <= most]
+    if draft_shape.topk > 1 and steps is None and draft_shape.num_draft_tokens > most + 1:
+        found.insert(-1, _shaped(draft_shape, most, 1, most + 1))
     return tuple(dict.fromkeys(found))
 
 
-def _of_levels(spec: SpeculativeConfig, levels: int) -> SpeculativeConfig:
+def _of_levels(draft_shape: SpeculativeConfig, levels: int) -> SpeculativeConfig:
     if levels == 0:
         return SpeculativeConfig.plain()
-    if levels == spec.num_steps:
-        return spec
-    most = 1 + spec.algorithm.num_candidates(levels, spec.topk)
-    nodes = levels + 1 if spec.topk == 1 else min(most, spec.num_draft_tokens)
-    return _shaped(spec, levels, spec.topk, nodes)
+    if levels == draft_shape.num_steps:
+        return draft_shape
+    most = 1 + draft_shape.algorithm.num_candidates(levels, draft_shape.topk)
+    nodes = levels + 1 if draft_shape.topk == 1 else min(most, draft_shape.num_draft_tokens)
+    return _shaped(draft_shape, levels, draft_shape.topk, nodes)
 
 
-def _shaped(spec: SpeculativeConfig, steps: int, topk: int, nodes: int) -> SpeculativeConfig:
+def _shaped(draft_shape: SpeculativeConfig, steps: int, topk: int, nodes: int) -> SpeculativeConfig:
     return SpeculativeConfig(
-        algorithm=spec.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
+        algorithm=draft_shape.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
     )
 
 

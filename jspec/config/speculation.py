@@ -105,17 +105,17 @@ class SpeculativeConfig:
         return indexing.max_emitted(self.num_steps)
 
     @property
-    def num_scratch_rows(self) -> int:
+    def num_scratch_slots(self) -> int:
         """KV slots after L that one step may write."""
         algorithm = self.algorithm
-        return indexing.num_scratch_rows(
+        return indexing.num_scratch_slots(
             self.num_draft_tokens,
             propose_rows=algorithm.propose_slots(self.num_steps, self.topk),
             advance_rows=algorithm.advance_slots(self.num_steps, self.topk),
         )
 
     @property
-    def num_root_rows(self) -> int:
+    def num_root_slots(self) -> int:
         """KV slots that a drafter writes after a prompt: 1 if it keeps a row for the root."""
         rows = self.algorithm.advance_slots(self.num_steps, self.topk)
         return max(rows - self.max_emitted, 0)
@@ -126,7 +126,7 @@ class SpeculativeConfig:
         They have what a row writes after its last token: all scratch but the root's row, which is
         that token's own. 0 for plain decoding.
         """
-        return indexing.num_pages(self.num_scratch_rows - 1, page_size)
+        return indexing.num_pages(self.num_scratch_slots - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
         """Positions that a row must own for its next round after unread rounds of this shape."""
@@ -134,5 +134,5 @@ class SpeculativeConfig:
             committed,
             unread_rounds=unread_rounds,
             num_steps=self.num_steps,
-            scratch_rows=self.num_scratch_rows,
+            scratch_slots=self.num_scratch_slots,
         )

@@ -88,7 +88,9 @@ def _build_runner(
     )
     limits = replace(limits, programs=programs)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
-    program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
+    program = StepProgram(
+        target=models.target, drafter=models.drafter, draft_shape=limits.draft_shape
+    )
     runner = DeviceRunner.create(
         program=program,
         limits=limits,

@@ -48,11 +48,11 @@ def programs_for(
     for run in reversed(plan.runs):
         step, taker = STEPS[run.kind], takers.get(run.kind)
         size = step.size(plan, run) if taker is None else taker.bucket
-        options = (plan.features if taker is None else taker.features).within(step.options)
-        shape = None if run.shape == limits.spec else run.shape
+        options = (plan.options if taker is None else taker.options).within(step.options)
+        shape = None if run.shape == limits.draft_shape else run.shape
         key = nearest(ProgramKey(run.kind, size, options, shape))
         if plan.shared and StepOption.SHARED in step.options:
-            sharing = key._replace(features=with_sharing(key.features))
+            sharing = key._replace(options=with_sharing(key.options))
             key = sharing if sharing in ready else key
         takers.update(dict.fromkeys(step.takes, key))
         keys.append(key)
@@ -95,25 +95,23 @@ class ReadyPrograms:
     )
 
     def nearest(self, needed: ProgramKey) -> ProgramKey:
-        """Return `nearest_program`, cached per size and set of features."""
+        """Return `nearest_program`, cached per size and set of options."""
         found = self._nearest.get(needed)
         if found is None:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
         return found
 
     def step_costs(
-        self, limits: ServeLimits, num_rows: int, features: StepOptions
+        self, limits: ServeLimits, num_rows: int, options: StepOptions
     ) -> dict[SpeculativeConfig, float]:
         """Seconds of a decode by the shapes that are ready (ready_shapes) and measured; searched
-        for once a number of rows and set of features."""
-        asked = num_rows, features
+        for once a number of rows and set of options."""
+        asked = num_rows, options
         if asked not in self._costs and self.executables:
             found = self._costs[asked] = {}
-            for shape in ready_shapes(
-                limits, self.executables, num_rows=num_rows, features=features
-            ):
-                other = None if shape == limits.spec else shape
-                key = self.nearest(ProgramKey(StepKind.DECODE, num_rows, features, other))
+            for shape in ready_shapes(limits, self.executables, num_rows=num_rows, options=options):
+                other = None if shape == limits.draft_shape else shape
+                key = self.nearest(ProgramKey(StepKind.DECODE, num_rows, options, other))
                 if key in self.seconds:
                     found[shape] = self.seconds[key]
         return self._costs.get(asked, {})
@@ -165,12 +163,12 @@ class PlanRunner(ABC):
         """A snapshot; another object once a program was added."""
         return self._programs
 
-    def step_costs(self, num_rows: int, features: StepOptions) -> Mapping[SpeculativeConfig, float]:
+    def step_costs(self, num_rows: int, options: StepOptions) -> Mapping[SpeculativeConfig, float]:
         """Return the seconds of a decode of num_rows rows, by available shape; from any thread.
 
         Empty unless shapes are adaptive: nothing is measured then.
         """
-        return self._programs.step_costs(self._limits, num_rows, features)
+        return self._programs.step_costs(self._limits, num_rows, options)
 
     @property
     @abstractmethod
@@ -233,7 +231,7 @@ class PlanRunner(ABC):
         """Enqueue one step. Waits for the device only if a program needs an earlier one's output
         on the host.
 
-        The programs may be larger than the plan, or have more features. Raises InvariantError if
+        The programs may be larger than the plan, or have more options. Raises InvariantError if
         no ready program fits, EngineClosedError after close().
         """
         self._check_open()
@@ -266,4 +264,4 @@ class PlanRunner(ABC):
         (own,) = self._read(output)
         if not STEPS[key.kind].emits:
             return StepResult(step=plan.step, rounds=())
-        return unpack_result(plan, own, self._limits, features=key.features)
+        return unpack_result(plan, own, self._limits, options=key.options)

@@ -84,7 +84,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     if dtype == "auto":
         dtype = "float32" if is_cpu else "bfloat16"
     ops = _kernels(args, checkpoint, device, dtype=dtype)
-    spec = args.speculative
+    speculation = args.speculative
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
     chunk = args.chunked_prefill_size or _default_chunk(device, ops)
     given: dict[str, Any] = {name: getattr(args, name) for name in EngineArgs.names()}
@@ -95,11 +95,11 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "dtype": dtype,
         "attention_backend": "xla" if ops.name == "xla" else "pallas",
         "context_length": _context_length(args, checkpoint.max_position),
-        "speculative_algorithm": args.speculative_algorithm or spec.algorithm.name,
-        "drafts_as": (checkpoint.algorithm or spec.algorithm).name,
-        "speculative_num_steps": spec.num_steps,
-        "speculative_eagle_topk": spec.topk,
-        "speculative_num_draft_tokens": spec.num_draft_tokens,
+        "speculative_algorithm": args.speculative_algorithm or speculation.algorithm.name,
+        "drafts_as": (checkpoint.algorithm or speculation.algorithm).name,
+        "speculative_num_steps": speculation.num_steps,
+        "speculative_eagle_topk": speculation.topk,
+        "speculative_num_draft_tokens": speculation.num_draft_tokens,
         "page_size": args.page_size or ops.default_page_size,
         "max_running_requests": num_slots,
         "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
@@ -109,7 +109,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     config = ResolvedConfig(
         **(given | resolved),
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),
-        column_major=spec.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
+        column_major=speculation.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
         decode_buckets=_few(num_slots) if is_cpu else indexing.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
@@ -130,15 +130,19 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
                 f"speculative_adaptive is False; expected it unset"
             )
         return ()
-    spec = args.speculative
-    if spec.is_plain or spec.simulate_acceptance is not None:
-        found = "speculative_algorithm is NONE" if spec.is_plain else "simulate_acceptance is set"
+    speculation = args.speculative
+    if speculation.is_plain or speculation.simulate_acceptance is not None:
+        found = (
+            "speculative_algorithm is NONE"
+            if speculation.is_plain
+            else "simulate_acceptance is set"
+        )
         raise ConfigError(
             f"speculative_adaptive is True, but {found}; expected drafts with a measured acceptance"
         )
     path = args.speculative_adaptive_config
     levels = None if path is None else read_candidates(Path(path))
-    largest = replace(spec, algorithm=checkpoint.algorithm or spec.algorithm)
+    largest = replace(speculation, algorithm=checkpoint.algorithm or speculation.algorithm)
     return tuple(shape for shape in shapes_for(largest, levels) if shape != largest)
 
 

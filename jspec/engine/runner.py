@@ -154,7 +154,7 @@ class DeviceRunner(PlanRunner):
         belong to no row. None where no chooser asks for it, or the program fails: if the state is
         lost by that, the next step says so.
         """
-        is_chosen = STEPS[key.kind].is_timed and key.features in (PLAIN, SAMPLING)
+        is_chosen = STEPS[key.kind].is_timed and key.options in (PLAIN, SAMPLING)
         if not (is_chosen and self._limits.other_shapes):
             return None
         batch = np.zeros((1, layout_of(key, self._limits).size), np.int32)
@@ -301,8 +301,8 @@ def init_state(
         dtype=jnp.dtype(kv_dtype).name,
         shards=shards,
         lanes=program.ops.lanes,
-        num_nodes=limits.spec.num_draft_tokens,
-        num_path=limits.spec.max_emitted,
+        num_nodes=limits.draft_shape.num_draft_tokens,
+        num_path=limits.draft_shape.max_emitted,
     )
 
     of_states = snapshot_groups(target.cache_groups)

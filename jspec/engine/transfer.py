@@ -64,24 +64,24 @@ def unpack_result(
     output: np.ndarray,
     limits: ServeLimits,
     *,
-    features: StepOptions = PLAIN,
+    options: StepOptions = PLAIN,
 ) -> StepResult:
     """Unpack the output of a step that emits for the scheduler, without padding rows.
 
     output: i32[rounds * bucket, columns], the batch's rows once per round; in a prefill with
     log-probabilities or hidden states, one entry per packed token follows.
-    features: of the program that ran.
+    options: of the program that ran.
     Raises ValueError if the number of columns does not match.
     """
     words = 0 if limits.programs.hidden is None else limits.programs.hidden.words
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted
-    columns = output_columns(max_emitted, features, hidden_words=words)
+    columns = output_columns(max_emitted, options, hidden_words=words)
     num_rounds = plan.num_rounds(limits.scheduling)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
-    is_asked, of_prompts = StepOption.LOGPROBS in plan.features, None
+    is_asked, of_prompts = StepOption.LOGPROBS in plan.options, None
     hidden, prompt_hidden = [None] * num_rounds, None
-    asks_hidden = limits.programs.hidden if StepOption.HIDDEN in plan.features else None
+    asks_hidden = limits.programs.hidden if StepOption.HIDDEN in plan.options else None
     if asks_hidden is not None:
         hidden = list(asks_hidden.floats(fields["hidden"]))
     if plan.is_prefill and (is_asked or asks_hidden is not None):

@@ -74,7 +74,7 @@ class OutputColumns:
 
 def output_columns(
     max_emitted: int,
-    features: StepOptions = PLAIN,
+    options: StepOptions = PLAIN,
     *,
     hidden_words: int = 0,
 ) -> OutputColumns:
@@ -100,7 +100,7 @@ def output_columns(
         (
             ("num_emitted", ()),
             ("emitted_ids", (max_emitted,)),
-            *(logprobs if StepOption.LOGPROBS in features else ()),
-            *(hidden if StepOption.HIDDEN in features else ()),
+            *(logprobs if StepOption.LOGPROBS in options else ()),
+            *(hidden if StepOption.HIDDEN in options else ()),
         )
     )

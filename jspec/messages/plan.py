@@ -124,7 +124,7 @@ class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
     runs: all programs in order. The output of the last one that emits is the result.
-    features: union of the features that the rows need
+    options: union of the options that the rows need
     grants: of all spaces. In a prefill those of the full space are for admitted rows, from index
         0 on
     restores: copies from snapshots to the states of admitted rows, before a prefill runs
@@ -138,7 +138,7 @@ class StepPlan:
 
     step: int
     runs: tuple[StepRun, ...]
-    features: StepOptions
+    options: StepOptions
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
@@ -226,7 +226,7 @@ class RoundResult:
         [tokens of all chunks, 1, .].
     hidden: the states from which those ids were chosen, f32[rows, M, E].
     prompt_hidden: of each token of the chunks, f32[tokens, E].
-    Optional fields are None in a plan whose features lack them.
+    Optional fields are None in a plan whose options lack them.
     """
 
     num_emitted: np.ndarray  # i32[rows]

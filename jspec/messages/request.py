@@ -28,7 +28,7 @@ from jspec.messages.sampling_fields import (
     Source,
     Switch,
     Texts,
-    features_of,
+    options_of,
     sampled,
     table_of,
 )
@@ -276,9 +276,9 @@ class SamplingParams:
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
-    def features(self) -> StepOptions:
+    def options(self) -> StepOptions:
         """Features that a step needs for this row; computed at each call."""
-        return features_of(self, table_of(type(self)))
+        return options_of(self, table_of(type(self)))
 
 
 SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)

@@ -323,8 +323,8 @@ def _table_of(params: type) -> SamplingTable:
     )
 
 
-def features_of(params: Any, table: SamplingTable) -> StepOptions:
-    """Return the features that a step needs for a row with these parameters."""
+def options_of(params: Any, table: SamplingTable) -> StepOptions:
+    """Return the options that a step needs for a row with these parameters."""
     return StepOptions(
         frozenset(
             parameter.needs

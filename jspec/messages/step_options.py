@@ -1,7 +1,7 @@
-"""Step features: what a step computes beyond choosing a token. They select a compiled program.
+"""Step options: what a step computes beyond choosing a token. They select a compiled program.
 
-A request needs some features, a plan the union over its rows. A program can serve every plan whose
-features it covers; one without features is the fastest.
+A request needs some options, a plan the union over its rows. A program can serve every plan whose
+options it covers; one without options is the fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class StepOption(enum.Enum):
     """An optional part of a step that costs time and is compiled in or left out."""
 
-    # Every step looks programs up by features; Enum's own hash runs in Python.
+    # Every step looks programs up by options; Enum's own hash runs in Python.
     __hash__ = object.__hash__
 
     FILTERS = "filters"  # top-k, top-p, min-p
@@ -27,7 +27,7 @@ class StepOption(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """An immutable set of features; iterates and prints in the order of `StepOption`."""
+    """An immutable set of options; iterates and prints in the order of `StepOption`."""
 
     members: frozenset[StepOption] = frozenset()
 
@@ -52,7 +52,7 @@ class StepOptions:
         return "+".join(feature.value for feature in self) or "plain"
 
     def covers(self, other: StepOptions) -> bool:
-        """Return whether a program with these features can serve a plan that needs `other`."""
+        """Return whether a program with these options can serve a plan that needs `other`."""
         return other.members <= self.members
 
     def within(self, options: frozenset[StepOption]) -> StepOptions:

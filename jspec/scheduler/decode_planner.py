@@ -80,26 +80,26 @@ class DecodePlanner:
                     grants += self._grant(tenancy, num_pages)
         if not step_rows.rows:
             return None
-        features, shape = step_rows.features, self._limits.spec
+        options, shape = step_rows.options, self._limits.draft_shape
         if not step_rows.constraints:  # programs with grammars exist in one shape only
-            shape = self._shapes.choose(num_rows=len(step_rows.rows), features=features)
+            shape = self._shapes.choose(num_rows=len(step_rows.rows), options=options)
         pending = self._pending(step_rows.slots, shape)
         plan = StepPlan(
             step=step,
             runs=self._runs(shape, gives=bool(pending), cut=bool(step_rows.constraints)),
-            features=features,
+            options=options,
             rows=step_rows.rows,
             grants=tuple(grants),
             constraints=step_rows.constraints,
             pending=pending,
-            shared=self._shared(step_rows.slots, features, shape),
+            shared=self._shared(step_rows.slots, options, shape),
         )
         return Flight(plan, step_rows)
 
     def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
         """Return the programs of a decode. gives: the drafter gets pending tokens. cut: a row
         follows a grammar."""
-        own = self._limits.spec
+        own = self._limits.draft_shape
         first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
         kinds = CUT if cut else (StepKind.DECODE,)
         return (*first, *[StepRun(kind, shape) for kind in kinds])
@@ -112,10 +112,10 @@ class DecodePlanner:
         )
 
     def _shared(
-        self, slots: Ints, features: StepOptions, shape: SpeculativeConfig
+        self, slots: Ints, options: StepOptions, shape: SpeculativeConfig
     ) -> tuple[SharedPrefix, ...]:
         """Return the shared prefixes; () if too short, or if the program has no such input."""
-        is_supported = shape == self._limits.spec and SAMPLING.covers(features)
+        is_supported = shape == self._limits.draft_shape and SAMPLING.covers(options)
         if self._sharing is None or not is_supported:
             return ()
         shared, num_keys = self._sharing.among(slots)

@@ -75,9 +75,9 @@ class PrefillPlanner:
             step=step,
             runs=(
                 *cached_draft_prefills(self._limits, admissions),
-                *(StepRun(kind, self._limits.spec) for kind in kinds),
+                *(StepRun(kind, self._limits.draft_shape) for kind in kinds),
             ),
-            features=step_rows.features,
+            options=step_rows.options,
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
@@ -88,7 +88,11 @@ class PrefillPlanner:
         return Flight(plan, step_rows)
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
-        end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
+        end = (
+            chunk.start
+            + len(chunk.token_ids)
+            + chunk.is_final * self._limits.draft_shape.num_root_slots
+        )
         # A row that only its prefill extends has no page for the root, which goes to page 0.
         num_pages = min(shapes.num_pages(end, self._limits.pool.page_size), len(tenancy.page_ids))
         return self._seats.pages.grow(tenancy, num_pages)
@@ -102,12 +106,12 @@ def cached_draft_prefills(
     They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
     Ids that exceed one program are split.
     """
-    keeps_ids = limits.spec.algorithm.keeps_ids
+    keeps_ids = limits.draft_shape.algorithm.keeps_ids
     runs: list[list[PrefillChunk]] = []
     room = 0
     for admission in admissions:
         start, end, ids = 0, admission.cached_len, admission.fill_ids
-        if not keeps_ids and StepOption.PENALTIES not in admission.request.sampling.features:
+        if not keeps_ids and StepOption.PENALTIES not in admission.request.sampling.options:
             continue
         while start < end:
             if not room or len(runs[-1]) == limits.programs.prefill_rows:
@@ -124,5 +128,5 @@ def cached_draft_prefills(
             )
             start, room = stop, room - (stop - start)
     return tuple(
-        StepRun(StepKind.CACHED_DRAFT_PREFILL, limits.spec, tuple(chunks)) for chunks in runs
+        StepRun(StepKind.CACHED_DRAFT_PREFILL, limits.draft_shape, tuple(chunks)) for chunks in runs
     )

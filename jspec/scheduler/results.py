@@ -70,7 +70,7 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 class StepRows:
     """The rows of a step in plan order, with the data that all their steps share.
 
-    features: step options that these rows need together.
+    options: step options that these rows need together.
     constraints: the grammar state of each row, or empty if no row has one.
     """
 
@@ -79,7 +79,7 @@ class StepRows:
     rows: tuple[RowRef, ...]
     histories: tuple[TokenHistory, ...]
     origins: tuple[Origin, ...]
-    features: StepOptions
+    options: StepOptions
     constraints: tuple[Constraint | None, ...]
 
     @classmethod
@@ -92,7 +92,7 @@ class StepRows:
             rows=rows,
             histories=tuple([tenancy.sequence.history for tenancy in of_all]),
             origins=tuple([tenancy.sequence.origin for tenancy in of_all]),
-            features=_features_of(of_all),
+            options=_options_of(of_all),
             constraints=_constraints_of(of_all),
         )
 
@@ -108,13 +108,13 @@ class StepRows:
             rows=tuple(map(self.rows.__getitem__, chosen)),
             histories=tuple(map(self.histories.__getitem__, chosen)),
             origins=tuple(map(self.origins.__getitem__, chosen)),
-            features=_features_of(tenancies) if self.features.members else PLAIN,
+            options=_options_of(tenancies) if self.options.members else PLAIN,
             constraints=_constraints_of(tenancies) if self.constraints else (),
         )
 
 
-def _features_of(tenancies: Iterable[Tenancy]) -> StepOptions:
-    return PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
+def _options_of(tenancies: Iterable[Tenancy]) -> StepOptions:
+    return PLAIN.union(tenancy.sequence.options for tenancy in tenancies)
 
 
 def _constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:

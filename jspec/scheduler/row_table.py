@@ -54,7 +54,9 @@ class RowTable:
     def empty(cls, limits: ServeLimits) -> RowTable:
         rows = limits.pool.num_slots + 1
         # np.empty: memory is committed only as far as rows write.
-        out_ids = np.empty((rows, limits.pool.context_length + limits.spec.max_emitted), np.int32)
+        out_ids = np.empty(
+            (rows, limits.pool.context_length + limits.draft_shape.max_emitted), np.int32
+        )
         counts = ("left", "last", "fill", "emitted", "pages", "pending")
         flags = ("decodes", "ended", "is_plain", "is_watched", "drafts")
         return cls(
@@ -108,12 +110,12 @@ class RowTable:
 
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """Return `budget.pages_for_decode` of each row minus the pages that it has, at least 0."""
-        spec = limits.spec
+        draft_shape = limits.draft_shape
         start = self.committed(slots) + self.ahead[slots]
         if limits.scheduling.num_rounds > 1:
-            final = start + (limits.scheduling.num_rounds - 1) * spec.max_emitted
+            final = start + (limits.scheduling.num_rounds - 1) * draft_shape.max_emitted
             start = np.maximum(start, np.minimum(final, self.last[slots]))
-        needed = -(-(start + spec.num_scratch_rows) // limits.pool.page_size)
+        needed = -(-(start + draft_shape.num_scratch_slots) // limits.pool.page_size)
         return np.maximum(needed - self.pages[slots], 0)
 
     def committed(self, slots: Ints) -> Ints:

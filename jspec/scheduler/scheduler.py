@@ -54,7 +54,7 @@ class Scheduler:
     ) -> None:
         self._limits = limits
         self._deferred_tokens = limits.max_pending
-        self._shapes = shapes or FixedShape(limits.spec)
+        self._shapes = shapes or FixedShape(limits.draft_shape)
         self._make_stream = make_stream
         self._epochs = [0] * (limits.pool.num_slots + 1)
         self._waiting = WaitingQueue(limits)
@@ -62,7 +62,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._in_flight: deque[Flight] = deque()
         self._num_steps = 0
-        self._totals = Totals(tally=Tally(limits.spec))
+        self._totals = Totals(tally=Tally(limits.draft_shape))
         self._pieces: list[Piece] = []  # of the result being read
         self._num_lost = 0  # steps in flight whose results will be dropped
         self._is_stuck = False
@@ -76,7 +76,7 @@ class Scheduler:
         self._running, self._tenancies = seats.running, seats.tenancies
         self._prefills = PrefillPlanner(self._limits, self._prefilling, seats, self._waiting)
         self._reader = RoundReader(
-            seats.table, self._totals, own=self._limits.spec, finish=self._finish
+            seats.table, self._totals, own=self._limits.draft_shape, finish=self._finish
         )
         self._decodes.use(seats)
 
@@ -124,7 +124,7 @@ class Scheduler:
                 arrival=self._totals.num_requests + i,
                 max_new_tokens=max_new_tokens,
                 stream=self._make_stream(request),
-                spec=self._limits.spec,
+                draft_shape=self._limits.draft_shape,
             )
             for i, (request, max_new_tokens) in enumerate(zip(requests, lengths, strict=True))
         ]

@@ -164,13 +164,13 @@ class Sequence:
     # Prompt tokens found in the prefix cache at the first admission with the answering weights.
     cached_tokens: int | None = None
     weight_version: str = DEFAULT_VERSION  # at the last admission
-    features: StepOptions = field(init=False)  # that its steps must have
+    options: StepOptions = field(init=False)  # that its steps must have
     constraint: Constraint | None = field(init=False)  # grammar state, tree watcher, or both
     logprobs: SequenceLogprobs = field(init=False)
     hidden: SequenceHidden = field(init=False)
 
     def __post_init__(self) -> None:
-        self.features = self.request.sampling.features
+        self.options = self.request.sampling.options
         self.constraint = constraint_of(self.request)
         self.logprobs = SequenceLogprobs(self.request)
         self.hidden = SequenceHidden(self.request)
@@ -183,7 +183,7 @@ class Sequence:
         arrival: int,
         max_new_tokens: int,
         stream: TextStream,
-        spec: SpeculativeConfig,
+        draft_shape: SpeculativeConfig,
     ) -> Sequence:
         """Make a sequence. The reader makes its text unless stop strings must be found."""
         params = request.sampling
@@ -195,7 +195,9 @@ class Sequence:
             arrival=arrival,
             max_new_tokens=max_new_tokens,
             text_stream=(watch or stream) if cuts else None,
-            history=TokenHistory(request, spec, stream=stream if watch or not cuts else None),
+            history=TokenHistory(
+                request, draft_shape, stream=stream if watch or not cuts else None
+            ),
             watch=watch,
         )
 

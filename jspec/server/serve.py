@@ -171,10 +171,14 @@ def log_progress(log: Callable[[str], None]) -> Progress:
 
 
 def describe(engine: Engine) -> str:
-    spec, limits = engine.limits.spec, engine.limits
-    shape = f" {spec.num_steps}/{spec.topk}/{spec.num_draft_tokens}" if spec.num_steps else ""
-    if spec.simulate_acceptance is not None:
-        shape += f" with SIMULATED acceptance {spec.simulate_acceptance:g}"
+    draft_shape, limits = engine.limits.draft_shape, engine.limits
+    shape = (
+        f" {draft_shape.num_steps}/{draft_shape.topk}/{draft_shape.num_draft_tokens}"
+        if draft_shape.num_steps
+        else ""
+    )
+    if draft_shape.simulate_acceptance is not None:
+        shape += f" with SIMULATED acceptance {draft_shape.simulate_acceptance:g}"
     return (
         f"{engine.config.speculative_algorithm}{shape}, {limits.pool.num_slots} slots, "
         f"context {limits.pool.context_length}, KV pool {limits.max_total_tokens} tokens"

@@ -60,7 +60,7 @@ class Preparation:
                 grammar = self._grammars.after_reasoning(grammar, request.reasoning)
             made.append(replace(request, grammar=grammar))
         # Two concurrent new kinds need programs for both together: the later call builds them.
-        asked = PLAIN.union(request.sampling.features for request in requests)
+        asked = PLAIN.union(request.sampling.options for request in requests)
         with self._asking:
             new = asked.members - self._asked.members
             self._asked = self._asked.union((asked,))
@@ -148,4 +148,4 @@ class Submission:
 
 
 def _asks_more(sampling: SamplingParams) -> bool:
-    return bool(set(sampling.features) & {StepOption.HIDDEN, StepOption.GRAMMAR})
+    return bool(set(sampling.options) & {StepOption.HIDDEN, StepOption.GRAMMAR})

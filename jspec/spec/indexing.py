@@ -15,9 +15,9 @@ after them:
 A draft model's own scratch has the K beams of each depth below S, not the N nodes. With S = 3:
 
     rows of pairs (token i + 1, feature i): the root is in the last committed pair
-    beams at depth  1 1 2  2             slot 7 8 9 10: beam_row, rows_before 0; draft_position
+    beams at depth  1 1 2  2             slot 7 8 9 10: beam_slot, slots_before 0; draft_position
     rows of tokens: the root has its own, slot 7, RoPE 7, which the last advance wrote
-    beams at depth  1 1  2  2            slot 8 9 10 11: beam_row, rows_before 1
+    beams at depth  1 1  2  2            slot 8 9 10 11: beam_slot, slots_before 1
     draft RoPE      8 8  9  9            target_position: the draft is a language model, too
 """
 
@@ -50,12 +50,12 @@ def draft_position(seq_len: Index, depth: Index) -> Index:
     return seq_len + depth - 1
 
 
-def beam_row(depth: int, *, topk: int, rows_before: int) -> int:
-    """Return the scratch row of the first beam at `depth`; depths start at 1.
+def beam_slot(depth: int, *, topk: int, slots_before: int) -> int:
+    """Return the scratch slot of the first beam at `depth`; depths start at 1.
 
-    rows_before: scratch rows before all beams, 1 where the root has its own.
+    slots_before: scratch slots before all beams, 1 where the root has its own.
     """
-    return rows_before + (depth - 1) * topk
+    return slots_before + (depth - 1) * topk
 
 
 def emitted_position(start: Index, row: Index) -> Index:
@@ -79,7 +79,7 @@ def max_emitted(num_steps: int) -> int:
     return num_steps + 1
 
 
-def num_scratch_rows(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
+def num_scratch_slots(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
     """Return the KV slots after L that a step may write: the target's N nodes or the drafter's."""
     return max(num_draft_tokens, propose_rows, advance_rows)
 
@@ -89,13 +89,13 @@ def num_pages(num_tokens: int, page_size: int) -> int:
 
 
 def reserved_tokens(
-    committed: int, *, unread_rounds: int, num_steps: int, scratch_rows: int
+    committed: int, *, unread_rounds: int, num_steps: int, scratch_slots: int
 ) -> int:
     """Return the positions that a row must own for a round with `unread_rounds` before it.
 
     Each unread round commits at most M tokens; the new round writes its scratch after them.
     """
-    return committed + unread_rounds * max_emitted(num_steps) + scratch_rows
+    return committed + unread_rounds * max_emitted(num_steps) + scratch_slots
 
 
 def bucket(value: int, buckets: tuple[int, ...]) -> int:

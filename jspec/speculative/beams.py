@@ -33,7 +33,7 @@ class BeamLayout(enum.Enum):
     TOKENS = "a token: the root has a row of its own, in front of the first node's"
 
     @property
-    def rows_before(self) -> int:
+    def slots_before(self) -> int:
         return 1 if self is BeamLayout.TOKENS else 0
 
     def position(self, seq_len: indexing.Index, depth: indexing.Index) -> indexing.Index:
@@ -209,7 +209,7 @@ def _rows_of_beams(
     position = layout.position(rows.seq_lens, depth)
     tail_depth = 1 + jnp.arange(width, dtype=jnp.int32) // topk
     is_chain = topk == 1
-    row = indexing.beam_row(depth, topk=topk, rows_before=layout.rows_before)
+    row = indexing.beam_slot(depth, topk=topk, slots_before=layout.slots_before)
     attention_rows = AttentionMetadata(
         page_table=rows.page_table,
         window_tables=rows.window_tables,

@@ -26,19 +26,19 @@ def decode_output(
     scored: Scored,
     verified: Verified,
     *,
-    spec: SpeculativeConfig,
-    features: StepOptions,
+    draft_shape: SpeculativeConfig,
+    options: StepOptions,
     sampling: SamplingBatch,
 ) -> Int[Array, "B M1"]:
     """Pack a verification's results: i32[B, 1 + M], or wider."""
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
-    if StepOption.LOGPROBS in features:
+    if StepOption.LOGPROBS in options:
         output |= emitted_logprobs(target, scored.logits, verified, sampling)
     words = 0
-    if StepOption.HIDDEN in features:
+    if StepOption.HIDDEN in options:
         path = verified.features.hidden
         output["hidden"], words = hidden_bits(path), rows_of(path).words
-    return pack_output(output_columns(spec.max_emitted, features, hidden_words=words), output)
+    return pack_output(output_columns(draft_shape.max_emitted, options, hidden_words=words), output)
 
 
 def prefill_output(
@@ -47,7 +47,7 @@ def prefill_output(
     batch: PrefillBatch,
     emitted: Emitted,
     *,
-    features: StepOptions,
+    options: StepOptions,
     roots: Int[Array, "R"],
     logits: Float[Array, "R 1 V"],
     hidden: Float[Array, "_ E"],
@@ -59,10 +59,10 @@ def prefill_output(
     the packed tokens. logits: of each chunk's last token. hidden: of all tokens if such options are
     compiled in.
     """
-    says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(features)
+    says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
     words = rows_of(hidden).words if StepOption.HIDDEN in says else 0
-    columns = output_columns(1, features, hidden_words=words)
+    columns = output_columns(1, options, hidden_words=words)
     if not says:
         return pack_output(columns, of_roots)
     none = jnp.zeros(batch.token_ids.shape, jnp.int32)

@@ -47,12 +47,12 @@ def sample_roots(
     seen: Seen,
     prompt_lens: jax.Array,
     ends: jax.Array,
-    features: StepOptions,
+    options: StepOptions,
     allowed: jax.Array | None,
 ) -> jax.Array:
     """Return the token after each chunk, i32[R]: at position `ends`, with that position's noise."""
     token_ids, raw = target.token_ids(), logits
-    if StepOption.PENALTIES in features:
+    if StepOption.PENALTIES in options:
         logits = penalize(
             logits,
             sampling,
@@ -69,7 +69,7 @@ def sample_roots(
         sampling,
         positions=ends[:, None],
         token_ids=token_ids,
-        filtered=StepOption.FILTERS in features,
+        filtered=StepOption.FILTERS in options,
         shard=target.shard,
         ops=Ops(),
     )

@@ -55,8 +55,9 @@ class StepProgram:
 
     target: Target
     drafter: Drafter
-    spec: SpeculativeConfig  # plain, or at most the shape that the drafter keeps its state for
-    features: StepOptions = PLAIN  # options compiled in
+    # Plain, or at most the shape that the drafter keeps its state for.
+    draft_shape: SpeculativeConfig
+    options: StepOptions = PLAIN  # options compiled in
 
     @property
     def ops(self) -> Ops:
@@ -68,17 +69,17 @@ class StepProgram:
 
     @property
     def proposer(self) -> Drafter:
-        return NoDrafter() if self.is_deferring else self.drafter.of_shape(self.spec)
+        return NoDrafter() if self.is_deferring else self.drafter.of_shape(self.draft_shape)
 
     @property
     def is_deferring(self) -> bool:
-        return self.spec.is_plain and self.drafter.algorithm != Algorithm.NONE
+        return self.draft_shape.is_plain and self.drafter.algorithm != Algorithm.NONE
 
     def __post_init__(self) -> None:
-        if not self.is_deferring and self.drafter.algorithm != self.spec.algorithm:
+        if not self.is_deferring and self.drafter.algorithm != self.draft_shape.algorithm:
             raise ConfigError(
-                f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.name}; expected "
-                f"the drafter whose writes the host reserves for"
+                f"{type(self.drafter).__name__} drafts for {self.draft_shape.algorithm.name}; "
+                f"expected the drafter whose writes the host reserves for"
             )
 
 
@@ -117,7 +118,7 @@ def score_tree(
 ) -> tuple[EngineState, Scored]:
     """Run the target over all nodes; their KV is written to the slots after L."""
     needs = program.drafter.needs
-    if StepOption.HIDDEN in program.features:
+    if StepOption.HIDDEN in program.options:
         needs = dataclasses.replace(needs, hidden=True)
     kv, logits, features = score(
         program.target,
@@ -126,7 +127,7 @@ def score_tree(
         tree,
         _rows_in_step(state, slots, shared),
         needs=needs,
-        spec=program.spec,
+        draft_shape=program.draft_shape,
     )
     return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
 
@@ -142,19 +143,17 @@ def settle_tree(
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
     """Settle and advance. allowed: what a grammar allows after each node; None: everything."""
-    spec, target = program.spec, program.target
+    draft_shape, target = program.draft_shape, program.target
     rows = _rows_in_step(state, slots)
     target_ids = choose_at_nodes(
         target,
         scored.logits,
         tree,
         rows,
-        spec=spec,
+        draft_shape=draft_shape,
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
-        filtered=StepOption.FILTERS in program.features,
-        seen=take_rows(state.rows.seen, slots)
-        if StepOption.PENALTIES in program.features
-        else None,
+        filtered=StepOption.FILTERS in program.options,
+        seen=take_rows(state.rows.seen, slots) if StepOption.PENALTIES in program.options else None,
         allowed=allowed,
     )
     kv, verified = settle(
@@ -163,7 +162,7 @@ def settle_tree(
         scored.features,
         state.kv,
         rows,
-        spec=spec,
+        draft_shape=draft_shape,
         ops=program.ops,
         groups=target.cache_groups,
     )
@@ -171,21 +170,21 @@ def settle_tree(
     if program.is_deferring:
         state = dataclasses.replace(state, pending=defer(state.pending, slots, told, rows))
     else:
-        emitted = emitted_by(told, rows, is_chain=spec.topk == 1)
+        emitted = emitted_by(told, rows, is_chain=draft_shape.topk == 1)
         state = _tell_drafter(program, params, state, slots, emitted)
     after = advance_rows(
         state.rows,
         slots,
         verified,
         seq_lens=rows.seq_lens,
-        counted_from=target.token_ids()[0] if StepOption.PENALTIES in program.features else None,
+        counted_from=target.token_ids()[0] if StepOption.PENALTIES in program.options else None,
     )
     output = decode_output(
         target,
         scored,
         verified,
-        spec=spec,
-        features=program.features,
+        draft_shape=draft_shape,
+        options=program.options,
         sampling=rows.sampling,
     )
     return dataclasses.replace(state, kv=kv, rows=after), output
@@ -262,7 +261,7 @@ def prefill_step(
         seen=take_rows(seen, batch.slots),
         prompt_lens=prompt_lens,
         ends=ends,
-        features=program.features,
+        options=program.options,
         allowed=batch.allowed,
     )
     is_final = batch.is_final > 0
@@ -287,7 +286,7 @@ def prefill_step(
         params["target"],
         batch,
         emitted,
-        features=program.features,
+        options=program.options,
         roots=roots,
         logits=logits,
         hidden=hidden,
@@ -305,7 +304,7 @@ def _score_chunks(
     last: Int[Array, "R"],
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
     """Return KV, hidden states (only the last per row if no others are read), aux, last hidden."""
-    reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.features))
+    reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.options))
     hidden, aux, kv = program.target.forward(
         params["target"],
         batch.token_ids,

@@ -47,13 +47,13 @@ def test_impossible_trees_are_refused(spec: tuple[int, int, int], message: str) 
 def test_without_a_draft_model_there_is_only_the_root() -> None:
     plain = SpeculativeConfig.plain()
     assert (plain.num_steps, plain.topk, plain.num_draft_tokens) == (0, 1, 1)
-    assert (plain.max_emitted, plain.num_scratch_rows) == (1, 1)
+    assert (plain.max_emitted, plain.num_scratch_slots) == (1, 1)
     with pytest.raises(ConfigError, match="S/K/N = 3/1/4 without a draft model; expected 0/1/1"):
         SpeculativeConfig(num_steps=3, num_draft_tokens=4)
 
 
 LIMITS = flat_limits(
-    spec=eagle(3, 1, 4),
+    draft_shape=eagle(3, 1, 4),
     num_slots=4,
     num_pages=64,
     page_size=16,
@@ -84,7 +84,7 @@ def test_the_page_table_is_wide_enough_at_every_page_size(
 ) -> None:
     limits = with_limits(
         LIMITS,
-        spec=eagle(*spec) if spec[0] else SpeculativeConfig.plain(),
+        draft_shape=eagle(*spec) if spec[0] else SpeculativeConfig.plain(),
         page_size=page_size,
         overlap_depth=depth,
         num_rounds=num_rounds,
@@ -94,7 +94,7 @@ def test_the_page_table_is_wide_enough_at_every_page_size(
     reserved = limits.reserved_tokens_at_most(committed)
     assert indexing.num_pages(reserved, page_size) <= limits.pages_per_row
     # From one plan to the next a row grows by at most the step that was read in between.
-    later = limits.reserved_tokens_at_most(committed + num_rounds * limits.spec.max_emitted)
+    later = limits.reserved_tokens_at_most(committed + num_rounds * limits.draft_shape.max_emitted)
     new = indexing.num_pages(later, page_size) - indexing.num_pages(reserved, page_size)
     assert new <= limits.grants_per_row
 

@@ -44,7 +44,7 @@ def test_every_shape_fits_within_the_largest_which_is_among_them(
     assert found[-1] == largest
     assert len(set(found)) == len(found) <= 7
     assert all(shape.fits_within(largest) for shape in found)
-    assert all(shape.num_scratch_rows <= largest.num_scratch_rows for shape in found)
+    assert all(shape.num_scratch_slots <= largest.num_scratch_slots for shape in found)
 
 
 def test_levels_may_be_named(tmp_path: Path) -> None:

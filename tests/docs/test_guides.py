@@ -74,7 +74,9 @@ def write_alternating(path: Path, family: Any) -> ModelSpec:
 
 def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
     limits = limits_of(args.speculative, page_size=4)
-    program = StepProgram(target=models.target, drafter=models.drafter, spec=args.speculative)
+    program = StepProgram(
+        target=models.target, drafter=models.drafter, draft_shape=args.speculative
+    )
     executables = compile_all(
         program,
         limits,
@@ -84,7 +86,7 @@ def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.kind is StepKind.PREFILL or key.features == StepOptions()
+            if key.kind is StepKind.PREFILL or key.options == StepOptions()
         ),
     )
     return Compiled(limits=limits, program=program, params=models.params, executables=executables)

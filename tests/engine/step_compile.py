@@ -178,7 +178,7 @@ def make_case(
     mesh = Parallel(tensor=len(devices)).mesh(devices)
     program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = flat_limits(
-        spec=program.spec,
+        draft_shape=program.draft_shape,
         num_slots=rows,
         num_pages=8192,
         page_size=page_size,
@@ -223,18 +223,18 @@ def _program(
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, TENSOR)
     ops = ops.with_columns(num_steps > 0)  # as an engine has it
-    spec = SpeculativeConfig.plain()
+    draft_shape = SpeculativeConfig.plain()
     made: Drafter = NoDrafter()
     if num_steps:
-        spec = SpeculativeConfig(
+        draft_shape = SpeculativeConfig(
             algorithm=ALGORITHMS[drafter],
             num_steps=num_steps,
             topk=topk,
             num_draft_tokens=num_draft_tokens,
         )
-        made = _drafter(drafter, config, spec, ops=ops, shard=shard)
+        made = _drafter(drafter, config, draft_shape, ops=ops, shard=shard)
     target = Decoder(config, ops, shard, made.needs.aux_layer_ids)
-    program = StepProgram(target=target, drafter=made, spec=spec)
+    program = StepProgram(target=target, drafter=made, draft_shape=draft_shape)
     params = {
         name: abstract_params(table, dtype=jnp.bfloat16, shards=shards)
         for name, table in program.tables.items()
@@ -243,28 +243,28 @@ def _program(
 
 
 def _drafter(
-    kind: str, config: ModelSpec, spec: SpeculativeConfig, *, ops: Ops, shard: Shard
+    kind: str, config: ModelSpec, draft_shape: SpeculativeConfig, *, ops: Ops, shard: Shard
 ) -> Drafter:
     """At the target's widths; multi-token layers are the target's own, if its family has some."""
     if kind == "ngram":
-        return NgramDrafter(spec)
+        return NgramDrafter(draft_shape)
     if kind == "standalone":
-        return StandaloneDrafter(Decoder(LLAMA_1B, ops, shard), spec)
+        return StandaloneDrafter(Decoder(LLAMA_1B, ops, shard), draft_shape)
     if kind == "eagle1":
-        return EagleDrafter(FeatureHead(eagle1_of(config), ops, shard), spec)
+        return EagleDrafter(FeatureHead(eagle1_of(config), ops, shard), draft_shape)
     if kind == "mtp":
         own = config.family == MIMO_V2_FLASH.family
-        layers = mimo_layers_of(config) if own else mtp_of(config, num_layers=spec.num_steps)
-        return MultiLayerDrafter(FeatureHead(layers, ops, shard), spec)
+        layers = mimo_layers_of(config) if own else mtp_of(config, num_layers=draft_shape.num_steps)
+        return MultiLayerDrafter(FeatureHead(layers, ops, shard), draft_shape)
     aux = aux_layers(config.num_layers)
     head = draft_of(config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux)
-    return EagleDrafter(FeatureHead(head, ops, shard), spec)
+    return EagleDrafter(FeatureHead(head, ops, shard), draft_shape)
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     """Compiles one program; what was seen of it."""
     started = time.monotonic()
-    program = dataclasses.replace(case.program, features=key.features)
+    program = dataclasses.replace(case.program, options=key.options)
     platform = case.mesh.devices.flat[0].platform
     shape = shape_of(key, case.limits)
     compiled = lower(shape, program, mesh=case.mesh, params=case.params, state=case.state).compile(

@@ -30,13 +30,13 @@ from tests.support.tiny_models import tiny_target_config
 
 def limits_of(shape: str) -> ServeLimits:
     steps, topk, nodes = (int(n) for n in shape.split("/"))
-    spec = SpeculativeConfig.plain()
+    draft_shape = SpeculativeConfig.plain()
     if steps:
-        spec = SpeculativeConfig(
+        draft_shape = SpeculativeConfig(
             algorithm=Algorithm.EAGLE3, num_steps=steps, topk=topk, num_draft_tokens=nodes
         )
     return flat_limits(
-        spec=spec,
+        draft_shape=draft_shape,
         num_slots=64,
         num_pages=4096,
         page_size=16,
@@ -110,7 +110,7 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
             return self.key
 
     def lower(shape: ProgramShape, program: Any, **_: Any) -> Lowered:
-        key = key_of[shape, program.features]
+        key = key_of[shape, program.options]
         lowered.append((key, threading.current_thread().name))
         return Lowered(key)
 
@@ -118,9 +118,9 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
     limits = limits_of("0/1/1")
     mesh = Parallel().mesh(jax.devices()[:1])
     target = Decoder(tiny_target_config(), OPS["xla"])
-    program = StepProgram(target=target, drafter=NoDrafter(), spec=limits.spec)
+    program = StepProgram(target=target, drafter=NoDrafter(), draft_shape=limits.draft_shape)
     keys = program_keys(limits)
-    key_of = {(shape_of(key, limits), key.features): key for key in keys}
+    key_of = {(shape_of(key, limits), key.options): key for key in keys}
     found = compilation.compile_all(program, limits, mesh=mesh, params={}, state={})
     assert [key for key, _ in lowered] == list(keys)
     assert {name for _, name in lowered} == {threading.current_thread().name}

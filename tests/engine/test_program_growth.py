@@ -59,7 +59,7 @@ from tests.support.tiny_models import tiny_target_config
 PATIENCE = 120.0
 CONFIG = tiny_target_config(num_layers=1)
 LIMITS = flat_limits(
-    spec=SpeculativeConfig.plain(),
+    draft_shape=SpeculativeConfig.plain(),
     num_slots=2,
     num_pages=8,
     page_size=8,
@@ -75,7 +75,7 @@ MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 def recipe() -> Recipe:
     target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
-    program = StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec)
+    program = StepProgram(target=target, drafter=NoDrafter(), draft_shape=LIMITS.draft_shape)
     return Recipe.of(
         program,
         LIMITS,
@@ -202,7 +202,7 @@ def test_a_runner_runs_what_was_added_from_the_next_step_on() -> None:
     )
     maker = FakeMaker((KEY, executable("plain")))
     runner.grow(ProgramGrowth(maker, num_wanted=2, num_later=1, started=0.0))
-    plan = plan_of(StepKind.DECODE, runner.limits.spec, rows=(RowRef(1, 1),))
+    plan = plan_of(StepKind.DECODE, runner.limits.draft_shape, rows=(RowRef(1, 1),))
     runner.dispatch(plan)
     assert (runner.num_programs, runner.num_programs_wanted) == (1, 2)
     maker.go.release()

@@ -40,7 +40,7 @@ from tests.support.tiny_models import tiny_target_config
 
 CONFIG = tiny_target_config()
 LIMITS = flat_limits(
-    spec=SpeculativeConfig.plain(),
+    draft_shape=SpeculativeConfig.plain(),
     num_slots=2,
     num_pages=8,
     page_size=8,
@@ -55,7 +55,7 @@ MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 def static_program() -> StepProgram:
     target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
-    return StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec)
+    return StepProgram(target=target, drafter=NoDrafter(), draft_shape=LIMITS.draft_shape)
 
 
 def make_program() -> tuple[StepProgram, Any]:
@@ -163,7 +163,7 @@ def places(store: ProgramStore) -> list[Path | None]:
     variants: list[tuple[Any, ...]] = [
         (shape, program, options),
         (dataclasses.replace(shape, kind=StepKind.PREFILL), program, options),
-        (shape, dataclasses.replace(program, features=ALL), options),
+        (shape, dataclasses.replace(program, options=ALL), options),
         (shape, dataclasses.replace(program, target=gpu), options),
         (shape, dataclasses.replace(program, target=turned), options),
         (dataclasses.replace(shape, num_rounds=2), program, options),

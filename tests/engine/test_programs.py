@@ -46,8 +46,8 @@ SHAPES = st.sampled_from([None, None, SpeculativeConfig.plain(), SMALL])
 KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS), SHAPES)
 
 
-def decode(bucket: int, features: StepOptions) -> ProgramKey:
-    return ProgramKey(StepKind.DECODE, bucket, features)
+def decode(bucket: int, options: StepOptions) -> ProgramKey:
+    return ProgramKey(StepKind.DECODE, bucket, options)
 
 
 def can_run(key: ProgramKey, needed: ProgramKey) -> bool:
@@ -55,7 +55,7 @@ def can_run(key: ProgramKey, needed: ProgramKey) -> bool:
         key.kind is needed.kind
         and key.shape == needed.shape
         and key.bucket >= needed.bucket
-        and set(key.features) >= set(needed.features)
+        and set(key.options) >= set(needed.options)
     )
 
 
@@ -73,7 +73,7 @@ def test_the_nearest_program_covers_the_plan_at_the_least_cost(
     for other in fit:
         assert found.bucket <= other.bucket
         if other.bucket == found.bucket:
-            assert len(found.features) <= len(other.features)
+            assert len(found.options) <= len(other.options)
 
 
 def test_a_small_bucket_counts_before_few_features() -> None:
@@ -94,7 +94,7 @@ def test_the_error_names_what_is_needed_and_what_is_ready() -> None:
 
 def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimits:
     return flat_limits(
-        spec=SpeculativeConfig.plain(),
+        draft_shape=SpeculativeConfig.plain(),
         num_slots=decode[-1],
         num_pages=64,
         page_size=8,
@@ -161,7 +161,7 @@ SHARING = with_limits(H200, sharing=SharingLimits(rows_a_pack=4, pays_from=1, le
 
 
 def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() -> None:
-    told = [str(key) for key in program_keys(SHARING) if StepOption.SHARED in key.features]
+    told = [str(key) for key in program_keys(SHARING) if StepOption.SHARED in key.options]
     assert told == [
         *(f"decode B={size} shared prefixes" for size in (48, 32, 16)),
         *(f"decode B={size} filters+penalties+shared prefixes" for size in (48, 32, 16)),
@@ -173,20 +173,20 @@ def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() ->
 
 
 @pytest.mark.parametrize("rows", [5, 17, 48])
-@pytest.mark.parametrize("features", [PLAIN, FILTERS, ALL])
+@pytest.mark.parametrize("options", [PLAIN, FILTERS, ALL])
 def test_a_plan_with_shared_prefixes_runs_where_it_is_told_if_that_pads_no_more(
-    rows: int, features: StepOptions
+    rows: int, options: StepOptions
 ) -> None:
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
-    plan = plan_of(StepKind.DECODE, SHARING.spec, features=features, rows=refs)
+    plan = plan_of(StepKind.DECODE, SHARING.draft_shape, options=options, rows=refs)
     shared = dataclasses.replace(plan, shared=tuple(SharedPrefix(0, UNIT) for _ in refs))
     (without,) = programs_of(plan, SHARING)
-    assert without == nearest_program(decode(rows, features), program_keys(SHARING))
-    assert StepOption.SHARED not in without.features
+    assert without == nearest_program(decode(rows, options), program_keys(SHARING))
+    assert StepOption.SHARED not in without.options
     (told,) = programs_of(shared, SHARING)
     assert told.bucket == without.bucket
-    assert (StepOption.SHARED in told.features) == (rows > 8 and features != ALL)
-    assert told.features.covers(without.features)
+    assert (StepOption.SHARED in told.options) == (rows > 8 and options != ALL)
+    assert told.options.covers(without.options)
     assert programs_of(shared, SHARING, program_keys(H200)) == [without]  # not made yet
 
 
@@ -240,7 +240,7 @@ def test_features_read_alike_in_every_process() -> None:
         for seed in ("1", "2", "3")
     }
     assert texts == {repr((ALL, PLAIN, list(ALL))) + "\n"}
-    assert [str(features) for features in SUBSETS] == [
+    assert [str(options) for options in SUBSETS] == [
         "plain",
         "filters",
         "penalties",
@@ -256,19 +256,21 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
     off = SpeculativeConfig.plain()
     limits = with_limits(
         limits_with((1, 4, 8), (32,)),
-        spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
+        draft_shape=SpeculativeConfig(
+            algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4
+        ),
         other_shapes=(off, SMALL),
     )
     own = [decode(8, ALL), decode(4, PLAIN)]
 
-    def ready(*more: ProgramKey, features: StepOptions = PLAIN) -> str:
-        found = ready_shapes(limits, [*own, *more], num_rows=3, features=features)
+    def ready(*more: ProgramKey, options: StepOptions = PLAIN) -> str:
+        found = ready_shapes(limits, [*own, *more], num_rows=3, options=options)
         return " ".join(map(str, found))
 
     assert ready() == "3/1/4"
     assert ready(decode(8, PLAIN)._replace(shape=SMALL)) == "3/1/4"
     assert ready(decode(4, PLAIN)._replace(shape=SMALL)) == "1/1/2 3/1/4"
-    assert ready(decode(4, PLAIN)._replace(shape=SMALL), features=FILTERS) == "3/1/4"
+    assert ready(decode(4, PLAIN)._replace(shape=SMALL), options=FILTERS) == "3/1/4"
     plain = decode(4, PLAIN)._replace(shape=off)
     assert ready(plain) == "3/1/4"  # nobody could tell the drafter
     assert ready(plain, ProgramKey(StepKind.DRAFT_PREFILL, 4, PLAIN)) == "0/1/1 3/1/4"
@@ -296,10 +298,10 @@ def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
     assert can_run(nearest_program(needed, every), needed)
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
     kinds = CUT if StepOption.GRAMMAR in asked else (StepKind.DECODE,)
-    runs = tuple(StepRun(kind, limits.spec) for kind in kinds)
-    keys = programs_of(StepPlan(step=1, runs=runs, features=asked, rows=refs), limits, every)
-    assert keys[-1].features.covers(asked)
+    runs = tuple(StepRun(kind, limits.draft_shape) for kind in kinds)
+    keys = programs_of(StepPlan(step=1, runs=runs, options=asked, rows=refs), limits, every)
+    assert keys[-1].options.covers(asked)
     assert {key.bucket for key in keys} == {keys[-1].bucket}
     if len(keys) > 1:  # SCORE outputs hidden states exactly if SETTLE reads them
-        assert set(keys[1].features) == {StepOption.HIDDEN} & set(keys[2].features)
+        assert set(keys[1].options) == {StepOption.HIDDEN} & set(keys[2].options)
     assert not set(programs_on_demand(limits, asked)) - set(every)  # a request waits for nothing

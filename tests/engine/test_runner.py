@@ -49,7 +49,7 @@ TREE, PAGE = (3, 2, 7), 4
 
 
 def tree_engine() -> Compiled:
-    return engine(TREE, PAGE, features=PLAIN)
+    return engine(TREE, PAGE, options=PLAIN)
 
 
 def six_requests(**sampling: Any) -> list[Request]:
@@ -188,7 +188,7 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     ids=str,
 )
 def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
-    compiled = engine(spec, PAGE, features=SAMPLING)
+    compiled = engine(spec, PAGE, options=SAMPLING)
     shapes = {x.shape for x in (*compiled.runner().state.kv, *compiled.runner().state.draft_kv)}
     for key, executable in compiled.executables.items():
         text = executable.as_text()

@@ -44,8 +44,8 @@ def test_every_shape_has_a_cost_once_its_program_was_added(compiled: Compiled) -
     (rows,) = compiled.limits.programs.decode_buckets
     assert runner.step_costs(rows, PLAIN) == {}  # these came with the constructor
     measure_all(runner, compiled)
-    for features in (PLAIN, SAMPLING):
-        costs = runner.step_costs(rows, features)
+    for options in (PLAIN, SAMPLING):
+        costs = runner.step_costs(rows, options)
         assert tuple(costs) == compiled.limits.shapes
         assert all(0 < seconds < 10 for seconds in costs.values())
     told = ReadyPrograms.of_measured(runner.programs.measured)

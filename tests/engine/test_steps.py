@@ -121,8 +121,8 @@ def test_a_new_kind_is_compiled_stored_dispatched_and_read(
     runner = DeviceRunner(
         limits=LIMITS, params=params, state=state, executables=made, mesh=MESH, vocab_size=9
     )
-    runs = (StepRun(COPY, LIMITS.spec), StepRun(REPORT, LIMITS.spec))
-    plan = StepPlan(step=3, runs=runs, features=PLAIN, rows=ROWS)
+    runs = (StepRun(COPY, LIMITS.draft_shape), StepRun(REPORT, LIMITS.draft_shape))
+    plan = StepPlan(step=3, runs=runs, options=PLAIN, rows=ROWS)
     with_copy_after = dataclasses.replace(plan, runs=(*runs, runs[0]))
     results = [runner.collect(runner.dispatch(each)) for each in (plan, with_copy_after)]
     assert np.asarray(runner.state.rows.seq_lens).tolist() == [0, 7, 7]
@@ -138,7 +138,7 @@ def test_every_kind_has_a_row() -> None:
     for kind, step in STEPS.items():
         keys = [wanted.key for wanted in step.programs(LIMITS)]
         assert {key.kind for key in keys} <= {kind}
-        assert all(key.features.members <= step.options for key in keys)
+        assert all(key.options.members <= step.options for key in keys)
         assert step.reads is None or step.reads in step.takes
 
 
@@ -165,8 +165,8 @@ def test_an_output_is_kept_for_later_programs_and_dropped_by_the_last() -> None:
     )
     for kinds in ((StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE), (StepKind.DECODE,)):
         runner.calls = []
-        runs = tuple(StepRun(kind, LIMITS.spec) for kind in kinds)
-        runner.dispatch(StepPlan(step=1, runs=runs, features=PLAIN, rows=ROWS))
+        runs = tuple(StepRun(kind, LIMITS.draft_shape) for kind in kinds)
+        runner.dispatch(StepPlan(step=1, runs=runs, options=PLAIN, rows=ROWS))
         *first, (operands, uses) = runner.calls
         assert uses["is_read"]
         assert not uses["is_kept"]

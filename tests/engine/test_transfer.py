@@ -34,7 +34,9 @@ from tests.support.programs import packed, programs_of
 
 V = 100
 LIMITS = flat_limits(
-    spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
+    draft_shape=SpeculativeConfig(
+        algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4
+    ),
     num_slots=4,
     num_pages=32,
     page_size=4,
@@ -46,8 +48,8 @@ LIMITS = flat_limits(
 
 DECODE = plan_of(
     StepKind.DECODE,
-    LIMITS.spec,
-    features=SAMPLING,
+    LIMITS.draft_shape,
+    options=SAMPLING,
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
     grants=(PageGrant(4, 3, (17,)), PageGrant(1, 0, (31,))),
 )
@@ -56,8 +58,8 @@ DECODE = plan_of(
 def test_rows_are_told_what_they_share_where_the_program_reads_it() -> None:
     shared = (SharedPrefix(0, 0), SharedPrefix(1, 256), SharedPrefix(1, 256))
     plan = replace(DECODE, shared=shared)
-    features = StepOptions(SAMPLING.members | {StepOption.SHARED})
-    told = ProgramKey(StepKind.DECODE, 4, features)
+    options = StepOptions(SAMPLING.members | {StepOption.SHARED})
+    told = ProgramKey(StepKind.DECODE, 4, options)
     fields = layout_of(told, LIMITS).unpack(packed(plan, told, LIMITS, vocab_size=V))
     np.testing.assert_array_equal(fields["leaders"], [0, 1, 1, 0])
     np.testing.assert_array_equal(fields["shared_keys"], [0, 256, 256, 0])
@@ -83,7 +85,7 @@ def admission(row: RowRef, *, seed: int, **sampling: object) -> Admission:
 SEED = 0xFEDCBA9876543210
 PREFILL = plan_of(
     StepKind.PREFILL,
-    LIMITS.spec,
+    LIMITS.draft_shape,
     admissions=(
         admission(
             RowRef(3, 2),
@@ -126,7 +128,7 @@ def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
     ("plan", "key"),
     [
         (DECODE, (StepKind.DECODE, 4, SAMPLING)),
-        (replace(DECODE, rows=DECODE.rows[:2], features=PLAIN), (StepKind.DECODE, 2, PLAIN)),
+        (replace(DECODE, rows=DECODE.rows[:2], options=PLAIN), (StepKind.DECODE, 2, PLAIN)),
         (PREFILL, (StepKind.PREFILL, 8, SAMPLING)),
     ],
 )
@@ -305,7 +307,7 @@ def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
 
     def arrived(plan: StepPlan, limits: ServeLimits) -> list[dict[str, np.ndarray]]:
         runs = cached_draft_prefills(limits, plan.admissions)
-        plan = replace(plan, runs=(*runs, StepRun(StepKind.PREFILL, limits.spec)))
+        plan = replace(plan, runs=(*runs, StepRun(StepKind.PREFILL, limits.draft_shape)))
         assert programs_of(plan, limits)[:-1] == [key] * len(runs)
         flats = [packed(plan, key, limits, vocab_size=V, run=i) for i in range(len(runs))]
         return [layout_of(key, limits).unpack(flat) for flat in flats]
@@ -320,7 +322,7 @@ def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
     assert (second["cu_q_lens"].tolist(), second["next_ids"].tolist()) == ([0, 8, 8], [38, 0])
     assert second["prompt_lens"].tolist() == [12, 0]
     ngram = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
-    more = arrived(plan, with_limits(limits, spec=ngram))
+    more = arrived(plan, with_limits(limits, draft_shape=ngram))
     assert [fields["slots"].tolist() for fields in more] == [[2, 0], [2, 1]]
     assert more[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
     assert more[1]["cu_q_lens"].tolist() == [0, 8, 16]
@@ -330,11 +332,11 @@ def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
 def test_a_drafter_is_told_of_the_rows_of_a_plan() -> None:
     limits = small_limits(shapes=((0, 1, 1), (1, 1, 2)))
     runs = (
-        StepRun(StepKind.DRAFT_PREFILL, limits.spec),
+        StepRun(StepKind.DRAFT_PREFILL, limits.draft_shape),
         StepRun(StepKind.DECODE, limits.shapes[1]),
     )
     plan = StepPlan(
-        step=1, runs=runs, features=PLAIN, rows=(RowRef(3, 1), RowRef(1, 4)), pending=(0, 16)
+        step=1, runs=runs, options=PLAIN, rows=(RowRef(3, 1), RowRef(1, 4)), pending=(0, 16)
     )
     key, _ = programs_of(plan, limits)
     fields = layout_of(key, limits).unpack(packed(plan, key, limits, vocab_size=V, run=0))

@@ -219,7 +219,7 @@ def test_edges_that_are_allowed() -> None:
     ],
 )
 def test_which_features_a_request_needs(values: dict[str, Any], needed: list[StepOption]) -> None:
-    assert list(SamplingParams.from_mapping(values).features) == needed
+    assert list(SamplingParams.from_mapping(values).options) == needed
 
 
 def test_seeds_of_choices_differ_and_the_first_is_the_requests_own() -> None:

@@ -28,7 +28,9 @@ from tests.support.programs import programs_of
 
 V = 50
 LIMITS = flat_limits(
-    spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
+    draft_shape=SpeculativeConfig(
+        algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4
+    ),
     num_slots=2,
     num_pages=8,
     page_size=4,
@@ -92,16 +94,16 @@ def test_one_more_line_is_checked_packed_and_unpacked() -> None:
     with pytest.raises(RequestError, match=r"toy is 1\.5; expected a number from 0 to 1"):
         ToyParams.from_mapping({"toy": 1.5})
     params = ToyParams.from_mapping({"toy": 0.25, "top_k": 3, "min_new_tokens": 1})
-    assert list(params.features) == [StepOption.FILTERS, StepOption.PENALTIES]
-    assert list(ToyParams(toy=0.25).features) == [StepOption.FILTERS]
+    assert list(params.options) == [StepOption.FILTERS, StepOption.PENALTIES]
+    assert list(ToyParams(toy=0.25).options) == [StepOption.FILTERS]
     request = Request(
         request_id="r", prompt_ids=(5, 6), sampling=params, seed=2**63 + 9, eos_token_ids=(7,)
     )
     row = RowRef(2, 1)
     plan = plan_of(
         StepKind.PREFILL,
-        LIMITS.spec,
-        features=params.features,
+        LIMITS.draft_shape,
+        options=params.options,
         admissions=(Admission(row=row, request=request, prompt_len=2, fill_ids=(5, 6)),),
         grants=(PageGrant(2, 0, (1,)),),
         chunks=(PrefillChunk(row=row, start=0, token_ids=(5, 6), next_id=None),),

@@ -78,7 +78,7 @@ Milliseconds = Callable[[int, str, str], float]
 
 def limits_of(largest: SpeculativeConfig, emitted: Mapping[str, float]) -> ServeLimits:
     others = tuple(shape for shape in shapes_for(largest)[:-1] if str(shape) in emitted)
-    return with_limits(CARDS["H100 chain"].limits, spec=largest, other_shapes=others)
+    return with_limits(CARDS["H100 chain"].limits, draft_shape=largest, other_shapes=others)
 
 
 def chosen(
@@ -103,14 +103,14 @@ def chosen(
     for step in range(num_steps):
         count = rows if isinstance(rows, int) else rows(step)
         refs = tuple(RowRef(slot, 1) for slot in range(1, count + 1))
-        shape = chooser.choose(num_rows=count, features=PLAIN)
+        shape = chooser.choose(num_rows=count, options=PLAIN)
         names.append(str(shape))
         plan = plan_of(StepKind.DECODE, shape, step=step, rows=refs)
         mean = emitted[str(shape)]  # whole tokens, right on average
         counts = (int(mean) + (rng.random(count) < mean % 1)).astype(np.int32)
         found = RoundResult(num_emitted=counts, ids=np.zeros((count, 1), np.int32))
         if is_prompt_between:
-            prompt = plan_of(StepKind.PREFILL, limits.spec, step=step)
+            prompt = plan_of(StepKind.PREFILL, limits.draft_shape, step=step)
             chooser.timed(prompt, 0.02)
         chooser.timed(plan, milliseconds(step, names[-1], names[-2]) / 1e3)
         chooser.read(plan, StepResult(step=step, rounds=(found,)))

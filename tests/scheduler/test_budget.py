@@ -112,7 +112,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
             needed = budget.pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
             assert needed == pages
             # Never more than what its last useful round needs.
-            positions = last + limits.spec.num_scratch_rows
+            positions = last + limits.draft_shape.num_scratch_slots
             assert needed <= indexing.num_pages(positions, limits.pool.page_size)
 
 
@@ -129,7 +129,7 @@ def test_growth_of_one_step_fits_the_grants_and_the_table(
         budget.pages_for_decode(
             limits,
             committed,
-            unread_tokens=steps * limits.scheduling.num_rounds * limits.spec.max_emitted,
+            unread_tokens=steps * limits.scheduling.num_rounds * limits.draft_shape.max_emitted,
             last=last,
         )
         for steps in (unread, unread + 1)
@@ -156,16 +156,16 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
     knobs: dict[str, Any], committed: int, unread: int, last: int
 ) -> None:
     limits = small_limits(**knobs)
-    most, size = limits.spec.max_emitted, limits.pool.page_size
+    most, size = limits.draft_shape.max_emitted, limits.pool.page_size
     ahead = unread * most
     owned = size * budget.pages_for_decode(limits, committed, unread_tokens=ahead, last=last)
     for later in range(limits.scheduling.num_rounds):
         start = committed + (unread + later) * most
         if later == 0 or start <= last:
-            assert start + limits.spec.num_scratch_rows <= owned
+            assert start + limits.draft_shape.num_scratch_slots <= owned
         else:  # it starts at most here; where it starts at `last` or before, it is of use
-            assert last + limits.spec.num_scratch_rows <= owned
+            assert last + limits.draft_shape.num_scratch_slots <= owned
     single = small_limits(**{**knobs, "num_rounds": 1})
     alone = budget.pages_for_decode(single, committed, unread_tokens=ahead, last=last)
-    reserved = single.spec.reserved_tokens(committed, unread_rounds=unread)
+    reserved = single.draft_shape.reserved_tokens(committed, unread_rounds=unread)
     assert alone == indexing.num_pages(reserved, size)

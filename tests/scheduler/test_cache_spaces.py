@@ -92,14 +92,14 @@ class Spaces(RuleBasedStateMachine):
 
     def key(self, row: Tenancy | Sequence, depth: int) -> Key:
         sequence = row.sequence if isinstance(row, Tenancy) else row
-        end = depth * self.limits.pool.page_size + self.limits.spec.tokens_ahead
+        end = depth * self.limits.pool.page_size + self.limits.draft_shape.tokens_ahead
         return sequence.request.extra_key, sequence.fill_ids[:end]
 
     def in_use(self, i: int) -> set[int]:
         return {page for row in self.rows.values() for page in row.pages[i].pages}
 
     def naive_start(self, sequence: Sequence) -> int:
-        size, ahead = self.limits.pool.page_size, self.limits.spec.tokens_ahead
+        size, ahead = self.limits.pool.page_size, self.limits.draft_shape.tokens_ahead
         ids = sequence.fill_ids
         most = max(min((len(ids) - ahead) // size, (len(ids) - 1) // size), 0)
         return max(
@@ -143,7 +143,7 @@ class Spaces(RuleBasedStateMachine):
 
     def publish_model(self, row: Tenancy, *, since: int, seeks: bool) -> None:
         known = row.drafted_len
-        last = max(known - self.limits.spec.tokens_ahead, 0) // self.limits.pool.page_size
+        last = max(known - self.limits.draft_shape.tokens_ahead, 0) // self.limits.pool.page_size
         for i, (model, pages) in enumerate(zip(self.models, row.pages, strict=True)):
             for depth in range(max(since, pages.first) + 1, min(last, pages.end) + 1):
                 key, page = self.key(row, depth), pages.pages[depth - 1 - pages.first]
@@ -191,7 +191,7 @@ class Spaces(RuleBasedStateMachine):
             extra_key=key,
         )
         most = budget.clip_max_new_tokens(self.limits, len(ids), most)
-        history = TokenHistory(request, self.limits.spec, stream=None)
+        history = TokenHistory(request, self.limits.draft_shape, stream=None)
         sequence = Sequence(
             request=request,
             arrival=self.arrival,
@@ -258,7 +258,7 @@ class Spaces(RuleBasedStateMachine):
     def fill_row(self, row: Tenancy, count: int) -> None:
         end = min(row.num_filled + count, len(row.fill_ids))
         is_final = end == len(row.fill_ids)
-        roots = is_final * self.limits.spec.num_root_rows
+        roots = is_final * self.limits.draft_shape.num_root_slots
         self.grow(row, indexing.num_pages(end + roots, self.limits.pool.page_size))
         row.num_filled = end
         self.step += 1
@@ -268,7 +268,7 @@ class Spaces(RuleBasedStateMachine):
 
     def trim_model(self, row: Tenancy) -> None:
         """The row has released what no later query sees, and nothing else."""
-        length = row.drafted_len - self.limits.spec.lag
+        length = row.drafted_len - self.limits.draft_shape.lag
         for i, (space, pages) in enumerate(zip(self.spaces.spaces, row.pages, strict=True)):
             table = self.tables[row.row.slot][i]
             seen = 0 if space.keep is None else max(length - (space.keep - 1), 0)
@@ -295,10 +295,10 @@ class Spaces(RuleBasedStateMachine):
             if missing > self.spaces.num_free:
                 return
             self.grow(row, len(row.page_ids) + int(missing))
-            bits = bits[: self.limits.spec.max_emitted]
+            bits = bits[: self.limits.draft_shape.max_emitted]
         self.table.append(slot, tuple(bits if row.is_prefill_read else bits[:1]))
         self.step += 1
-        length = row.drafted_len - self.limits.spec.lag
+        length = row.drafted_len - self.limits.draft_shape.lag
         rows = zip(self.spaces.spaces, row.pages, strict=True)
         if any(space.num_unseen(pages, length) for space, pages in rows):
             is_end = row.drafted_len == len(row.fill_ids)
@@ -356,7 +356,7 @@ class Spaces(RuleBasedStateMachine):
 
     def alive(self) -> set[Key]:
         """Prefixes that the tree has nodes of: up to a cached page, or to the end of a row."""
-        size, ahead = self.limits.pool.page_size, self.limits.spec.tokens_ahead
+        size, ahead = self.limits.pool.page_size, self.limits.draft_shape.tokens_ahead
         ends = [key for model in self.models for key in model.pages]
         ends += [self.key(row, self.depth_of(row)) for row in self.rows.values()]
         return {

@@ -53,12 +53,17 @@ def prefill(
 ) -> StepPlan:
     grants = tuple(PageGrant(admission.row.slot, 0, pages) for admission in admit)
     return plan_of(
-        StepKind.PREFILL, LIMITS.spec, step=step, admissions=admit, chunks=chunks, grants=grants
+        StepKind.PREFILL,
+        LIMITS.draft_shape,
+        step=step,
+        admissions=admit,
+        chunks=chunks,
+        grants=grants,
     )
 
 
 def decode(step: int, *rows: RowRef, grants: tuple[PageGrant, ...] = ()) -> StepPlan:
-    return plan_of(StepKind.DECODE, LIMITS.spec, step=step, rows=rows, grants=grants)
+    return plan_of(StepKind.DECODE, LIMITS.draft_shape, step=step, rows=rows, grants=grants)
 
 
 FIRST = prefill(1, chunk(), admit=(admission(),))
@@ -88,7 +93,7 @@ def test_a_good_walk() -> None:
     ("plan", "message"),
     [
         (replace(FIRST, step=2), "step 2 after 0"),
-        (replace(FIRST, features=ALL), "features are all; expected plain"),
+        (replace(FIRST, options=ALL), "options are all; expected plain"),
         (prefill(1), "slots"),
         (prefill(1, chunk(RowRef(0, 1)), admit=(admission(RowRef(0, 1)),)), "slots"),
         (prefill(1, chunk(RowRef(5, 1)), admit=(admission(RowRef(5, 1)),)), "slots"),
@@ -199,7 +204,7 @@ def test_a_step_is_collected_once_and_in_order() -> None:
 
 
 def run_of(kind: StepKind, *chunks: PrefillChunk) -> StepRun:
-    return StepRun(kind, LIMITS.spec, chunks)
+    return StepRun(kind, LIMITS.draft_shape, chunks)
 
 
 @pytest.mark.parametrize(

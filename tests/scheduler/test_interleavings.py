@@ -106,7 +106,9 @@ class Interleavings(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             shapes=smaller(spec) if shapes_seed is not None else (),
         )
-        num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
+        num_pages = capacity_pages * 64 // page_size + roomy.draft_shape.num_scratch_pages(
+            page_size
+        )
         full = with_limits(roomy, num_pages=num_pages, priority_order=order, snapshots=snapshots)
         self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
@@ -334,7 +336,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def counted(self, request: Request, *, num_out: int) -> SpecCounters:
         """Counters of rounds run one at a time until num_out tokens are out."""
-        tally, out = Tally(self.limits.spec), 1
+        tally, out = Tally(self.limits.draft_shape), 1
         while out < num_out:
             num_emitted = self.accepted_at(request, len(request.prompt_ids) + out - 1) + 1
             tally.add(num_emitted=num_emitted, num_kept=min(num_emitted, num_out - out))

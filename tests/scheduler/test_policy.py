@@ -32,7 +32,7 @@ def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 
         arrival=arrival,
         max_new_tokens=max_new_tokens,
         text_stream=FakeTextStream(),
-        history=TokenHistory(request, LIMITS.spec, stream=None),
+        history=TokenHistory(request, LIMITS.draft_shape, stream=None),
     )
 
 

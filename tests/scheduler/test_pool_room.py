@@ -53,7 +53,7 @@ def limits_of(
 
 def num_tokens(limits: ServeLimits, *requests: Request) -> list[int]:
     """Tokens of each request, which are the right ones; the pool is whole afterwards."""
-    accepted_at = random_acceptance(0.6, limits.spec.num_steps)
+    accepted_at = random_acceptance(0.6, limits.draft_shape.num_steps)
     bench = Bench(limits, FakeRunner(limits, accepted_at=accepted_at))
     bench.submit(*requests)
     bench.run_all()

@@ -174,7 +174,7 @@ def test_without_it_nothing_is_kept() -> None:
 def test_the_whole_pool_is_one_requests_again(page_size: int) -> None:
     """What fits alone runs alone, whatever is cached and however it begins."""
     roomy = limits_of(page_size=page_size, num_pages=1000)
-    num_pages = 64 // page_size + roomy.spec.num_scratch_pages(page_size)
+    num_pages = 64 // page_size + roomy.draft_shape.num_scratch_pages(page_size)
     bench = Bench(with_limits(roomy, num_pages=num_pages))
     for i in range(4):
         prompt = range(20) if i % 2 else range(1, 21)

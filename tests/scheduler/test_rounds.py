@@ -28,7 +28,7 @@ THREE = small_limits(num_rounds=3)
 
 def chunks_of(limits: ServeLimits, *, acceptance: float) -> dict[str, list[StreamChunk]]:
     """Five requests that end in every way, in a pool that is large enough for all."""
-    accepted_at = random_acceptance(acceptance, limits.spec.num_steps)
+    accepted_at = random_acceptance(acceptance, limits.draft_shape.num_steps)
     bench = Bench(limits, FakeRunner(limits, accepted_at=accepted_at))
     bench.submit(
         make_request("length", max_new_tokens=21),
@@ -165,7 +165,7 @@ def test_a_row_owns_no_page_after_its_last_useful_round(num_rounds: int) -> None
     bench.run_all()
     plans = bench.runner.plans
     owned = sum(len(grant.pages) for plan in plans for grant in plan.grants)
-    assert owned == budget.last_committed(5, 20) + limits.spec.num_scratch_rows
+    assert owned == budget.last_committed(5, 20) + limits.draft_shape.num_scratch_slots
 
 
 def test_a_result_of_another_number_of_rounds_raises() -> None:

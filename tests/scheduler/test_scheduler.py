@@ -353,8 +353,8 @@ def test_a_plan_has_the_features_of_all_its_rows_and_no_others() -> None:
     )
     seen = []
     while plan := bench.dispatch():
-        if str(plan.features) not in seen:
-            seen.append(str(plan.features))
+        if str(plan.options) not in seen:
+            seen.append(str(plan.options))
         bench.collect()
     assert seen == ["sampling", "penalties", "plain"]
 
@@ -395,7 +395,7 @@ class Heard(FixedShape):
     """What a chooser is told: rows and tokens of each decode."""
 
     def __init__(self, limits: ServeLimits) -> None:
-        super().__init__(limits.spec)
+        super().__init__(limits.draft_shape)
         self.told: list[tuple[int, int]] = []
 
     def read(self, plan: StepPlan, result: StepResult) -> None:

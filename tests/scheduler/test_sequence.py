@@ -17,7 +17,7 @@ from jspec.scheduler.sequence import Sequence, first_stop
 from tests.support.fake_runner import scripted_tokens, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, ids_of, text_of
 
-CHAIN = small_limits(steps_topk_nodes=(3, 1, 4)).spec
+CHAIN = small_limits(steps_topk_nodes=(3, 1, 4)).draft_shape
 EOS = ids_of("z")
 
 

@@ -50,11 +50,11 @@ class Expected:
                 name = self._named[row.slot, row.epoch]
                 left = self._left[name]
                 self._left[name] = max(left - count, 0)
-                spec = plan.shape or limits.spec
-                if plan.kind is not StepKind.DECODE or left == 0 or spec.num_steps == 0:
+                draft_shape = plan.shape or limits.draft_shape
+                if plan.kind is not StepKind.DECODE or left == 0 or draft_shape.num_steps == 0:
                     continue
-                self.shapes.add(spec.num_draft_tokens)
-                self.proposed[name] += spec.num_draft_tokens - 1
+                self.shapes.add(draft_shape.num_draft_tokens)
+                self.proposed[name] += draft_shape.num_draft_tokens - 1
                 self.verified[name] += 1
                 self.accepted[name] += min(count - 1, left)
                 self.whole[name] += count <= left

@@ -92,7 +92,7 @@ def test_any_traffic_runs_in_any_pool(
     """Several at once, some aborted, some retracted: every text right, no page lost; also where
     draft layers lag behind."""
     tight = with_limits(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
-    tight = replace(tight, spec=replace(tight.spec, algorithm=algorithm))
+    tight = replace(tight, draft_shape=replace(tight.draft_shape, algorithm=algorithm))
     limits = with_windows(tight, *windows, spare=spare)
     bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
     requests, chance = traffic(spare, count=60), random.Random(spare)
@@ -197,7 +197,9 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
     """A short common beginning is not waited for, so rows have pages of their own for it. What
     comes after it is cached as it leaves the window, for each, wherever pages end."""
     limits = with_limits(LIMITS, page_size=2, num_pages=800, prefill_rows=4, prefill_buckets=(5,))
-    limits = with_limits(limits, spec=replace(limits.spec, algorithm=algorithm), overlap_depth=2)
+    limits = with_limits(
+        limits, draft_shape=replace(limits.draft_shape, algorithm=algorithm), overlap_depth=2
+    )
     for num_new in range(18, 26):
         bench = Bench(with_windows(limits, 6, spare=80))
         asked = [
@@ -211,7 +213,10 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
             again = turn(f"{each.request_id} again", *text, 1)
             found = cached_of(bench, again)
             # The last token's own row is not there, nor what looks ahead to it.
-            assert found == (len(text) - 1 - limits.spec.tokens_ahead) // 2 * 2, (num_new, again)
+            assert found == (len(text) - 1 - limits.draft_shape.tokens_ahead) // 2 * 2, (
+                num_new,
+                again,
+            )
 
 
 @pytest.mark.parametrize("num_new", [20, 90])

@@ -84,7 +84,9 @@ def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission
     algorithm: Algorithm, prompt_len: int
 ) -> None:
     """Its root is never decoded: in no space is there a page for it."""
-    limits = with_limits(FULL, page_size=1, spec=replace(FULL.spec, algorithm=algorithm))
+    limits = with_limits(
+        FULL, page_size=1, draft_shape=replace(FULL.draft_shape, algorithm=algorithm)
+    )
     fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
     limits = with_limits(limits, windows=(WindowSpace(8, fewest),))
     plans = run(limits, request_of(prompt_len, 1)).runner.plans

@@ -15,7 +15,7 @@ from jspec.serving.mailbox import Mailbox, wake
 from tests.support.fake_runner import small_limits
 
 NUM_PIECES = 4000
-SPEC = small_limits().spec
+SPEC = small_limits().draft_shape
 
 
 def history() -> TokenHistory:

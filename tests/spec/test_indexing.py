@@ -49,9 +49,9 @@ def test_scratch_holds_the_tree_the_beams_and_what_was_emitted(
         Algorithm.EAGLE.advance_slots(num_steps, topk),
     )
     assert extents == (topk * max(num_steps - 1, 0), num_steps + 1)
-    scratch = indexing.num_scratch_rows(nodes, propose_rows=extents[0], advance_rows=extents[1])
+    scratch = indexing.num_scratch_slots(nodes, propose_rows=extents[0], advance_rows=extents[1])
     assert scratch == rows
-    assert indexing.num_scratch_rows(nodes, propose_rows=0, advance_rows=0) == nodes
+    assert indexing.num_scratch_slots(nodes, propose_rows=0, advance_rows=0) == nodes
 
 
 @given(st.integers(0, 5000), st.integers(0, 2), st.integers(0, 6), st.integers(1, 8))
@@ -64,7 +64,7 @@ def test_reservation_holds_every_write_of_every_step_in_flight(
         committed,
         unread_rounds=unread,
         num_steps=num_steps,
-        scratch_rows=indexing.num_scratch_rows(
+        scratch_slots=indexing.num_scratch_slots(
             num_draft_tokens,
             propose_rows=Algorithm.EAGLE.propose_slots(num_steps, topk),
             advance_rows=Algorithm.EAGLE.advance_slots(num_steps, topk),

@@ -104,10 +104,10 @@ def tiny_params() -> tuple[Params, Params]:
 
 
 def limits_of(
-    spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200, num_rounds: int = 1
+    draft_shape: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200, num_rounds: int = 1
 ) -> ServeLimits:
     return flat_limits(
-        spec=spec,
+        draft_shape=draft_shape,
         num_slots=NUM_SLOTS,
         num_pages=num_tokens // page_size,
         page_size=page_size,
@@ -157,7 +157,7 @@ def mesh_of(shards: int) -> jax.sharding.Mesh:
 
 
 def build(
-    spec: SpeculativeConfig,
+    draft_shape: SpeculativeConfig,
     *,
     page_size: int,
     dial: bool = True,
@@ -176,36 +176,36 @@ def build(
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
-    variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
+    variants: the options of which decode programs. ops: whose kernels (XLA's). make: another
     drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
     target_spec: of TARGET's hidden size, with a head of its vocabulary too; the head reads the
-    inputs of its first and last layer and what comes out. shapes: beside `spec`. windows: page
+    inputs of its first and last layer and what comes out. shapes: smaller ones. windows: page
     spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
     program for each of variants. snapshots: of recurrent states, with a prefix cache.
     """
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
-    has_model = spec.algorithm is Algorithm.EAGLE3
+    has_model = draft_shape.algorithm is Algorithm.EAGLE3
     ops = ops or Ops()
     depth = target_spec.num_layers
     draft = dataclasses.replace(DRAFT, aux_layer_ids=(0, depth - 1, depth))
     target = Decoder(target_spec, ops, shard, draft.aux_layer_ids if has_model else aux_layer_ids)
     drafter: Drafter = NoDrafter()
     draft_params: Params = {}
-    if spec.algorithm is Algorithm.NGRAM:
-        drafter = NgramDrafter(spec, min_match=NGRAM_MIN_MATCH, max_match=NGRAM_MAX_MATCH)
+    if draft_shape.algorithm is Algorithm.NGRAM:
+        drafter = NgramDrafter(draft_shape, min_match=NGRAM_MIN_MATCH, max_match=NGRAM_MAX_MATCH)
         draft_params = corpus_params([(0,)])
     if has_model:
         head = FeatureHead(draft, ops, shard)
-        drafter, draft_params = EagleDrafter(head, spec), head_params
+        drafter, draft_params = EagleDrafter(head, draft_shape), head_params
         if dial:
-            drafter = DialDrafter(dial_head(head), spec, acceptance=DIAL_ACCEPTANCE)
+            drafter = DialDrafter(dial_head(head), draft_shape, acceptance=DIAL_ACCEPTANCE)
             empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
             draft_params = {"head": head_params, "dial": empty}
     if make is not None:
         drafter, draft_params = make(ops, shard), head_params
-    program = StepProgram(target=target, drafter=drafter, spec=spec)
-    limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
+    program = StepProgram(target=target, drafter=drafter, draft_shape=draft_shape)
+    limits = limits_of(draft_shape, page_size=page_size, num_rounds=num_rounds)
     limits = with_limits(
         limits,
         logprobs=ALL in variants,
@@ -226,7 +226,7 @@ def build(
         keys=tuple(
             key
             for key in program_keys(limits)
-            if StepOptions(key.features.members - {StepOption.SHARED}) in variants
+            if StepOptions(key.options.members - {StepOption.SHARED}) in variants
             or key.kind not in (StepKind.PREFILL, StepKind.DECODE)
             or (key.kind is StepKind.PREFILL and not limits.programs.logprobs)
         ),
@@ -413,9 +413,9 @@ def corpus_params(texts: list[tuple[int, ...]]) -> Params:
 
 
 @functools.lru_cache(maxsize=4)
-def engine(spec: tuple[int, int, int], page_size: int, *, features: StepOptions) -> Compiled:
+def engine(spec: tuple[int, int, int], page_size: int, *, options: StepOptions) -> Compiled:
     """A shared engine with the dial drafter and one decode variant."""
-    return build(spec_of(*spec), page_size=page_size, variants=(features,))
+    return build(spec_of(*spec), page_size=page_size, variants=(options,))
 
 
 @functools.cache

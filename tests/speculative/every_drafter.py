@@ -248,9 +248,9 @@ def no_corpus() -> Params:
     return corpus_params([(0,)])
 
 
-def lookup(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+def lookup(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
     del ops, shard
-    return NgramDrafter(spec, min_match=MIN_MATCH, max_match=NGRAM_MAX_MATCH)
+    return NgramDrafter(draft_shape, min_match=MIN_MATCH, max_match=NGRAM_MAX_MATCH)
 
 
 def drafts_for_itself(_: Sequence[tuple[int, ...]]) -> Params:
@@ -363,9 +363,9 @@ def of_layers(name: str) -> Kind:
     )
 
 
-def recurrent(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+def recurrent(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
     layer = FeatureHead(multi_layer_rows.RECURRENT, ops, shard)
-    return EagleDrafter(layer, spec)
+    return EagleDrafter(layer, draft_shape)
 
 
 EVERY: tuple[Kind, ...] = (

@@ -42,7 +42,7 @@ H, G, D = 4, 2, 16  # heads, kv heads, their width
 AUX = (0, 1)  # captures of the target
 WIDTH = len(AUX) * TARGET.hidden_size
 SCALE = D**-0.5
-# A row of its cache is a feature: at position i nothing later counts. S + 1 scratch rows, the root
+# A row of its cache is a feature: at position i nothing later counts. S + 1 scratch slots, the root
 # and S masks; as many tokens emitted.
 BLOCKS = Algorithm(
     name="BLOCKS",

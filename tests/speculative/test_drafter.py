@@ -65,7 +65,7 @@ def worked_example() -> Emitted:
     by_node = jnp.broadcast_to(jnp.arange(4.0)[:, None], (2, 4, 1))
     features = Features(hidden=by_node + 10, aux_hidden=by_node)
     kv = (jnp.zeros((4, 4, 2, 1)),)
-    _, verified = settle(trees, target_ids, features, kv, rows, spec=SPEC, ops=Ops())
+    _, verified = settle(trees, target_ids, features, kv, rows, draft_shape=SPEC, ops=Ops())
     return emitted_by(verified, rows)
 
 
@@ -221,7 +221,7 @@ def test_a_drafter_whose_writes_are_not_reserved_is_refused() -> None:
     eagle = drafters()[Algorithm.EAGLE3]
     other = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
     with pytest.raises(ConfigError, match="EagleDrafter drafts for NGRAM; expected the drafter"):
-        StepProgram(target=target, drafter=eagle, spec=other)
+        StepProgram(target=target, drafter=eagle, draft_shape=other)
 
 
 def test_pools_follow_the_declared_groups() -> None:

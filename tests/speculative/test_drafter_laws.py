@@ -249,7 +249,7 @@ MUTATIONS = (
     Mutation(
         "row of a beam",
         indexing,
-        "beam_row",
+        "beam_slot",
         lambda f: lambda depth, **named: f(depth, **named) + 1,
         (*HEADS, "standalone"),
     ),

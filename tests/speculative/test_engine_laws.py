@@ -243,7 +243,7 @@ def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", some(itertools.product(KINDS, (1, 16)), every=9))
 def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
-    """K = 16 with N = 64: scratch rows fill whole pages, and are what the pool runs out of."""
+    """K = 16 with N = 64: scratch slots fill whole pages, and are what the pool runs out of."""
     name, page_size = case
     setting = Setting(name, (3 if KINDS[name].lags else 4, 16, 64), page_size)
     check_retraction(setting, num_tokens=120, num_pages=480 // page_size)
@@ -256,7 +256,7 @@ def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
     runner = engine(setting).runner()
     with kept_state(runner) as before:
         for step, kind in enumerate((StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE)):
-            plan = plan_of(kind, runner.limits.spec, step=step, features=SAMPLING)
+            plan = plan_of(kind, runner.limits.draft_shape, step=step, options=SAMPLING)
             rounds = runner.collect(runner.dispatch(plan)).rounds
             assert all(not of_round.emitted_ids for of_round in rounds)
     for old, new in zip(before, beyond_dummies(runner.state), strict=True):
@@ -321,7 +321,7 @@ def test_a_whole_step_interpreted_is_what_it_is_compiled(name: str) -> None:
     decodes = [call for call in calls if call[0].kind is StepKind.DECODE]
     assert len(decodes) > 1
     for key, before, flat, expected in (*prefills[:1], *decodes[:1]):
-        program = StepProgram(target, drafter, compiled.program.spec, key.features)
+        program = StepProgram(target, drafter, compiled.program.draft_shape, key.options)
         fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat[0]))
         with jax.disable_jit():
             state = jax.tree.map(jnp.asarray, before)

@@ -56,9 +56,9 @@ def requests_of(temperature: float) -> list[Request]:
     ]
 
 
-def engine_of(spec: SpeculativeConfig, target: ModelSpec, params: Params) -> Compiled:
+def engine_of(draft_shape: SpeculativeConfig, target: ModelSpec, params: Params) -> Compiled:
     return build(
-        spec,
+        draft_shape,
         page_size=4,
         variants=(StepOptions(),),
         params=(params, tiny_params()[1]),

@@ -87,7 +87,7 @@ def engine_of(name: str) -> Compiled:
             build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
         )
     shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
-    return with_grammars(engine(shape, 16, features=SAMPLING))
+    return with_grammars(engine(shape, 16, options=SAMPLING))
 
 
 def constrained(i: int, grammar: FakeGrammar, **sampling: Any) -> Request:
@@ -252,7 +252,7 @@ def test_a_batch_without_a_grammar_needs_no_program_of_them() -> None:
     assert served.ids == (expected()[1], expected()[3])
     for plan, _ in view.steps:
         assert plan.constraints == ()
-        assert StepOption.GRAMMAR not in plan.features
+        assert StepOption.GRAMMAR not in plan.options
 
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:

@@ -83,9 +83,9 @@ def constrained() -> Request:
 @functools.cache
 def compiled(name: str, *, beside_grammars: bool = False) -> Compiled:
     """With what is made when somebody asks."""
-    features = requests()[0].sampling.features
+    options = requests()[0].sampling.options
     if beside_grammars:
-        features = features.union((constrained().sampling.features,))
+        options = options.union((constrained().sampling.options,))
     own = build(SHAPES[name], page_size=4, variants=(ALL,))
     hidden = HiddenRows(TARGET.hidden_size)
     limits = with_limits(own.limits, hidden=hidden, vocab_size=TARGET.vocab_size)
@@ -95,7 +95,7 @@ def compiled(name: str, *, beside_grammars: bool = False) -> Compiled:
         mesh=mesh_of(1),
         params=own.params,
         state=init_state(own.program, limits, shards=1, kv_dtype=jnp.float32),
-        keys=programs_on_demand(limits, features),
+        keys=programs_on_demand(limits, options),
     )
     return dataclasses.replace(own, limits=limits, executables={**own.executables, **more})
 
@@ -204,11 +204,11 @@ def test_they_stand_beside_rows_with_a_grammar() -> None:
 def test_programs_without_the_feature_hold_nothing_of_it() -> None:
     """And those that have it hand out the path's rows alone, not the nodes'."""
     engine = compiled("tree")
-    features = requests()[0].sampling.features
+    options = requests()[0].sampling.options
 
     def out_of(asked: Any) -> tuple[int, ...]:
         key = ProgramKey(StepKind.DECODE, 8, asked)
-        program = dataclasses.replace(engine.program, features=asked)
+        program = dataclasses.replace(engine.program, options=asked)
         state = init_state(program, engine.limits, shards=1, kv_dtype=jnp.float32)
         shape = shape_of(key, engine.limits)
         lowered = lower(shape, program, mesh=mesh_of(1), params=engine.params, state=state)
@@ -216,9 +216,9 @@ def test_programs_without_the_feature_hold_nothing_of_it() -> None:
         assert ranks == 1
         return tuple(found)
 
-    most = engine.limits.spec.max_emitted
+    most = engine.limits.draft_shape.max_emitted
     assert out_of(PLAIN) == (8, 1 + most)
-    assert out_of(features) == (8, 1 + most + most * TARGET.hidden_size)
+    assert out_of(options) == (8, 1 + most + most * TARGET.hidden_size)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -131,9 +131,9 @@ def later_child_accepted(case: Case, requests: list[Request], served: Served) ->
 def check(case: Case, num_tokens: int = TOKENS_PER_CASE) -> None:
     requests = requests_of(case, num_tokens)
     expected = [plain_ids(request) for request in requests]
-    needed = requests[0].sampling.features
+    needed = requests[0].sampling.options
     served = serve(
-        engine(case.spec, case.page_size, features=SAMPLING if needed else StepOptions()),
+        engine(case.spec, case.page_size, options=SAMPLING if needed else StepOptions()),
         requests,
         chunk_size=case.chunk,
         overlap_depth=case.depth,

@@ -220,11 +220,11 @@ def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
     assert np.isneginf(short.top_logprobs[:, 6:]).all()
 
 
-def text_of(features: StepOptions) -> str:
+def text_of(options: StepOptions) -> str:
     """The lowered decode program of the tree."""
     engine = compiled("tree", 2)
-    shape = shape_of(ProgramKey(StepKind.DECODE, 8, features), engine.limits)
-    program = dataclasses.replace(engine.program, features=features)
+    shape = shape_of(ProgramKey(StepKind.DECODE, 8, options), engine.limits)
+    program = dataclasses.replace(engine.program, options=options)
     state = init_state(program, engine.limits, shards=2, kv_dtype=jnp.float32)
     return lower(shape, program, mesh=mesh_of(2), params=engine.params, state=state).as_text()
 
@@ -248,8 +248,8 @@ def test_no_array_is_as_large_as_the_logits_but_them() -> None:
     """Nothing of [B, M, V] or [T, V]: what reduces sees a depth, or a slice of a prompt."""
     assert step_logprobs.SLICE == 64
     engine = compiled("tree", 2)
-    slots, nodes, width = 8, engine.limits.spec.num_draft_tokens, TARGET.vocab_size // 2
-    most = engine.limits.spec.max_emitted
+    slots, nodes, width = 8, engine.limits.draft_shape.num_draft_tokens, TARGET.vocab_size // 2
+    most = engine.limits.draft_shape.max_emitted
     text = text_of(ALL)
     assert f"tensor<{slots}x{nodes}x{width}xf32>" in text
     assert f"tensor<{slots}x{most}x{width}xf32>" not in text

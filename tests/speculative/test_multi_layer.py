@@ -296,7 +296,7 @@ def check_last_row(
     fresh = ViewRunner(compiled.runner(), compiled.limits)
     asyncio.run(serve_view(fresh, [whole[owner]]))
     (own,) = [admission.row for plan, _ in fresh.steps for admission in plan.admissions]
-    num_layers = 1 if not config_of(name).per_level else compiled.limits.spec.num_steps
+    num_layers = 1 if not config_of(name).per_level else compiled.limits.draft_shape.num_steps
     for layer in range(num_layers):
         count = len(whole[owner].prompt_ids) - layer
         np.testing.assert_allclose(

@@ -67,8 +67,8 @@ class Setting:
 def nextn() -> Kind:
     """One layer that is run again, as MiMo-7B's: hidden first, no embedding at position 0."""
 
-    def make(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
-        return EagleDrafter(head_of("mimo", ops, shard), spec)
+    def make(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+        return EagleDrafter(head_of("mimo", ops, shard), draft_shape)
 
     def params() -> Params:
         return with_all_ids(layers_weights("mimo"))
@@ -236,11 +236,11 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     size = compiled.limits.pool.page_size
     for of_request in chunks[4:]:  # from the second turn on, all but the last words are cached
         last = of_request[-1]
-        new = 5 + 1 + compiled.limits.spec.tokens_ahead
+        new = 5 + 1 + compiled.limits.draft_shape.tokens_ahead
         assert last.cached_tokens >= (last.prompt_tokens - new) // size * size
         assert last.cached_tokens % size == 0
     cached = [of_request[-1].cached_tokens for of_request in chunks[:4]]
-    common = (21 - compiled.limits.spec.tokens_ahead) // size * size
+    common = (21 - compiled.limits.draft_shape.tokens_ahead) // size * size
     # The others waited; in small chunks only until what was left was not worth it.
     least = common if chunk_size > common else common - size
     assert cached[0] == 0
@@ -335,7 +335,7 @@ def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
         assert ids_of(chunks) == ids_of(expected)
         assert chunks[-1].num_retractions == (retract_after is not None)
         # A retraction moves the verifications, and what the last one proposed is scratch.
-        committed = 45 + 19 - compiled.limits.spec.num_scratch_rows
+        committed = 45 + 19 - compiled.limits.draft_shape.num_scratch_slots
         for name in ("kv", "draft_kv"):
             ours, theirs = (rows_of(each, name, committed) for each in (session, whole))
             for mine, other in zip(ours, theirs, strict=True):
@@ -364,7 +364,7 @@ def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -
     """A prompt that ends at a page's edge, and one that goes on otherwise after it. Pages hold what
     a kind looks ahead, or more: of smaller ones it would find several fewer."""
     compiled = engine(kind)
-    size, ahead = compiled.limits.pool.page_size, compiled.limits.spec.tokens_ahead
+    size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
     assert ahead <= size
     session = Session(compiled)
     first = make_request(0, prompt_len=48, seed=3, max_new_tokens=1)

@@ -191,7 +191,9 @@ def test_a_step_of_several_rounds_copies_no_pool_and_is_donated() -> None:
 
 async def _first_chunks(view: ViewRunner) -> None:
     loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
-    async for _ in loop.submit([six_requests(**FULL if view.limits.spec.topk > 1 else {})[0]])[0]:
+    async for _ in loop.submit(
+        [six_requests(**FULL if view.limits.draft_shape.topk > 1 else {})[0]]
+    )[0]:
         pass
     await loop.close()
 

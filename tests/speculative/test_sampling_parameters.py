@@ -130,7 +130,7 @@ def compiled(name: str) -> Compiled:
     if name == "ngram":
         spec = spec_of(3, 2, 7, Algorithm.NGRAM)
         return build(spec, page_size=16, variants=(SAMPLING,))
-    return engine((3, 1, 4) if name == "chain" else (2, 2, 4), 16, features=SAMPLING)
+    return engine((3, 1, 4) if name == "chain" else (2, 2, 4), 16, options=SAMPLING)
 
 
 @pytest.mark.parametrize(

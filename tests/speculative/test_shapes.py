@@ -56,7 +56,7 @@ EVERY_SETTING += [
 
 def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
     """What the steps' own plans and results come to, where nothing is cut."""
-    spec, found = compiled.limits.spec, [0] * (compiled.limits.spec.num_steps + 1)
+    spec, found = compiled.limits.draft_shape, [0] * (compiled.limits.draft_shape.num_steps + 1)
     num_proposed = 0
     for plan, result in served.steps:
         shape = plan.shape

@@ -53,16 +53,16 @@ def weights_of(vocab_size: int) -> Params:
 
 
 @functools.cache
-def engine(vocab_size: int, shards: int, spec: SpeculativeConfig) -> Compiled:
+def engine(vocab_size: int, shards: int, draft_shape: SpeculativeConfig) -> Compiled:
     target = target_of(vocab_size)
     params = sharded(table_of(target), weights_of(vocab_size), shards)
     return build(
-        spec,
+        draft_shape,
         page_size=16,
         shards=shards,
-        params=(params, {} if spec == PLAIN else corpus_params([(0,)])),
+        params=(params, {} if draft_shape == PLAIN else corpus_params([(0,)])),
         variants=(StepOptions(), SAMPLING) if shards == 1 else (SAMPLING,),
-        make=None if spec == PLAIN else functools.partial(lookup, spec),
+        make=None if draft_shape == PLAIN else functools.partial(lookup, draft_shape),
         target_spec=target,
     )
 
@@ -87,8 +87,10 @@ def requests(vocab_size: int) -> list[Request]:
 
 
 @functools.cache
-def texts(vocab_size: int, shards: int, spec: SpeculativeConfig) -> tuple[tuple[int, ...], ...]:
-    return serve(engine(vocab_size, shards, spec), requests(vocab_size)).ids
+def texts(
+    vocab_size: int, shards: int, draft_shape: SpeculativeConfig
+) -> tuple[tuple[int, ...], ...]:
+    return serve(engine(vocab_size, shards, draft_shape), requests(vocab_size)).ids
 
 
 @pytest.mark.parametrize(
@@ -96,26 +98,28 @@ def texts(vocab_size: int, shards: int, spec: SpeculativeConfig) -> tuple[tuple[
     [
         pytest.param(72, 2, PLAIN, id="plain-72-2"),
         *(
-            pytest.param(vocab_size, shards, spec, id=f"{name}-{vocab_size}-{shards}", marks=slow)
+            pytest.param(
+                vocab_size, shards, draft_shape, id=f"{name}-{vocab_size}-{shards}", marks=slow
+            )
             for slow in [pytest.mark.slow]
-            for name, spec in (("plain", PLAIN), ("tree", TREE))
+            for name, draft_shape in (("plain", PLAIN), ("tree", TREE))
             for vocab_size, shards in ((72, 2), (72, 4), (84, 4), (320, 4))
             if (name, vocab_size, shards) != ("plain", 72, 2)
         ),
     ],
 )
 def test_several_shards_write_the_text_of_one(
-    vocab_size: int, shards: int, spec: SpeculativeConfig
+    vocab_size: int, shards: int, draft_shape: SpeculativeConfig
 ) -> None:
     expected = texts(vocab_size, 1, PLAIN)
-    assert texts(vocab_size, shards, spec) == expected
+    assert texts(vocab_size, shards, draft_shape) == expected
 
 
 def test_a_row_without_filters_writes_the_same_alone() -> None:
     """In a step that filters nothing."""
-    mixed = [each.sampling.features for each in requests(72)]
+    mixed = [each.sampling.options for each in requests(72)]
     plain = [request for request, needed in zip(requests(72), mixed, strict=True) if not needed]
     served = serve(engine(72, 1, PLAIN), plain)
-    assert all(step.features == StepOptions() for step, _ in served.steps)
+    assert all(step.options == StepOptions() for step, _ in served.steps)
     expected = zip(texts(72, 1, PLAIN), mixed, strict=True)
     assert list(served.ids) == [ids for ids, needed in expected if not needed]

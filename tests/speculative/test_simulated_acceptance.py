@@ -45,12 +45,12 @@ def rows_of(batch: int, *, seed: int = 0) -> StepBatch:
     )
 
 
-def random_tree(spec: SpeculativeConfig, rows: StepBatch, *, seed: int = 0) -> DraftTree:
+def random_tree(draft_shape: SpeculativeConfig, rows: StepBatch, *, seed: int = 0) -> DraftTree:
     """A tree as propose makes it, with random scores; ids of siblings differ."""
     rng = np.random.default_rng(seed)
-    batch, topk = rows.root_ids.shape[0], spec.topk
+    batch, topk = rows.root_ids.shape[0], draft_shape.topk
     levels, scores, first = [], np.zeros((batch, 1)), -1
-    for depth in range(spec.num_steps):
+    for depth in range(draft_shape.num_steps):
         beams = 1 if depth == 0 else topk
         best = np.argsort(-scores, axis=1, kind="stable")[:, :beams]
         if depth == 1:  # all of level 1, as it comes
@@ -67,22 +67,24 @@ def random_tree(spec: SpeculativeConfig, rows: StepBatch, *, seed: int = 0) -> D
             )
         )
         first = 0 if depth == 0 else first + beams * topk if depth > 1 else topk
-    return build_tree(rows.root_ids, tuple(levels), num_draft_tokens=spec.num_draft_tokens)
+    return build_tree(rows.root_ids, tuple(levels), num_draft_tokens=draft_shape.num_draft_tokens)
 
 
 def settled(
-    spec: SpeculativeConfig, *, target_ids: jax.Array | None = None, seed: int = 0
+    draft_shape: SpeculativeConfig, *, target_ids: jax.Array | None = None, seed: int = 0
 ) -> tuple[jax.Array, Verified, DraftTree, StepBatch]:
     rows = rows_of(BATCH, seed=seed)
-    tree = random_tree(spec, rows, seed=seed)
-    nodes = spec.num_draft_tokens
+    tree = random_tree(draft_shape, rows, seed=seed)
+    nodes = draft_shape.num_draft_tokens
     if target_ids is None:  # 99 is no draft: the real walk accepts nothing
         target_ids = jnp.full((BATCH, nodes), 99, jnp.int32)
     hidden = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.float32)[:, None], (BATCH, nodes, 2))
     pages = jnp.arange((1 + BATCH * 8) * PAGE_SIZE, dtype=jnp.float32)
     kv = (jnp.broadcast_to(pages.reshape(-1, PAGE_SIZE, 1, 1), (1 + BATCH * 8, PAGE_SIZE, 2, 1)),)
     features = Features(hidden=hidden[:, :, :0], aux_hidden=hidden)
-    (after,), verified = settle(tree, target_ids, features, kv, rows, spec=spec, ops=Ops())
+    (after,), verified = settle(
+        tree, target_ids, features, kv, rows, draft_shape=draft_shape, ops=Ops()
+    )
     return after, verified, tree, rows
 
 
@@ -179,13 +181,13 @@ def test_one_sequences_own_mean_is_right() -> None:
 
 
 def plain_settle(
-    tree: DraftTree, ids: Any, features: Features, kv: Any, rows: Any, *, spec: Any
+    tree: DraftTree, ids: Any, features: Features, kv: Any, rows: Any, *, draft_shape: Any
 ) -> Any:
     """settle as it is without the option: what the programs must be when it is off."""
     node_path, num_accepted = accept_tree(
-        tree, ids, num_levels=spec.num_steps, may_accept=rows.sampling.speculative > 0
+        tree, ids, num_levels=draft_shape.num_steps, may_accept=rows.sampling.speculative > 0
     )
-    if spec.topk > 1:
+    if draft_shape.topk > 1:
         kv = tuple(
             compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
             for pages in kv
@@ -217,8 +219,8 @@ def test_off_means_the_same_program_and_on_another(shape: tuple[int, int, int]) 
 
     settled_by = partial(settle, ops=Ops())
 
-    def text(function: Any, spec: SpeculativeConfig) -> str:
-        return str(jax.make_jaxpr(partial(function, spec=spec))(*arguments))
+    def text(function: Any, draft_shape: SpeculativeConfig) -> str:
+        return str(jax.make_jaxpr(partial(function, draft_shape=draft_shape))(*arguments))
 
     assert text(settled_by, spec) == text(plain_settle, spec)
     simulated = text(settled_by, replace(spec, simulate_acceptance=3.0))
@@ -291,7 +293,7 @@ def test_a_row_may_ask_for_no_speculation() -> None:
         features = Features(
             hidden=jnp.zeros((BATCH, 4, 0)), aux_hidden=jnp.zeros((BATCH, 4, 2), jnp.float32)
         )
-        _, verified = settle(tree, follows, features, (), rows, spec=spec, ops=Ops())
+        _, verified = settle(tree, follows, features, (), rows, draft_shape=spec, ops=Ops())
         accepted = np.asarray(verified.num_accepted)
         assert set(accepted[off == 0]) == {0}
         assert accepted[off == 1].min() > 0

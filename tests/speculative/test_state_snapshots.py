@@ -99,7 +99,7 @@ def test_conversations_go_on_after_their_states(
     cached = converse(session, num_turns=3)
     assert any(any(of_turn) for of_turn in cached)
     if snapshots is MANY:  # a turn starts at the last page end of the prompt before it
-        size, ahead = compiled.limits.pool.page_size, compiled.limits.spec.tokens_ahead
+        size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
         lens = [len(request.prompt_ids) for request in turns_of(count=3)]
         assert cached[1] == [min(n - ahead, n - 1) // size * size for n in lens]
 

@@ -150,7 +150,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_
     compiled = engine(kind)
     how: dict[str, Any] = {"chunk_size": chunk, "overlap_depth": depth}
     session, cold = session_of(compiled, **how), session_of(compiled, prefix_cache=False, **how)
-    size, new = compiled.limits.pool.page_size, 5 + 1 + compiled.limits.spec.tokens_ahead
+    size, new = compiled.limits.pool.page_size, 5 + 1 + compiled.limits.draft_shape.tokens_ahead
     for turn, prompt, found in conversations(kind, num_turns=num_turns, session=session, cold=cold):
         assert found % size == 0
         assert found >= (prompt - new) // size * size or turn == 0
@@ -193,7 +193,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     again = dataclasses.replace(requests[0], prompt_ids=(*requests[0].prompt_ids, *half(expected)))
     warm, other = session.serve([again])[0], cold.serve([again])[0]
     assert ids_of(warm) == ids_of(other)
-    size, ahead = compiled.limits.pool.page_size, compiled.limits.spec.tokens_ahead
+    size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
     assert warm[-1].cached_tokens >= (len(again.prompt_ids) - 1 - ahead) // size * size
     check_idle(session)
 
@@ -230,7 +230,7 @@ def test_rows_do_not_depend_on_chunks_or_on_what_was_cached(kind: str) -> None:
         (chunks,) = session.serve([request], retract_after=retract_after)
         assert ids_of(chunks) == ids_of(expected)
         assert chunks[-1].num_retractions == (retract_after is not None)
-        committed = 45 + 19 - compiled.limits.spec.num_scratch_rows
+        committed = 45 + 19 - compiled.limits.draft_shape.num_scratch_slots
         compare_rows(session, cold, committed=committed)
 
 

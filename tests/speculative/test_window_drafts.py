@@ -135,7 +135,7 @@ def test_pages_given_back_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch)
     right = CacheSpaces._seen_len
 
     def too_early(self: CacheSpaces, tenancy: Any) -> int:
-        return right(self, tenancy) + (self._limits.spec.lag // PAGE + 1) * PAGE
+        return right(self, tenancy) + (self._limits.draft_shape.lag // PAGE + 1) * PAGE
 
     monkeypatch.setattr(CacheSpaces, "_seen_len", too_early)
     with pytest.raises(AssertionError):

@@ -78,7 +78,7 @@ def with_space(limits: ServeLimits, *, num_rows: int) -> ServeLimits:
 
 @functools.cache
 def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
-    """The smallest pool that serves two rows at once; programs of plain features alone.
+    """The smallest pool that serves two rows at once; programs of plain options alone.
 
     itself: the target is its own STANDALONE draft, whose windows are as real.
     """
@@ -97,7 +97,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
         drafter = DialDrafter(dial_head(head), spec, acceptance=DIAL_ACCEPTANCE)
         empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
         draft_params = {"head": head_params, "dial": empty}
-    program = StepProgram(target=target, drafter=drafter, spec=spec)
+    program = StepProgram(target=target, drafter=drafter, draft_shape=spec)
     limits = with_space(limits_of(spec, page_size=PAGE), num_rows=2)
     limits = with_limits(limits, prefix_cache=True)
     params = place(mesh, program.tables, {"target": target_params, "draft": draft_params})
@@ -110,7 +110,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.kind is StepKind.PREFILL or key.features == PLAIN
+            if key.kind is StepKind.PREFILL or key.options == PLAIN
         ),
     )
     return Compiled(limits=limits, program=program, params=params, executables=executables)
@@ -207,7 +207,7 @@ def test_a_next_turn_begins_after_the_first_and_says_the_same(
     served, expected = warm.serve([again])[0], cold.serve([again])[0]
     assert ids_of(served) == ids_of(expected)
     assert accepted_by(served) == accepted_by(expected)
-    ahead = compiled.limits.spec.tokens_ahead
+    ahead = compiled.limits.draft_shape.tokens_ahead
     assert served[-1].cached_tokens == (prompt_len + 30 - 1 - ahead) // PAGE * PAGE
     assert expected[-1].cached_tokens == 0
     (space,) = compiled.limits.pool.windows

@@ -46,7 +46,7 @@ def tree() -> DraftTree:
 def test_numbers_of_the_configuration() -> None:
     assert SPEC.pool_size == 6
     assert SPEC.max_emitted == 3
-    assert SPEC.num_scratch_rows == 4
+    assert SPEC.num_scratch_slots == 4
 
 
 def test_draft_rows() -> None:

@@ -28,14 +28,14 @@ def small_limits(
 ) -> ServeLimits:
     """Return ServeLimits of a toy engine; 0/1/1 is plain decoding. shapes: the other shapes."""
     num_steps, topk, nodes = steps_topk_nodes
-    spec = SpeculativeConfig(
+    draft_shape = SpeculativeConfig(
         algorithm=algorithm if num_steps else Algorithm.NONE,
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=nodes,
     )
     return flat_limits(
-        spec=spec,
+        draft_shape=draft_shape,
         num_slots=num_slots,
         num_pages=num_pages,
         page_size=page_size,
@@ -48,12 +48,14 @@ def small_limits(
         max_queued_requests=max_queued_requests,
         windows=windows,
         prefix_cache=prefix_cache,
-        other_shapes=tuple(_shape(spec, other) for other in shapes),
+        other_shapes=tuple(_shape(draft_shape, other) for other in shapes),
     )
 
 
-def _shape(spec: SpeculativeConfig, steps_topk_nodes: tuple[int, int, int]) -> SpeculativeConfig:
+def _shape(
+    draft_shape: SpeculativeConfig, steps_topk_nodes: tuple[int, int, int]
+) -> SpeculativeConfig:
     num_steps, topk, nodes = steps_topk_nodes
     if not num_steps:
         return SpeculativeConfig.plain()
-    return dataclasses.replace(spec, num_steps=num_steps, topk=topk, num_draft_tokens=nodes)
+    return dataclasses.replace(draft_shape, num_steps=num_steps, topk=topk, num_draft_tokens=nodes)

@@ -21,7 +21,7 @@ class FakePages:
     def __init__(self, limits: ServeLimits) -> None:
         self._size = limits.pool.page_size
         self._num_pages = limits.pool.num_pages
-        self._lookahead, self._lag = limits.spec.tokens_ahead, limits.spec.lag
+        self._lookahead, self._lag = limits.draft_shape.tokens_ahead, limits.draft_shape.lag
         self._owners: dict[int, RowRef] = {}
         self._sharers: dict[int, set[RowRef]] = {}
         self._written: dict[int, dict[int, int]] = {}  # page → offset → fingerprint

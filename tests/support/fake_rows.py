@@ -109,7 +109,7 @@ class FakeWindows:
         require(number in pages, f"{grant}, which nobody has written")
         page = pages[number]
         for position in range(index * size, (index + 1) * size):
-            ahead = self._limits.spec.tokens_ahead
+            ahead = self._limits.draft_shape.tokens_ahead
             expected = fingerprint(row, row.text, position, lookahead=ahead)
             is_right = page.written.get(position % size) == expected
             require(is_right, f"{ref} shares page {number} of {grant.space}, wrong at {position}")
@@ -124,7 +124,7 @@ class FakeWindows:
         row = rows.get(other.slot)
         if row is None or row.admission.row != other:
             return
-        if (index + 1) * size > row.known_len - self._limits.spec.lag - (space.window - 1):
+        if (index + 1) * size > row.known_len - self._limits.draft_shape.lag - (space.window - 1):
             require(other != ref, f"{grant} while the row sees it at {index}")
             require(row.steps_in_flight == 0, f"{grant}, which {other}, in flight, sees")
             del rows[other.slot]  # it ended: from now on its RowRef is an error
@@ -134,7 +134,7 @@ class FakeWindows:
     def check(self, row: FakeRow, *, first: int, end: int) -> None:
         """Check that queries from `first` and writes up to `end` use only the row's own pages."""
         size = self._limits.pool.page_size
-        first = max(first - self._limits.spec.lag, row.admission.cached_len)
+        first = max(first - self._limits.draft_shape.lag, row.admission.cached_len)
         for space, table in zip(self._limits.pool.windows, row.window_pages, strict=True):
             begin = max(first - (space.window - 1), 0) // size
             missing = [i for i in range(begin, indexing.num_pages(end, size)) if i not in table]
@@ -148,9 +148,9 @@ class FakeWindows:
         ref, size, ahead = (
             row.admission.row,
             self._limits.pool.page_size,
-            self._limits.spec.tokens_ahead,
+            self._limits.draft_shape.tokens_ahead,
         )
-        first = max(first - self._limits.spec.lag, row.admission.cached_len)
+        first = max(first - self._limits.draft_shape.lag, row.admission.cached_len)
         for pages, table in zip(self._pages, row.window_pages, strict=True):
             for position in range(first, end + scratch):
                 if position // size not in table:

@@ -114,7 +114,7 @@ class FakeRunner:
     ) -> None:
         self._limits = limits
         self._token_at = token_at
-        self._accepted_at = accepted_at or random_acceptance(0.7, limits.spec.num_steps)
+        self._accepted_at = accepted_at or random_acceptance(0.7, limits.draft_shape.num_steps)
         self._step_seconds = step_seconds
         self._rows: dict[int, FakeRow] = {}
         self._pages = FakePages(limits)
@@ -229,8 +229,8 @@ class FakeRunner:
             )
         new = {admission.row: admission.request for admission in plan.admissions}
         requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
-        needed = PLAIN.union(request.sampling.features for request in requests)
-        require(plan.features == needed, f"features are {plan.features}; expected {needed}")
+        needed = PLAIN.union(request.sampling.options for request in requests)
+        require(plan.options == needed, f"options are {plan.options}; expected {needed}")
 
     def _row(self, ref: RowRef) -> FakeRow:
         row = self._rows.get(ref.slot)
@@ -320,10 +320,10 @@ class FakeRunner:
 
     def _needed(self, row: FakeRow) -> int:
         """Positions that the useful rounds of the next step may write."""
-        spec = self._limits.spec
+        draft_shape = self._limits.draft_shape
         first = row.read_len + row.unread_tokens
-        final = first + (self._limits.scheduling.num_rounds - 1) * spec.max_emitted
-        return max(first, min(final, self._last(row))) + spec.num_scratch_rows
+        final = first + (self._limits.scheduling.num_rounds - 1) * draft_shape.max_emitted
+        return max(first, min(final, self._last(row))) + draft_shape.num_scratch_slots
 
     def _last(self, row: FakeRow) -> int:
         """Length at which the request's last token may still be missing."""
@@ -354,21 +354,27 @@ class FakeRunner:
         row = self._row(ref)
         require(row.is_filled, f"{ref} decodes before its final chunk")
         reserved = row.read_len + row.unread_tokens
-        reserved += self._limits.spec.num_scratch_rows
+        reserved += self._limits.draft_shape.num_scratch_slots
         owned = self._num_owned(row)
         require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
-        require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
+        require(
+            row.seq_len + self._limits.draft_shape.num_scratch_slots <= reserved, f"{ref} ran ahead"
+        )
         self._check_tokens_left(row)
         return tuple(self._run_round(row, plan) for _ in range(self._limits.scheduling.num_rounds))
 
     def _run_round(self, row: FakeRow, plan: StepPlan) -> tuple[int, ...]:
         shape = plan.shape
-        spec, ref, request = self._limits.spec, row.admission.row, row.admission.request
+        draft_shape, ref, request = (
+            self._limits.draft_shape,
+            row.admission.row,
+            row.admission.request,
+        )
         last, owned = self._last(row), self._num_owned(row)
-        written = row.seq_len + spec.num_scratch_rows
+        written = row.seq_len + draft_shape.num_scratch_slots
         if row.seq_len <= last:
             start = min(row.read_len + row.unread_tokens, last)
-            reserved = start + spec.num_scratch_rows
+            reserved = start + draft_shape.num_scratch_slots
             require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
             require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
             self._windows.check(row, first=row.seq_len, end=reserved)
@@ -376,7 +382,7 @@ class FakeRunner:
         require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
         is_drafting = request.sampling.speculative
         num_accepted = self._accepted_at(request, row.seq_len) if is_drafting else 0
-        require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
+        require(0 <= num_accepted <= draft_shape.num_steps, f"accepted_at gave {num_accepted}")
         num_accepted = min(num_accepted, shape.num_steps)
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))

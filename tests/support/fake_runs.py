@@ -20,7 +20,7 @@ def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
         expected += [StepKind.PREFILL]
         expected += [StepKind.SAVE] if plan.saves else []
         shapes = {run.shape for run in plan.runs}
-        require(shapes == {limits.spec}, f"a prefill of shapes {shapes}")
+        require(shapes == {limits.draft_shape}, f"a prefill of shapes {shapes}")
         check_cached(limits, plan, cached)
     else:
         expected = [StepKind.DRAFT_PREFILL] if plan.pending else []
@@ -32,7 +32,7 @@ def check_runs(limits: ServeLimits, plan: StepPlan) -> None:
 
 def check_cached(limits: ServeLimits, plan: StepPlan, cached: list[StepRun]) -> None:
     """The runs carry the cached ids of each admitted row that needs them, in order."""
-    keeps_ids = limits.spec.algorithm.keeps_ids
+    keeps_ids = limits.draft_shape.algorithm.keeps_ids
     found: dict[RowRef, list[int]] = {}
     fills = {admission.row: admission.fill_ids for admission in plan.admissions}
     for run in cached:
@@ -53,6 +53,6 @@ def check_cached(limits: ServeLimits, plan: StepPlan, cached: list[StepRun]) -> 
         admission.row: list(admission.fill_ids[: admission.cached_len])
         for admission in plan.admissions
         if admission.cached_len
-        and (keeps_ids or StepOption.PENALTIES in admission.request.sampling.features)
+        and (keeps_ids or StepOption.PENALTIES in admission.request.sampling.options)
     }
     require(found == expected, f"runs give cached {found}; expected {expected}")

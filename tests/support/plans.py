@@ -14,7 +14,7 @@ def plan_of(
     shape: SpeculativeConfig,
     *,
     step: int = 1,
-    features: StepOptions = PLAIN,
+    options: StepOptions = PLAIN,
     **fields: Any,
 ) -> StepPlan:
-    return StepPlan(step=step, runs=(StepRun(kind, shape),), features=features, **fields)
+    return StepPlan(step=step, runs=(StepRun(kind, shape),), options=options, **fields)

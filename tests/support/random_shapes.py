@@ -19,15 +19,15 @@ class RandomShapes:
         self._shapes = limits.shapes
         self._random = random.Random(seed)
         self._deck: list[SpeculativeConfig] = []
-        self._shape, self._num_left = limits.spec, 0
+        self._shape, self._num_left = limits.draft_shape, 0
         self.used = dict.fromkeys(limits.shapes, 0)
 
     @property
     def totals(self) -> ShapeTotals:
         return ShapeTotals()
 
-    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        del num_rows, features
+    def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
+        del num_rows, options
         if not self._num_left:
             if not self._deck:  # every shape comes up soon
                 self._deck = self._random.sample(self._shapes, len(self._shapes))

@@ -107,7 +107,7 @@ def test_a_watched_sequence_has_the_text_of_its_stream(
     params = SamplingParams(
         max_new_tokens=len(ids) + data.draw(st.integers(1, 2)), stop=tuple(stop), no_stop_trim=keeps
     )
-    assert params.features == PLAIN
+    assert params.options == PLAIN
     chunks = chunks_of(byte_level, params, data.draw(cut_anywhere(ids)))
     stream = TokenizedStream(byte_level, stop=stop, no_stop_trim=keeps)
     cut = stream.push(ids)
@@ -125,7 +125,7 @@ def chunks_of(
         arrival=0,
         max_new_tokens=params.wanted_tokens,
         stream=TokenizedStream(tokenizer, stop=params.stop, no_stop_trim=params.no_stop_trim),
-        spec=SpeculativeConfig.plain(),
+        draft_shape=SpeculativeConfig.plain(),
     )
     assert sequence.watch is not None
     chunks = []

@@ -63,7 +63,7 @@ class Examination:
         self._texts = [text for text in texts if text.ids]
         if not self._texts:
             raise RequestError("every text is empty; expected prompts that the target continues")
-        self._spec = engine.limits.spec
+        self._spec = engine.limits.draft_shape
         self._dtype = engine.config.dtype
         self._target: Decoder = self._served.models.target
         on_one = self._served.mesh.size == 1

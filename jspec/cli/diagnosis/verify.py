@@ -129,9 +129,9 @@ def verify(
         cases, numbers = requests_of(engine, prompts, settings)
         say(f"{len(cases)} texts with speculation")
         texts = make_texts(engine, cases)
-        spec = engine.limits.spec
-        name = f"{engine.config.speculative_algorithm} {spec.num_steps}/{spec.topk}/"
-        name += str(spec.num_draft_tokens)
+        draft_shape = engine.limits.draft_shape
+        name = f"{engine.config.speculative_algorithm} {draft_shape.num_steps}/{draft_shape.topk}/"
+        name += str(draft_shape.num_draft_tokens)
     say("starting the engine that does not")
     with Engine(**checking_arguments(arguments)) as engine:
         say("the same texts, twice")

@@ -66,7 +66,7 @@ def size_pool(
     """
     page_size, num_slots = config.page_size, config.max_running_requests
     limits = ServeLimits(
-        spec=config.speculative,
+        draft_shape=config.speculative,
         other_shapes=config.other_shapes,
         pool=PoolLimits(
             num_slots=num_slots,
@@ -97,8 +97,8 @@ def size_pool(
         dtype=config.dtype,
         shards=config.tp_size,
         lanes=ops.lanes,
-        num_nodes=limits.spec.num_draft_tokens,
-        num_path=limits.spec.max_emitted,
+        num_nodes=limits.draft_shape.num_draft_tokens,
+        num_path=limits.draft_shape.max_emitted,
     )
     return _sized(limits, config, groups, devices=devices, layout=layout, weights=weights)
 

@@ -144,8 +144,8 @@ def compiler_options(
     if platform != "gpu":
         return {}
     is_decode = STEPS[key.kind].is_decode
-    spec = key.shape or limits.spec
-    tokens = key.bucket * spec.num_draft_tokens if is_decode else None
+    draft_shape = key.shape or limits.draft_shape
+    tokens = key.bucket * draft_shape.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
     return {"xla_disable_hlo_passes": passes, **options}
@@ -186,8 +186,8 @@ class Recipe:
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
         platform = mesh.devices.flat[0].platform
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
-        spec = key.shape or self.program.spec
-        variant = dataclasses.replace(self.program, features=key.features, spec=spec)
+        draft_shape = key.shape or self.program.draft_shape
+        variant = dataclasses.replace(self.program, options=key.options, draft_shape=draft_shape)
         return shape_of(key, self.limits), variant, options
 
     def paths(

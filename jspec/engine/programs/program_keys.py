@@ -26,7 +26,7 @@ def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[ProgramKey, ...]:
-    """Return the additional programs that requests for these features need, alone or batched with
+    """Return the additional programs that requests for these options need, alone or batched with
     other rows."""
     every = wanted_programs(limits)
     return tuple(key for key, _, needs in every if needs and needs <= asked.members)
@@ -52,9 +52,9 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
 
 
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
-    """Return the cheapest ready program that can run `needed`: smallest bucket, fewest features.
+    """Return the cheapest ready program that can run `needed`: smallest bucket, fewest options.
 
-    It has the same kind and shape, a bucket at least as large, and features that cover the needed
+    It has the same kind and shape, a bucket at least as large, and options that cover the needed
     ones. Ties go to the first of `ready`. Raises InvariantError if no program fits.
     """
     ready = tuple(ready)
@@ -62,9 +62,9 @@ def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramK
     if not fit:
         raise InvariantError(
             f"no program is ready for {needed}; expected one of its kind and shape that is as "
-            f"large and has its features among {[str(key) for key in ready]}"
+            f"large and has its options among {[str(key) for key in ready]}"
         )
-    return min(fit, key=lambda key: (key.bucket, len(key.features)))
+    return min(fit, key=lambda key: (key.bucket, len(key.options)))
 
 
 def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
@@ -72,12 +72,12 @@ def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
         key.kind is needed.kind
         and key.shape == needed.shape
         and key.bucket >= needed.bucket
-        and key.features.covers(needed.features)
+        and key.options.covers(needed.options)
     )
 
 
 def ready_shapes(
-    limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, features: StepOptions
+    limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, options: StepOptions
 ) -> tuple[SpeculativeConfig, ...]:
     """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`.
 
@@ -91,13 +91,13 @@ def ready_shapes(
         found = [key.bucket for key in ready if _serves(key, needed)]
         return min(found, default=None)
 
-    own = bucket(StepKind.DECODE, None, features)
+    own = bucket(StepKind.DECODE, None, options)
     told = bucket(StepKind.DRAFT_PREFILL, None, PLAIN)
 
     def is_ready(shape: SpeculativeConfig) -> bool:
-        if shape == limits.spec:
+        if shape == limits.draft_shape:
             return True
-        found = bucket(StepKind.DECODE, shape, features)
+        found = bucket(StepKind.DECODE, shape, options)
         if found is None or own is None or found > own:
             return False
         return not shape.is_plain or (told is not None and told <= own)

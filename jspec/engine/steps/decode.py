@@ -71,7 +71,7 @@ def with_sharing(options: StepOptions) -> StepOptions:
 
 def layout(key: ProgramKey, host: Host) -> PackedLayout:
     batch, num_grants = key.bucket, key.bucket * host.limits.grants_per_row
-    is_sharing = StepOption.SHARED in key.features
+    is_sharing = StepOption.SHARED in key.options
     return PackedLayout(
         (
             ("slots", (batch,)),
@@ -137,7 +137,8 @@ def cut_decodes(
 
 
 def settle_layout(key: ProgramKey, host: Host) -> PackedLayout:
-    nodes, words = host.limits.spec.num_draft_tokens, num_words(host.limits.programs.vocab_size)
+    nodes = host.limits.draft_shape.num_draft_tokens
+    words = num_words(host.limits.programs.vocab_size)
     return PackedLayout((("slots", (key.bucket,)), ("allowed", (key.bucket, nodes, words))))
 
 

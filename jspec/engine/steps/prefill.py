@@ -75,7 +75,7 @@ def layout(key: ProgramKey, host: Host) -> PackedLayout:
             ("prompt_lens", (rows,)),
             ("page_table", (rows, limits.pages_per_row)),
             *window_grants(host, limits.window_grants_of_prefill(tokens)),
-            *(masks if StepOption.GRAMMAR in key.features else ()),
+            *(masks if StepOption.GRAMMAR in key.options else ()),
             *packed_fields(host.table, rows),
         )
     )

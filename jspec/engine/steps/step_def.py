@@ -30,13 +30,13 @@ class ProgramKey(NamedTuple):
 
     kind: StepKind
     bucket: int
-    features: StepOptions
+    options: StepOptions
     shape: SpeculativeConfig | None = None
 
     def __str__(self) -> str:
-        features = "" if self.features == PLAIN else f" {self.features}"
+        options = "" if self.options == PLAIN else f" {self.options}"
         shape = "" if self.shape is None else f" {self.shape}"
-        return f"{self.kind.value}={self.bucket}{shape}{features}"
+        return f"{self.kind.value}={self.bucket}{shape}{options}"
 
 
 class Turn(enum.IntEnum):

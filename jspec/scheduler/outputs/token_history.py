@@ -81,12 +81,12 @@ class TokenHistory:
     """
 
     def __init__(
-        self, request: Request, spec: SpeculativeConfig, *, stream: TextStream | None
+        self, request: Request, draft_shape: SpeculativeConfig, *, stream: TextStream | None
     ) -> None:
         self.request_id = request.request_id
         self._prompt_tokens = len(request.prompt_ids)
         self._stream = stream
-        self._tally = Tally(spec)
+        self._tally = Tally(draft_shape)
 
     def chunk(self, piece: Piece) -> StreamChunk:
         ids = tuple(piece.ids[: piece.num_emitted] if piece.num_emitted else piece.ids)
@@ -129,10 +129,10 @@ class Tally:
     length.
     """
 
-    def __init__(self, spec: SpeculativeConfig) -> None:
-        self._is_plain = spec.algorithm == Algorithm.NONE
-        self._num_drafts = spec.num_draft_tokens - 1
-        self._histogram = [0] * (spec.num_steps + 1)
+    def __init__(self, draft_shape: SpeculativeConfig) -> None:
+        self._is_plain = draft_shape.algorithm == Algorithm.NONE
+        self._num_drafts = draft_shape.num_draft_tokens - 1
+        self._histogram = [0] * (draft_shape.num_steps + 1)
         self._verify_ct = self._num_accepted = self._num_proposed = 0
         self._full_verify_ct = self._full_num_emitted = 0
 

@@ -36,9 +36,9 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
     to page 0.
     """
     first = committed + unread_tokens
-    final = first + (limits.scheduling.num_rounds - 1) * limits.spec.max_emitted
+    final = first + (limits.scheduling.num_rounds - 1) * limits.draft_shape.max_emitted
     start = max(first, min(final, last))
-    positions = limits.spec.reserved_tokens(start, unread_rounds=0)
+    positions = limits.draft_shape.reserved_tokens(start, unread_rounds=0)
     return indexing.num_pages(positions, limits.pool.page_size)
 
 
@@ -76,8 +76,8 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
     rounds = (
         HEADROOM_ROUNDS + (limits.scheduling.overlap_depth + 1) * limits.scheduling.num_rounds - 1
     )
-    goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
-    positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
+    goal = min(committed + rounds * limits.draft_shape.max_emitted, max(last, committed))
+    positions = limits.draft_shape.reserved_tokens(goal, unread_rounds=0)
     return indexing.num_pages(positions, limits.pool.page_size)
 
 

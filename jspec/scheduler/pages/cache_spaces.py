@@ -79,7 +79,7 @@ class CacheSpaces:
             )
             of_trees.append(self.snapshots)
         self._cache = PrefixCache(
-            of_trees, page_size=limits.pool.page_size, lookahead=limits.spec.tokens_ahead
+            of_trees, page_size=limits.pool.page_size, lookahead=limits.draft_shape.tokens_ahead
         )
         self._is_caching = limits.scheduling.prefix_cache
         self._found: tuple[tuple[int, int, int], Hit] | None = None
@@ -158,7 +158,7 @@ class CacheSpaces:
         high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
         while low < high:
             middle = (low + high + 1) // 2
-            end = middle * self._limits.pool.page_size + self._limits.spec.tokens_ahead
+            end = middle * self._limits.pool.page_size + self._limits.draft_shape.tokens_ahead
             if ids[:end] == other[:end]:
                 low = middle
             else:
@@ -256,7 +256,7 @@ class CacheSpaces:
 
     def _seen_len(self, tenancy: Tenancy) -> int:
         """Return a bound below all later queries, also of a drafter that gets tokens later."""
-        return tenancy.drafted_len - self._limits.spec.lag
+        return tenancy.drafted_len - self._limits.draft_shape.lag
 
     def release(self, tenancy: Tenancy) -> None:
         """Release the pages of an ended row."""

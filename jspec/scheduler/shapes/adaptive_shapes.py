@@ -91,8 +91,8 @@ class AdaptiveShapes:
     def __init__(self, limits: ServeLimits, *, step_costs: StepCosts) -> None:
         self._limits = limits
         self._step_costs = step_costs
-        self._current = limits.spec
-        depth = limits.spec.num_steps
+        self._current = limits.draft_shape
+        depth = limits.draft_shape.num_steps
         self._any = Acceptance(depth)  # of all shapes: a guess for those hardly seen
         self._accepted = {shape.topk: Acceptance(depth) for shape in limits.shapes}
         self._measured: dict[Place, dict[SpeculativeConfig, float]] = {}
@@ -102,7 +102,7 @@ class AdaptiveShapes:
         self._num_seen: dict[tuple[Place, SpeculativeConfig], int] = {}
         self._seen_shift: dict[tuple[Place, SpeculativeConfig], float] = {}  # when it ran last
         self._saved = FIRST_SAVED
-        self._probe, self._num_probes_left = limits.spec, 0
+        self._probe, self._num_probes_left = limits.draft_shape, 0
         self._ran: tuple[Place, SpeculativeConfig] | None = None  # of the last step, a decode
         self._totals = ShapeTotals(num_steps=depth)
 
@@ -126,16 +126,16 @@ class AdaptiveShapes:
         rates = (weight * passed + hope) / (weight * reached + hope)
         return 1.0 + float(np.cumprod(rates[:num_steps]).sum())
 
-    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        place = self._place(num_rows, features)
-        given = self._step_costs(num_rows, features)
+    def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
+        place = self._place(num_rows, options)
+        given = self._step_costs(num_rows, options)
         if given is not self._given.get(place):  # programs were added
             self._given[place], self._measured[place] = given, _capped(given)
         measured = self._measured[place]
-        if self._limits.spec not in measured:  # nothing to compare others with yet
-            return self._limits.spec
+        if self._limits.draft_shape not in measured:  # nothing to compare others with yet
+            return self._limits.draft_shape
         worth = {s: self.expected_tokens(s) / self._cost(place, s) for s in measured}
-        before = self._current if self._current in measured else self._limits.spec
+        before = self._current if self._current in measured else self._limits.draft_shape
         best = max(worth, key=lambda shape: worth[shape])
         self._current = best if worth[best] > (1 + MARGIN) * worth[before] else before
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
@@ -167,8 +167,8 @@ class AdaptiveShapes:
             self._saved -= cost
             self._probe, self._num_probes_left = shape, num_steps
 
-    def _place(self, num_rows: int, features: StepOptions) -> Place:
-        return core_shapes.bucket(num_rows, self._limits.programs.decode_buckets), features
+    def _place(self, num_rows: int, options: StepOptions) -> Place:
+        return core_shapes.bucket(num_rows, self._limits.programs.decode_buckets), options
 
     def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
         """Return the seconds of a step, at least half of the measured ones."""
@@ -209,7 +209,7 @@ class AdaptiveShapes:
         before, self._ran = self._ran, None
         if plan.is_prefill:
             return
-        shape, place = plan.shape, self._place(len(plan.rows), plan.features)
+        shape, place = plan.shape, self._place(len(plan.rows), plan.options)
         if shape not in self._measured.get(place, {}):
             return
         self._ran = place, shape

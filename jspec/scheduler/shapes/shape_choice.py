@@ -35,9 +35,9 @@ class ShapeTotals:
     num_changes: int = 0  # of the preferred shape
     num_probes: int = 0  # steps of other shapes
 
-    def steps_now(self, spec: SpeculativeConfig) -> int:
+    def steps_now(self, draft_shape: SpeculativeConfig) -> int:
         """Return S of the current shape, or spec's if shapes are fixed."""
-        return spec.num_steps if self.num_steps is None else self.num_steps
+        return draft_shape.num_steps if self.num_steps is None else self.num_steps
 
     def plus(self, *, num_steps: int, **more: float) -> ShapeTotals:
         added = {name: getattr(self, name) + value for name, value in more.items()}
@@ -55,7 +55,7 @@ class ShapeChooser(Protocol):
         """Totals; readable from any thread."""
         ...
 
-    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
+    def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
         """Return one of the engine's shapes whose program exists, for the next decode."""
         ...
 
@@ -78,8 +78,8 @@ class FixedShape:
     def totals(self) -> ShapeTotals:
         return NO_SHAPES
 
-    def choose(self, *, num_rows: int, features: StepOptions) -> SpeculativeConfig:
-        del num_rows, features
+    def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
+        del num_rows, options
         return self._shape
 
     def read(self, plan: StepPlan, result: StepResult) -> None:

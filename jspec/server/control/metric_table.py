@@ -212,12 +212,12 @@ GAUGES = (
     _gauge(
         "sglang:spec_num_steps",
         text="S, draft levels; with --speculative-adaptive the last choice",
-        read=lambda s: s.stats.shapes.steps_now(s.limits.spec),
+        read=lambda s: s.stats.shapes.steps_now(s.limits.draft_shape),
     ),
     _gauge(
         "sglang:spec_num_draft_tokens",
         text="N, tree nodes including the root",
-        read=lambda s: s.limits.spec.num_draft_tokens,
+        read=lambda s: s.limits.draft_shape.num_draft_tokens,
     ),
     _gauge(
         "jspec:num_leaked_pages",
