@@ -94,7 +94,7 @@ def texts(
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "shards", "spec"),
+    ("vocab_size", "shards", "draft_shape"),
     [
         pytest.param(72, 2, PLAIN, id="plain-72-2"),
         *(
