@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true"
+    " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
     + (
         " --xla_cpu_use_fusion_emitters=false"
         if metadata.version("jaxlib").startswith("0.10.")
