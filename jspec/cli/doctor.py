@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jspec.cli.flags import FlagParser, add_flags, parse_flags
-from jspec.cli.verify import (
-    ENGINE_GROUPS,
-    SMALL,
-    UNLISTED,
-    add_prompt_flags,
-    check_prompt_flags,
-    check_reads_weights,
-    say,
-    warn,
-    write_json,
-)
+from jspec.cli.flags import FlagParser
+from jspec.cli.verify import SMALL, read_flags, say, write_json
 from jspec.engine.interrupts import interruptible
-from jspec.engine.memory.device_memory import share_for_server
 
 if TYPE_CHECKING:
     from jspec.cli.diagnosis.records import Diagnosis
@@ -36,33 +24,17 @@ def run_doctor(argv: Sequence[str]) -> int:
         "head's files is wrong.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
-    add_prompt_flags(parser)
-    parser.add_argument(
-        "--temperature", type=float, help="Sampling temperature; unset: the model's own sampling"
+    options, engine = read_flags(
+        parser, argv, max_new_tokens=128, unset_temperature="the model's own sampling"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=128, help="Maximum tokens per text (128)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="Seed of the first text; later texts count up from it (0)",
-    )
-    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
-    options, settings = parse_flags(parser, argv)
-    check_prompt_flags(options)
-    check_reads_weights(parser.prog, settings.engine)
-    warn(settings.warnings)
-    os.environ.update(share_for_server(os.environ))
     with interruptible():
         from jspec.cli.diagnosis.doctor import DoctorSettings, chain_arguments, examine
         from jspec.cli.diagnosis.prompts import examples, first_of, read_prompts
 
-    chain_arguments(settings.engine)  # raises for an engine that does not draft
+    chain_arguments(engine)  # raises for an engine that does not draft
     prompts = examples() if options.prompts is None else read_prompts(Path(options.prompts))
     found = examine(
-        {**SMALL, "disable_logprobs": True, **settings.engine},
+        {**SMALL, "disable_logprobs": True, **engine},
         tuple(first_of(prompts, options.num_prompts)),
         DoctorSettings(
             max_new_tokens=options.max_new_tokens,

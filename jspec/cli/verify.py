@@ -35,36 +35,18 @@ def run_verify(argv: Sequence[str]) -> int:
         "its margin: a tie flipped by rounding, or a fault. Only faults fail.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
-    add_prompt_flags(parser)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="Sampling temperature; unset: both 0 and the model's own sampling",
+    options, engine = read_flags(
+        parser, argv, max_new_tokens=64, unset_temperature="both 0 and the model's own sampling"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="Maximum tokens per text (64)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="Seed of the first text; later texts count up from it (0)",
-    )
-    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
-    options, settings = parse_flags(parser, argv)
-    check_prompt_flags(options)
-    check_reads_weights(parser.prog, settings.engine)
-    warn(settings.warnings)
-    os.environ.update(share_for_server(os.environ))
     with interruptible():
         from jspec.cli.diagnosis.prompts import examples, first_of, read_prompts
         from jspec.cli.diagnosis.verify import VerifySettings, check_speculates, verify
 
-    check_speculates(settings.engine)
+    check_speculates(engine)
     prompts = examples() if options.prompts is None else read_prompts(Path(options.prompts))
     temperatures = (0.0, None) if options.temperature is None else (options.temperature,)
     report = verify(
-        {**SMALL, **settings.engine},
+        {**SMALL, **engine},
         first_of(prompts, options.num_prompts),
         VerifySettings(
             max_new_tokens=options.max_new_tokens, temperatures=temperatures, seed=options.seed
@@ -76,8 +58,13 @@ def run_verify(argv: Sequence[str]) -> int:
     return 1 if report.num_faults else 0
 
 
-def add_prompt_flags(parser: FlagParser) -> None:
-    """Add PROMPTS, --num-prompts and --output, shared with `jspec doctor`."""
+def read_flags(
+    parser: FlagParser, argv: Sequence[str], *, max_new_tokens: int, unset_temperature: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the checked options and the engine's arguments of `jspec verify` and `jspec doctor`.
+
+    Warnings are printed, and the engine's share of device memory is set.
+    """
     parser.add_argument(
         "prompts",
         nargs="?",
@@ -92,9 +79,31 @@ def add_prompt_flags(parser: FlagParser) -> None:
         help="Most prompts of the file, evenly spread (12)",
     )
     parser.add_argument("--output", metavar="FILE.json", help="Also write the report as JSON")
+    parser.add_argument(
+        "--temperature", type=float, help=f"Sampling temperature; unset: {unset_temperature}"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        help=f"Maximum tokens per text ({max_new_tokens})",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the first text; later texts count up from it (0)",
+    )
+    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
+    options, settings = parse_flags(parser, argv)
+    _check_options(options)
+    check_reads_weights(parser.prog, settings.engine)
+    warn(settings.warnings)
+    os.environ.update(share_for_server(os.environ))
+    return options, settings.engine
 
 
-def check_prompt_flags(options: Any) -> None:
+def _check_options(options: Any) -> None:
     SamplingParams.from_mapping({"temperature": options.temperature})
     if options.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {options.num_prompts}; expected at least 1")

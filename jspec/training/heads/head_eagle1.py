@@ -13,19 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jspec.layers.embedding import embed
-from jspec.models.decoder import LayerSettings, Params
+from jspec.models.decoder import Params
 from jspec.models.heads.eagle1 import save_eagle1
-from jspec.models.heads.feature_head import FeatureHead, run_first_layer
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
-from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
+from jspec.training.heads.unrolled_attention import unroll_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +56,9 @@ class TrainedEagle1:
         num_depths: int,
         dtype: DTypeLike,
     ) -> list[Guess]:
-        head, attend = FeatureHead(self.spec, Ops()), UnrolledAttention()
-
-        def step(ids: jax.Array, positions: jax.Array, hidden: Float[Array, "B T E"]) -> jax.Array:
-            return run_first_layer(
-                params["layers"][0],
-                embed(params["embed"], ids).astype(dtype),
-                hidden,
-                positions,
-                attend,
-                head=self.spec,
-                spec=self.spec.layer.one_layer,
-                settings=LayerSettings(Ops()),
-            )
-
-        outs = unroll(step, token_ids, features.hidden.astype(dtype), num_depths=num_depths)
+        hidden = features.hidden.astype(dtype)
+        outs = unroll_head(self.spec, params, token_ids, hidden, num_depths=num_depths)
+        head = FeatureHead(self.spec, Ops())
         return [Guess(logits=head.logits(params, out), feature=out) for out in outs]
 
     def save(

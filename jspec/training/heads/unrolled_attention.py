@@ -22,8 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.heads.feature_head import run_first_layer
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.head_spec import HeadSpec
 
 # (ids [B, T], positions [B, T], hidden [B, T, E]) -> output [B, T, E], the next step's hidden
 Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -33,9 +38,8 @@ class UnrolledAttention:
     """An `attend` to call once per step: causal over step 0, then the slot's own later keys.
 
     Softmax in float32 over both parts, merged by their common maximum. Queries are processed in
-        four
-    blocks, each against the keys up to its own end: for 1,024 tokens, 62% of the scores are
-        computed.
+    four blocks, each against the keys up to its own end: for 1,024 tokens, 62% of the scores are
+    computed.
     """
 
     def __init__(self) -> None:
@@ -107,3 +111,29 @@ def unroll(
         hidden = step(padded[:, 1 + i : 1 + i + length], positions, hidden)
         outs.append(hidden[:, : length - 1 - i])
     return outs
+
+
+def unroll_head(
+    head: HeadSpec,
+    params: Params,
+    token_ids: Int[Array, "B T"],
+    hidden: Float[Array, "B T E"],
+    *,
+    num_depths: int,
+) -> list[Float[Array, "B R E"]]:
+    """Return `unroll` of a head of one layer. hidden: in the dtype of the computation."""
+    attend, settings = UnrolledAttention(), LayerSettings(Ops())
+
+    def step(ids: jax.Array, positions: jax.Array, given: jax.Array) -> jax.Array:
+        return run_first_layer(
+            params["layers"][0],
+            embed(params["embed"], ids).astype(hidden.dtype),
+            given,
+            positions,
+            attend,
+            head=head,
+            spec=head.layer.one_layer,
+            settings=settings,
+        )
+
+    return unroll(step, token_ids, hidden, num_depths=num_depths)
