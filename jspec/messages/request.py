@@ -296,6 +296,7 @@ class Request:
     reasoning: what may stand in front of the grammar's text; None: nothing.
     shown_ids: special tokens that have text also where `skip_special_tokens` is set.
     priority: who goes first, where priorities are on (`SchedulingLimits.priority_order`).
+    caller: the client's name of its user, with whom slots are shared; None: the call is a caller.
     """
 
     request_id: str
@@ -309,6 +310,7 @@ class Request:
     shown_ids: frozenset[int] = frozenset()
     extra_key: str | None = None
     priority: int = 0
+    caller: str | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ Pure functions of sequences and numbers. They change neither sequences, queue no
 scheduler applies their decisions.
 
 The rules:
-  - First come, first served, or by priority (`waiting.py`). The head of the queue is admitted when
-    a slot is free and there are pages for its whole fill and its first decode; no request
-    overtakes it. If other rows run, it must also leave the pages that it and they need for the
-    next few steps.
+  - By priority, then callers share the slots (`waiting.py`). The head of the queue is admitted when
+    a slot is free and there are pages for its whole fill and its first decode; while it is the
+    head no request overtakes it. If other rows run, it must also leave the pages that it and they
+    need for the next few steps.
   - Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
     prompt tokens only: `prefill_room`.
   - A prefill step packs chunks in order of arrival until it is out of tokens or rows. While

@@ -95,6 +95,8 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=self.num_queued,
+            num_callers_waiting=self._waiting.num_callers,
+            most_rows_of_a_caller=self._waiting.most_rows,
             num_pages=full.num_pages,
             num_free_pages=full.num_free,
             num_cached_pages=full.num_cached,
@@ -115,13 +117,15 @@ class Scheduler:
 
         Raises RequestError or QueueFullError (budget.check_batch).
         """
+        call = self._totals.num_requests  # a caller of its own, unless the client names one
         lengths = budget.check_batch(
             self._limits, requests, in_use=self._sequences, num_queued=len(self._waiting)
         )
         sequences = [
             Sequence.begin(
                 request,
-                arrival=self._totals.num_requests + i,
+                arrival=call + i,
+                caller=call if request.caller is None else request.caller,
                 max_new_tokens=max_new_tokens,
                 stream=self._make_stream(request),
                 draft_shape=self._limits.draft_shape,
@@ -316,6 +320,7 @@ class Scheduler:
     # Ends.
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
+        self._waiting.leave(sequence)
         self._seats.end(sequence, step=self._num_steps, keeps_pages=keeps_pages)
         self._wait_again(sequence)
         self._waiting.push_back(sequence)
@@ -326,6 +331,8 @@ class Scheduler:
         self._totals.num_retractions += 1
 
     def _finish(self, sequence: Sequence) -> None:
+        if sequence.tenancy is not None:
+            self._waiting.leave(sequence)
         self._seats.end(sequence, step=self._num_steps)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request.request_id]

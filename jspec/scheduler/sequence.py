@@ -155,6 +155,7 @@ class Sequence:
     # Finds stop strings, if there are any; the reader makes the text if it is None or a watch.
     text_stream: TextStream | StopWatch | None
     history: TokenHistory  # the reader's side
+    caller: Hashable = None  # whose rows share slots with those of other callers (`waiting.py`)
     watch: StopWatch | None = None  # text_stream, if it needs no text to find stop strings
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
@@ -184,6 +185,7 @@ class Sequence:
         max_new_tokens: int,
         stream: TextStream,
         draft_shape: SpeculativeConfig,
+        caller: Hashable = None,
     ) -> Sequence:
         """Make a sequence. The reader makes its text unless stop strings must be found."""
         params = request.sampling
@@ -193,6 +195,7 @@ class Sequence:
         return cls(
             request=request,
             arrival=arrival,
+            caller=caller,
             max_new_tokens=max_new_tokens,
             text_stream=(watch or stream) if cuts else None,
             history=TokenHistory(

@@ -31,6 +31,8 @@ class SchedulerStats:
     num_prompt_tokens: int
     num_emitted: int  # all output tokens, prefill's included
     counters: SpecCounters  # sums over all sequences
+    num_callers_waiting: int = 0
+    most_rows_of_a_caller: int = 0
     num_free_window_pages: tuple[int, ...] = ()
     num_cached_window_pages: tuple[int, ...] = ()  # in the prefix cache, in use or not
     num_steps: int = 0  # steps read: they progress also while a long prompt emits nothing

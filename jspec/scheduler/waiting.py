@@ -1,22 +1,33 @@
-"""The queue of waiting requests.
+"""The queue of waiting requests, which shares the slots between callers.
 
-First come, first served among requests of one rank; a higher rank goes first (`rank_of`). To
-prevent starvation, a request goes next, whatever its rank, once PATIENCE per slot have overtaken
-it (not counting those that were already waiting when it came). A retracted sequence goes before all
-others of its rank.
+A caller is a client's name for its user or, without one, a call. Three rules choose the next
+request:
+
+    rank     The highest one (`rank_of`). To prevent starvation, a rank goes next once PATIENCE
+             requests per slot were admitted since its own last turn.
+    caller   The one with the fewest rows in slots; callers with as many rows take turns. A
+             retracted sequence goes before all others of its rank, since it had a slot.
+    arrival  First come, first served.
+
+So a newcomer gets the next free slot, however many requests of another caller wait. Callers with
+one request each are served first come, first served.
 
 It knows no pages and no clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 from jspec.config.limits import PriorityOrder, SchedulingLimits, ServeLimits
 from jspec.scheduler.sequence import Sequence
 
 PATIENCE = 4
+
+Line = dict[int, Sequence]  # by arrival, and in that order
 
 
 def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
@@ -27,57 +38,152 @@ def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
     return priority if scheduling.priority_order is PriorityOrder.HIGH_FIRST else -priority
 
 
+@dataclass(slots=True)
+class Rank:
+    """The waiting sequences of one rank, iterated in about the order of admission.
+
+    due: the number of admissions after which it goes next.
+    lines: a line for each caller, by the caller's number of rows. Among equals the next one is
+        first: a caller that starts to wait, or whose number of rows changes, goes to the end.
+    """
+
+    due: int
+    retracted: Line = field(default_factory=dict)
+    lines: dict[int, dict[Hashable, Line]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.retracted or self.lines)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from (self.retracted[arrival] for arrival in sorted(self.retracted))
+        lines = [line.values() for _, some in sorted(self.lines.items()) for line in some.values()]
+        for turn in itertools.zip_longest(*lines):
+            yield from (sequence for sequence in turn if sequence is not None)
+
+    @property
+    def head(self) -> Sequence:
+        if self.retracted:
+            return self.retracted[min(self.retracted)]
+        line = next(iter(self.lines[min(self.lines)].values()))
+        return next(iter(line.values()))
+
+    def push(self, sequence: Sequence, *, num_rows: int) -> None:
+        lines = self.lines.setdefault(num_rows, {})
+        lines.setdefault(sequence.caller, {})[sequence.arrival] = sequence
+
+    def remove(self, sequence: Sequence, *, num_rows: int) -> None:
+        """Raises KeyError if the sequence is not there."""
+        if self.retracted.pop(sequence.arrival, None) is None:
+            line = self.lines[num_rows][sequence.caller]
+            del line[sequence.arrival]
+            if not line:
+                self._take(sequence.caller, num_rows)
+
+    def move(self, caller: Hashable, *, before: int, now: int) -> None:
+        """Move a caller's line, if there is one, to those with its new number of rows."""
+        if caller in self.lines.get(before, ()):
+            line = self._take(caller, before)
+            self.lines.setdefault(now, {})[caller] = line
+
+    def _take(self, caller: Hashable, num_rows: int) -> Line:
+        line = self.lines[num_rows].pop(caller)
+        if not self.lines[num_rows]:
+            del self.lines[num_rows]
+        return line
+
+
 class WaitingQueue:
-    """Waiting sequences by rank, iterated in admission order if no more came."""
+    """Waiting sequences, and the number of rows of each caller."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
-        self._by_rank: dict[int, deque[Sequence]] = {}
-        self._latest: dict[int, int] = {}  # by arrival: value of _num_gone at which it is overdue
+        self._by_rank: dict[int, Rank] = {}
+        self._num_rows: Counter[Hashable] = Counter()  # in slots, by caller
+        self._num_waiting: Counter[Hashable] = Counter()  # by caller
+        self._size = 0
         self._num_gone = 0
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         for rank in sorted(self._by_rank, reverse=True):
             yield from self._by_rank[rank]
 
+    @property
+    def num_callers(self) -> int:
+        """Callers with a waiting sequence."""
+        return len(self._num_waiting)
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows of one caller."""
+        return max(list(self._num_rows.values()), default=0)  # a copy, for other threads
+
     def push(self, sequence: Sequence) -> None:
-        patience = PATIENCE * self._limits.pool.num_slots
-        self._latest[sequence.arrival] = self._num_gone + len(self) + patience
-        self._of(sequence).append(sequence)
+        self._rank_for(sequence).push(sequence, num_rows=self._num_rows[sequence.caller])
 
     def push_back(self, sequence: Sequence) -> None:
         """Put a retracted sequence before all others of its rank."""
-        self._latest[sequence.arrival] = self._num_gone + PATIENCE * self._limits.pool.num_slots
-        self._of(sequence).appendleft(sequence)
+        self._rank_for(sequence).retracted[sequence.arrival] = sequence
 
     @property
     def head(self) -> Sequence:
         """The next sequence. Raises ValueError if the queue is empty."""
-        firsts = [waiting[0] for waiting in self._by_rank.values()]
-        if len(firsts) > 1:
-            overdue = [each for each in firsts if self._latest[each.arrival] <= self._num_gone]
-            if overdue:
-                return min(overdue, key=lambda each: self._latest[each.arrival])
-        return max(firsts, key=lambda each: rank_of(self._limits.scheduling, each))
+        return self._by_rank[self._next_rank()].head
 
     def pop(self) -> Sequence:
-        """Remove and return the head, which is admitted now."""
-        head = self.head
-        self.remove(head)
+        """Remove and return the head, which is admitted now: its caller has one more row."""
+        rank = self._next_rank()
+        head = self._by_rank[rank].head
         self._num_gone += 1
+        self._by_rank[rank].due = self._num_gone + self._patience
+        self.remove(head)
+        self._change_rows(head.caller, by=1)
         return head
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends while it waits. Raises ValueError if it is not queued."""
-        rank = rank_of(self._limits.scheduling, sequence)
-        waiting = self._by_rank.get(rank, deque())
-        waiting.remove(sequence)
-        if not waiting:
-            del self._by_rank[rank]
-        del self._latest[sequence.arrival]
+    def leave(self, sequence: Sequence) -> None:
+        """Record that a sequence which was popped gives its slot back."""
+        self._change_rows(sequence.caller, by=-1)
 
-    def _of(self, sequence: Sequence) -> deque[Sequence]:
-        return self._by_rank.setdefault(rank_of(self._limits.scheduling, sequence), deque())
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that ends while it waits. Raises KeyError if it is not queued."""
+        number = rank_of(self._limits.scheduling, sequence)
+        rank = self._by_rank[number]
+        rank.remove(sequence, num_rows=self._num_rows[sequence.caller])
+        if not rank:
+            del self._by_rank[number]
+        _add(self._num_waiting, sequence.caller, -1)
+        self._size -= 1
+
+    def _rank_for(self, sequence: Sequence) -> Rank:
+        """Return the rank of a sequence that is about to be put there."""
+        _add(self._num_waiting, sequence.caller, 1)
+        self._size += 1
+        number = rank_of(self._limits.scheduling, sequence)
+        if number not in self._by_rank:
+            self._by_rank[number] = Rank(self._num_gone + self._patience)
+        return self._by_rank[number]
+
+    def _next_rank(self) -> int:
+        overdue = [rank for rank, each in self._by_rank.items() if each.due <= self._num_gone]
+        if overdue:
+            return min(overdue, key=lambda rank: self._by_rank[rank].due)
+        return max(self._by_rank)
+
+    def _change_rows(self, caller: Hashable, *, by: int) -> None:
+        before = self._num_rows[caller]
+        _add(self._num_rows, caller, by)
+        for rank in self._by_rank.values():
+            rank.move(caller, before=before, now=before + by)
+
+    @property
+    def _patience(self) -> int:
+        return PATIENCE * self._limits.pool.num_slots
+
+
+def _add(counts: Counter[Hashable], caller: Hashable, number: int) -> None:
+    """Count without keeping zeros: there are as many callers as there were calls."""
+    counts[caller] += number
+    if not counts[caller]:
+        del counts[caller]

@@ -265,6 +265,7 @@ class Service:
             input_ids=ids,
             request_id=call.rid,
             priority=call.priority,
+            caller=call.caller,
             extra_key=call.extra_key,
         )
 

@@ -65,6 +65,7 @@ class Prompt:
     request_id: the id of its first choice; None: one is made
     extra_key: prompts with different keys share no cached prefix
     priority: higher is scheduled first
+    caller: see Request
     reasoning: marks of the reasoning that may precede a grammar's text
     shown_ids: see Request
     """
@@ -75,6 +76,7 @@ class Prompt:
     request_id: str | None = None
     extra_key: str | None = None
     priority: int = 0
+    caller: str | None = None
     reasoning: ReasoningMarks | None = None
     shown_ids: frozenset[int] = frozenset()
 
@@ -143,6 +145,7 @@ class Intake:
                 stop_matching=automaton,
                 extra_key=prompt.extra_key,
                 priority=prompt.priority,
+                caller=prompt.caller,
                 reasoning=prompt.reasoning,
                 shown_ids=prompt.shown_ids,
             )

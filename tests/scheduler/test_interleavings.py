@@ -134,6 +134,7 @@ class Interleavings(RuleBasedStateMachine):
         seed=st.integers(0, 2**64 - 1) | st.integers(0, 1),
         extra_key=st.sampled_from([None, None, "k"]),
         priority=st.integers(-2, 2),
+        caller=st.sampled_from([None, "a", "b"]),
     )
     def submit(
         self,
@@ -146,6 +147,7 @@ class Interleavings(RuleBasedStateMachine):
         prompt: tuple[int, ...] = (),
         extra_key: str | None = None,
         priority: int = 0,
+        caller: str | None = None,
     ) -> None:
         name = f"r{len(self.requests)}"
         prompt_ids = prompt or (0,) * prompt_len
@@ -161,6 +163,7 @@ class Interleavings(RuleBasedStateMachine):
             seed=seed,
             eos_token_ids=tuple(eos),
             extra_key=extra_key,
+            caller=caller,
             priority=0 if self.limits.scheduling.priority_order is PriorityOrder.OFF else priority,
         )
         try:

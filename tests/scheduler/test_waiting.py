@@ -1,9 +1,10 @@
-"""The queue: by rank, then by arrival, and nobody starves."""
+"""The queue: by rank, then by the rows of each caller, then by arrival, and nobody starves."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,8 +26,9 @@ HIGH = with_limits(OFF, priority_order=PriorityOrder.HIGH_FIRST)
 LOW = with_limits(OFF, priority_order=PriorityOrder.LOW_FIRST)
 
 
-def waiting(arrival: int, priority: int = 0) -> Sequence:
+def waiting(arrival: int, priority: int = 0, *, caller: str | None = None) -> Sequence:
     sequence = make_sequence(4, arrival=arrival)
+    sequence.caller = caller
     sequence.request = replace(sequence.request, priority=priority)
     return sequence
 
@@ -104,7 +106,7 @@ def test_who_ends_while_it_waits_is_gone() -> None:
     queue.push(waiting(1))
     queue.remove(one)
     assert [each.arrival for each in queue] == [1]
-    with pytest.raises(ValueError, match="not in deque"):
+    with pytest.raises(KeyError):
         queue.remove(one)
 
 
@@ -124,6 +126,131 @@ def test_nobody_starves(before: int, priorities: list[int]) -> None:
             assert passed <= before + PATIENCE * HIGH.pool.num_slots
             return
     raise AssertionError("it was never its turn")
+
+
+class Crowd:
+    """A queue beside the simplest account of who waits and who has a slot."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue(OFF)
+        self.num_pushed = 0
+        self.waiting: list[Sequence] = []
+        self.retracted: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.went_before: dict[str, set[str]] = {}  # of a waiting caller, at as many rows
+
+    def num_rows(self, caller: object) -> int:
+        return sum(each.caller == caller for each in self.running)
+
+    def push(self, caller: str) -> None:
+        if all(each.caller != caller for each in self.waiting):
+            self.went_before[caller] = set()
+        self.waiting.append(waiting(self.num_pushed, caller=caller))
+        self.num_pushed += 1
+        self.queue.push(self.waiting[-1])
+
+    def leave(self, place: int, *, retracts: bool) -> None:
+        if self.running:
+            one = self.running.pop(place % len(self.running))
+            self.queue.leave(one)
+            self.went_before[one.caller] = set()
+            if retracts:
+                self.retracted.append(one)
+                self.queue.push_back(one)
+
+    def remove(self, place: int) -> None:
+        if self.waiting:
+            self.queue.remove(self.waiting.pop(place % len(self.waiting)))
+
+    def pop(self) -> None:
+        if not self.waiting and not self.retracted:
+            return
+        head, one = self.queue.head, self.queue.pop()
+        assert one is head
+        if self.retracted:
+            assert one is min(self.retracted, key=lambda each: each.arrival)
+            self.retracted.remove(one)
+        else:
+            own = self.num_rows(one.caller)
+            assert one is next(each for each in self.waiting if each.caller == one.caller)
+            for other in {each.caller for each in self.waiting} - {one.caller}:
+                assert own <= self.num_rows(other), "it has more rows than a caller that waits"
+                if own == self.num_rows(other):
+                    assert one.caller not in self.went_before[other], "twice before another's turn"
+                    self.went_before[other].add(one.caller)
+            self.waiting.remove(one)
+        self.running.append(one)
+        self.went_before[one.caller] = set()
+
+    def check(self) -> None:
+        assert len(self.queue) == len(self.waiting) + len(self.retracted)
+        callers = [each.caller for each in self.waiting + self.retracted]
+        assert self.queue.num_callers == len(set(callers))
+        rows = [self.num_rows(each.caller) for each in self.running]
+        assert self.queue.most_rows == max(rows, default=0)
+
+
+@given(
+    acts=st.lists(
+        st.tuples(st.just("push"), st.sampled_from("abc"))
+        | st.tuples(st.sampled_from(["end", "retract", "remove"]), st.integers(0, 99))
+        | st.tuples(st.just("pop"), st.none()),
+        min_size=20,
+        max_size=80,
+    )
+)
+def test_a_slot_goes_to_a_caller_with_the_fewest_rows(acts: list[tuple[str, Any]]) -> None:
+    """Callers with as many rows take turns, and a caller's requests keep their order."""
+    crowd = Crowd()
+    for act, argument in acts:
+        match act:
+            case "push":
+                crowd.push(argument)
+            case "remove":
+                crowd.remove(argument)
+            case "pop":
+                crowd.pop()
+            case _:
+                crowd.leave(argument, retracts=act == "retract")
+        crowd.check()
+    found = sorted(each.arrival for each in crowd.queue)
+    assert found == sorted(each.arrival for each in crowd.waiting + crowd.retracted)
+    for _ in found:
+        crowd.pop()
+    assert len(crowd.queue) == 0
+
+
+def test_a_newcomer_does_not_wait_for_a_long_queue() -> None:
+    """A call of 100 prompts has both slots; the next free one goes to the call of one prompt."""
+    limits = small_limits(num_slots=2, max_queued_requests=128)
+    bench = Bench(limits)
+    many = [make_request(f"many{i}", max_new_tokens=20) for i in range(100)]
+    bench.submit(*many)
+    for _ in range(3):
+        bench.dispatch()
+        bench.collect()
+    assert bench.scheduler.stats.num_running == 2
+    bench.submit(one := make_request("one"))
+    stats = bench.scheduler.stats
+    assert (stats.num_callers_waiting, stats.most_rows_of_a_caller) == (2, 2)
+    bench.run_all()
+    order = [a.request.request_id for plan in bench.runner.plans for a in plan.admissions]
+    assert order == ["many0", "many1", "one", *(f"many{i}" for i in range(2, 100))]
+    for request in (one, many[0], many[99]):
+        count = request.sampling.max_new_tokens
+        assert bench.output(request.request_id) == expected_ids(request, count)
+    stats = bench.scheduler.stats
+    assert (stats.num_callers_waiting, stats.most_rows_of_a_caller) == (0, 0)
+
+
+def test_calls_of_one_user_are_one_caller() -> None:
+    bench = Bench(small_limits(num_slots=2, overlap_depth=0))
+    for name, caller in [("a0", "a"), ("a1", "a"), ("a2", "a"), ("b0", "b"), ("c0", None)]:
+        bench.submit(replace(make_request(name), caller=caller))
+    bench.run_all()
+    order = [a.request.request_id for plan in bench.runner.plans for a in plan.admissions]
+    assert order[:2] == ["a0", "b0"]
+    assert order.index("c0") < order.index("a1") < order.index("a2")
 
 
 def test_the_scheduler_admits_by_priority_and_writes_the_same_text() -> None:

@@ -48,17 +48,12 @@ def test_names_are_translated() -> None:
     )
 
 
-def test_who_asks_is_taken_and_changes_nothing() -> None:
-    caller = {
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "metadata": {"a": "b"},
-    }
-    assert parse_completion({"prompt": "x", **caller}) == parse_completion({"prompt": "x"})
+def test_fields_that_describe_a_call_are_checked_and_change_nothing() -> None:
+    fields = {"prompt_cache_key": "k", "metadata": {"a": "b"}}
+    assert parse_completion({"prompt": "x", **fields}) == parse_completion({"prompt": "x"})
     messages = [{"role": "user", "content": "x"}]
-    assert parse_chat({"messages": messages, **caller}) == parse_chat({"messages": messages})
-    for name in caller:
+    assert parse_chat({"messages": messages, **fields}) == parse_chat({"messages": messages})
+    for name in (*fields, "user", "safety_identifier"):
         with pytest.raises(RequestError, match=f"{name} is 17; expected"):
             parse_chat({"messages": messages, name: 17})
 

@@ -74,8 +74,6 @@ def parse_message(
     values = read_body(body, read=MESSAGE_FIELDS, neutral=NEUTRAL_MESSAGE, hints=MESSAGE_HINTS)
     if needs_length and values.get("max_tokens") is None:
         raise RequestError("max_tokens is missing; expected the most tokens of the answer")
-    if values.get("metadata") is not None:
-        as_object(values["metadata"], "metadata")
     messages = _messages(values)
     choice, parallel = _choice(values.get("tool_choice"))
     config = as_object(values.get("output_config") or {}, "output_config")
@@ -85,6 +83,7 @@ def parse_message(
     chat: dict[str, Any] = {name: values[name] for name in SAME_FIELDS if name in values}
     chat |= {
         "messages": messages,
+        "user": _user(values.get("metadata")),
         "stop": values.get("stop_sequences"),
         "tools": _tools(values.get("tools")),
         "tool_choice": choice,
@@ -104,6 +103,11 @@ def parse_message(
 
 
 parse_count = partial(parse_message, needs_length=False)  # of /v1/messages/count_tokens
+
+
+def _user(metadata: object) -> str | None:
+    user = None if metadata is None else as_object(metadata, "metadata").get("user_id")
+    return None if user is None else check_text("metadata.user_id", user)
 
 
 def _messages(values: JsonObject) -> list[dict[str, Any]]:

@@ -220,6 +220,16 @@ GAUGES = (
         read=lambda s: s.limits.draft_shape.num_draft_tokens,
     ),
     _gauge(
+        "jspec:num_callers_waiting",
+        text="Callers with waiting sequences",
+        read=lambda s: s.stats.num_callers_waiting,
+    ),
+    _gauge(
+        "jspec:largest_caller_share",
+        text="Largest share of the running sequences that one caller has, from 0 to 1",
+        read=lambda s: ratio(s.stats.most_rows_of_a_caller, s.stats.num_running),
+    ),
+    _gauge(
         "jspec:num_leaked_pages",
         text="Leaked pages, neither free nor in use; nonzero is a bug",
         read=lambda s: s.stats.num_leaked_pages,

@@ -39,6 +39,7 @@ OUTPUT_FIELDS = (
     "return_hidden_states",
     "return_draft_trees",
 )
+MAX_CALLER_CHARS = 256  # longer names that begin alike are one caller's
 GENERATE_FIELDS = frozenset(
     {
         "text",
@@ -152,7 +153,12 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
 def common_fields(values: JsonObject) -> dict[str, Any]:
     """Return Prompt fields with one value per call. Raises RequestError."""
     priority = values.get("priority")
-    return {"priority": 0 if priority is None else priority, "extra_key": get_extra_key(values)}
+    user = values.get("user") or values.get("safety_identifier")
+    return {
+        "priority": 0 if priority is None else priority,
+        "extra_key": get_extra_key(values),
+        "caller": user[:MAX_CALLER_CHARS] if user else None,
+    }
 
 
 def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:

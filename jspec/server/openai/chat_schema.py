@@ -97,6 +97,7 @@ class ChatCall:
     rid: str | None
     priority: int
     extra_key: str | None = None
+    caller: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
     separate_reasoning: bool = True
 

@@ -40,7 +40,8 @@ DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
 CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # all names in an engine's errors
-# OpenAI's fields that identify a caller. Text is accepted, without effect.
+# OpenAI's fields that identify a caller, as text. The first that is given names the one with whom
+# slots are shared; prompt_cache_key has no effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 # SGLang's fields; OpenAI's answers have no place for them other than meta_info.
 TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
