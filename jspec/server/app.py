@@ -23,6 +23,7 @@ from jspec import __version__
 from jspec.server.anthropic.endpoints import MessagesEndpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
 from jspec.server.control.weight_endpoints import WeightEndpoints
+from jspec.server.hardening.body_budget import NUM_BODIES, BodyBudget
 from jspec.server.hardening.origins import OriginGuard
 from jspec.server.http import openapi
 from jspec.server.http.event_json import EventJson
@@ -66,6 +67,7 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
         lifespan=lifespan,
     )
     app.state.service = endpoints.service
+    app.state.body_budget = BodyBudget(NUM_BODIES * args.max_request_bytes)
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -22,6 +23,7 @@ import uvicorn
 
 from jspec.errors import RequestError
 from jspec.server.app import create_app
+from jspec.server.hardening.body_budget import NUM_BODIES, BodyBudget
 from jspec.server.hardening.connections import bounded_protocol, most_connections
 from jspec.server.hardening.json_bounds import MAX_CONTAINERS
 from jspec.server.serve import GRACE_SECONDS
@@ -94,6 +96,48 @@ def test_a_body_that_does_not_come_is_a_408(engine: Engine) -> None:
         answer = send(port, head, *[b"{"] * 2, pause=0.2)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"--request-timeout" in answer
+
+
+def test_unfinished_bodies_are_bounded_together(engine: Engine) -> None:
+    """Each has its length but for a byte, and time; the oldest ones make room for the others."""
+    args = ServerArgs(request_timeout=60, max_request_bytes=1000, log_interval=0)
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    with serving(engine, args=args, head_seconds=60) as port, ExitStack() as stack:
+        held = []
+        for _ in range(NUM_BODIES + 3):
+            held.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)))
+            held[-1].sendall(head + b" " * 999)
+            time.sleep(0.02)
+        for connection in held[:3]:
+            assert connection.recv(12) == b"HTTP/1.1 503"
+        for connection in held[3:]:
+            connection.sendall(b"{")
+            assert connection.recv(12) == b"HTTP/1.1 400"  # it came whole, and is no JSON
+
+
+def test_a_body_may_make_room_in_the_moment_in_which_its_time_ends() -> None:
+    async def run() -> int:
+        budget, loop = BodyBudget(10), asyncio.get_running_loop()
+        added = loop.create_future()
+
+        def add(limit: asyncio.Timeout) -> None:
+            with budget.open(limit) as body:
+                budget.add(body, 8)
+                added.set_result(budget.num_bytes)
+
+        async def hold(ample: asyncio.Timeout) -> None:
+            async with asyncio.timeout(0.01) as limit:
+                with budget.open(limit) as body:
+                    budget.add(body, 8)
+                    loop.call_at(limit.when() or 0.0, add, ample)  # just after the limit's own
+                    await asyncio.sleep(60)
+
+        async with asyncio.timeout(60) as ample:
+            with pytest.raises(TimeoutError):
+                await hold(ample)
+            return await added
+
+    assert asyncio.run(run()) == 8
 
 
 @pytest.mark.parametrize(("size", "status"), [(1, b"400"), (80, b"200"), (900, b"200")])

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
@@ -34,6 +35,7 @@ from jspec.errors import (
     shown,
 )
 from jspec.files.json_files import json_fault
+from jspec.server.hardening.body_budget import BodyBudget
 from jspec.server.hardening.json_bounds import check_structure
 from jspec.server.server_args import ServerArgs
 
@@ -174,8 +176,8 @@ async def read_call(
 
     A long body is parsed in a thread, so that other requests proceed.
 
-    Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: 413 if it is
-    too long, 408 if it comes too slowly, 415 for types that a browser sends to other sites without
+    Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: those of
+    `read_bytes`, and 415 for types that a browser sends to other sites without
     preflight (text/plain, a form).
     """
     body = await read_bytes(request, args)
@@ -206,19 +208,33 @@ def _loaded(body: bytes) -> object:
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:
-    """Return the body. Raises HTTPException 413 if it is too long, 408 if it comes too slowly."""
-    try:
-        async with asyncio.timeout(args.request_timeout):
-            return await _read_body(request, args.max_request_bytes)
-    except TimeoutError:
+    """Return the body. Raises HTTPException: 413 if it is too long, 408 if it comes too slowly, 503
+    if it made room for others.
+    """
+    budget: BodyBudget = request.app.state.body_budget
+    limit = asyncio.timeout(args.request_timeout)
+    with budget.open(limit) as unfinished:
+        try:
+            async with limit:
+                count = partial(budget.add, unfinished)
+                return await _read_body(request, args.max_request_bytes, count=count)
+        except TimeoutError:
+            pass
+    if unfinished.is_refused:
         raise HTTPException(
-            HTTPStatus.REQUEST_TIMEOUT,
-            f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
-            {"Connection": "close"},
-        ) from None
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"unfinished request bodies have more than {budget.max_bytes} bytes together, and this "
+            "one is the oldest; expected to be sent again",
+            {"Connection": "close", "Retry-After": "1"},
+        )
+    raise HTTPException(
+        HTTPStatus.REQUEST_TIMEOUT,
+        f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
+        {"Connection": "close"},
+    )
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int, *, count: Callable[[int], None]) -> bytes:
     parts = request.stream()
     body = bytearray()
     declared = request.headers.get("content-length", "")
@@ -226,6 +242,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     if not is_too_long:
         async for part in parts:
             body += part
+            count(len(part))
             if len(body) > max_bytes:
                 is_too_long = True
                 break

@@ -1,0 +1,63 @@
+"""A bound on the bytes of all bodies that have not come whole.
+
+Each body is bounded by --max-request-bytes and --request-timeout. Without a bound on their sum, a
+few clients that stop before the last byte hold as much memory as they like. The oldest body makes
+room for a new one: a client that sends slowly loses, and others are never refused on its behalf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+NUM_BODIES = 8  # of the maximum size
+
+
+@dataclass(eq=False, slots=True)
+class UnfinishedBody:
+    """The body of one request. limit: the time limit of its reader, which a refusal ends."""
+
+    limit: asyncio.Timeout
+    num_bytes: int = 0
+    is_refused: bool = False
+
+    def refuse(self) -> None:
+        self.is_refused = True
+        if not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class BodyBudget:
+    """The unfinished bodies of one server, which together have at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._bodies: dict[UnfinishedBody, None] = {}  # those with bytes, oldest first
+
+    @contextmanager
+    def open(self, limit: asyncio.Timeout) -> Iterator[UnfinishedBody]:
+        body = UnfinishedBody(limit)
+        try:
+            yield body
+        finally:
+            self._close(body)
+
+    def add(self, body: UnfinishedBody, num_bytes: int) -> None:
+        """Count bytes that came. Refuses the oldest bodies, perhaps this one, beyond the maximum."""
+        if body.is_refused:  # its reader has not noticed yet
+            return
+        self._bodies[body] = None
+        body.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self.max_bytes:
+            oldest = next(iter(self._bodies))
+            oldest.refuse()
+            self._close(oldest)
+
+    def _close(self, body: UnfinishedBody) -> None:
+        if body in self._bodies:
+            del self._bodies[body]
+            self.num_bytes -= body.num_bytes
