@@ -25,6 +25,7 @@ from jspec.engine.programs.program_bucket import GS, ProgramBucket
 from jspec.engine.programs.program_growth import ProgramGrowth, maker_of
 from jspec.engine.programs.program_keys import later_programs, program_keys, programs_at_start
 from jspec.engine.programs.program_store import ProgramStore
+from jspec.engine.programs.trusted_files import distrust
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
@@ -133,7 +134,8 @@ def _open_store(named: str | None) -> ProgramStore | None:
     """Open the directory of compiled programs, for jax's cache and ours; None for "" (keep none).
 
     A bucket has a local directory, and our programs are stored in both. Raises ConfigError if a
-    named directory is unusable. Without a usable home nothing is kept, with a warning.
+    named directory is unusable. Without a usable home, or in a folder that other users may write,
+    nothing is read or kept, with a warning.
     """
     if named == "":
         return None
@@ -141,6 +143,16 @@ def _open_store(named: str | None) -> ProgramStore | None:
     try:
         directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
         directory = directory if bucket is None else bucket.directory
+        steps = directory / "steps"
+        for folder in (directory, steps):
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if why := distrust(folder.stat()):
+                log.warning(
+                    "compiled programs are neither read nor kept: %s %s; expected a folder of this "
+                    "user or root that no other user may write",
+                    *(folder, why),
+                )
+                return None
         enable_persistent_cache(directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: home is unknown
         if named:
@@ -149,7 +161,7 @@ def _open_store(named: str | None) -> ProgramStore | None:
             ) from error
         log.warning("compiled programs are not kept: %s", error)
         return None
-    return ProgramStore.open(directory / "steps", bucket)
+    return ProgramStore.open(steps, bucket)
 
 
 def _kept_in(store: ProgramStore | None) -> str:

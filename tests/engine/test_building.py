@@ -54,3 +54,17 @@ def test_an_empty_name_keeps_nothing_and_another_keeps_in_it(tmp_path: Path) -> 
     store = building._open_store(str(tmp_path))
     assert store is not None
     assert store.directory == tmp_path / "steps"
+
+
+@pytest.mark.parametrize("name", ["", "steps"])
+def test_a_folder_that_others_may_write_keeps_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Its programs would be run. jax's own, beside them, are not read either."""
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "steps").mkdir()
+    (tmp_path / name).chmod(0o777)
+    assert building._open_store(str(tmp_path)) is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"neither read nor kept: {tmp_path / name} may be written by all users" in line
+    assert jax.config.jax_compilation_cache_dir == before

@@ -20,9 +20,10 @@ import pytest
 
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.parallel import Parallel
-from jspec.engine.programs import compilation, program_store, source_digest
+from jspec.engine.programs import compilation, program_store, source_digest, trusted_files
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_store import ProgramStore
+from jspec.engine.programs.trusted_files import distrust
 from jspec.engine.runner import init_state, place_state
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.engine.transfer import layout_of, shape_of
@@ -126,6 +127,52 @@ def test_what_cannot_be_read_is_written_again(
     assert "written again" in caplog.text
     assert len(path.read_bytes()) > len(whole) // 2
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_program_that_others_may_write_is_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, reports = ProgramStore.open(tmp_path), list[str]()
+    start(store, reports=reports)
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o666)
+    assert store.load(path, mesh=MESH, inputs=(), outputs=()) is None
+    start(store, reports=reports)
+    assert path.stat().st_mode & 0o777 == 0o600
+    start(store, reports=reports)
+    assert reports == ["compiled decode B=2", "compiled decode B=2", "loaded decode B=2"]
+    assert caplog.text.count("may be written by all users") == 1
+
+
+OWN = os.geteuid()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "why"),
+    [
+        (0o644, OWN, 77, ""),
+        (0o755, 0, 77, ""),
+        (0o600, OWN + 1, 77, f"is owned by user {OWN + 1}"),
+        (0o646, OWN, 77, "may be written by all users"),
+        (0o660, OWN, 77, "may be written by group 77"),
+        (0o660, OWN, 78, "may be written by group 78"),
+        (0o660, OWN, 79, ""),  # the user's own group
+        (0o660, OWN, 80, ""),  # a group without members, as of a container
+    ],
+)
+def test_a_file_is_trusted_if_no_other_user_may_write_it(
+    monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, group: int, why: str
+) -> None:
+    users = [("root", 0, 0), ("self", OWN, 79), ("other", OWN + 1, 77)]
+    known = [SimpleNamespace(pw_name=n, pw_uid=u, pw_gid=g) for n, u, g in users]
+    members = {77: [], 78: ["self", "far"], 79: ["self"]}
+    monkeypatch.setattr(trusted_files.pwd, "getpwall", lambda: known)
+    monkeypatch.setattr(
+        trusted_files.grp, "getgrgid", lambda number: SimpleNamespace(gr_mem=members[number])
+    )
+    trusted_files._has_other_users.cache_clear()
+    assert distrust(os.stat_result((mode, 1, 1, 1, owner, group, 1, 1, 1, 1))) == why
+    trusted_files._has_other_users.cache_clear()
 
 
 def test_jax_keeps_nothing_of_a_program_that_is_stored_and_all_else(

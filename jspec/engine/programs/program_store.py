@@ -3,7 +3,7 @@
 jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
 minute. This store is keyed by all inputs of a program: sources, static program, shapes and
 shardings, compiler options, versions, flags and devices. The directory may be deleted at any time.
-It must be as trustworthy as the code, since loaded programs are executed.
+Loaded programs are executed, so those that another user may have written are not loaded.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from jspec.engine.programs.program_bucket import ProgramBucket
 from jspec.engine.programs.source_digest import sources_digest
+from jspec.engine.programs.trusted_files import distrust
 
 log = logging.getLogger(__name__)
 
@@ -89,15 +90,20 @@ class ProgramStore:
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
-        """Return the executable, or None if it is missing or unreadable. inputs, outputs: its
-        arguments and results, for their tree structure only.
+        """Return the executable, or None if it is missing or unreadable, or another user may have
+        written it. inputs, outputs: its arguments and results, for their tree structure only.
         """
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                why = distrust(os.fstat(file.fileno()))
+                content = b"" if why else file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
             log.warning("%s cannot be read: %r", path, error)
+            return None
+        if why:
+            _warn_of_file(path.parent, why)
             return None
         payload = content[DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != content[:DIGEST_BYTES]:
@@ -124,7 +130,7 @@ class ProgramStore:
             return
         try:
             payload, _, _ = serialize_executable.serialize(executable)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, suffix=PART)
             part = Path(name)
             try:
@@ -138,6 +144,11 @@ class ProgramStore:
         # e.g. a callback cannot be serialized, or the disk is full; the program still runs
         except Exception as error:
             log.warning("%s could not be written: %r", path, error)
+
+
+@functools.cache  # one warning, not one a program
+def _warn_of_file(folder: Path, why: str) -> None:
+    log.warning("a program in %s %s: all such programs will be written again", folder, why)
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""Which files and folders only this user and root can have written.
+
+Compiled programs are executed, so they are read from no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import stat
+
+if os.name == "posix":
+    import grp
+    import pwd
+
+
+def distrust(status: os.stat_result) -> str:
+    """Return why another user may have written a file or folder; "" if none can."""
+    if os.name != "posix":
+        return ""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"is owned by user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH:
+        return "may be written by all users"
+    if status.st_mode & stat.S_IWGRP and _has_other_users(status.st_gid):
+        return f"may be written by group {status.st_gid}"
+    return ""
+
+
+@functools.cache
+def _has_other_users(group: int) -> bool:
+    """Return whether a group has members other than this user and root.
+
+    Many systems give each user a group and let it write, as Kubernetes does with `fsGroup`.
+    """
+    users = pwd.getpwall()
+    own = {user.pw_name for user in users if user.pw_uid in (0, os.geteuid())}
+    members = {user.pw_name for user in users if user.pw_gid == group}
+    with contextlib.suppress(KeyError):  # the group has no name
+        members.update(grp.getgrgid(group).gr_mem)
+    return not members <= own
