@@ -33,6 +33,7 @@ from jspec.server.hardening.connections import (
     most_connections,
     refuse_half_sent,
 )
+from jspec.server.hardening.line_limit import limit_lines
 from jspec.server.server_args import ServerArgs, Settings
 from jspec.server.service import Service
 from jspec.serving.engine import Engine
@@ -214,6 +215,7 @@ def serve(settings: Settings) -> None:
         datefmt="%Y-%m-%d %H:%M:%S",
         stream=sys.stderr,
     )
+    limit_lines()
     if args.log_level == "info":
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each backend it lacks
     for warning in settings.warnings:

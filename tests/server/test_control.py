@@ -12,6 +12,7 @@ import pytest
 
 from jspec.errors import ConfigError
 from jspec.server.app import create_app
+from jspec.server.hardening.line_limit import MOST_LINES, REFUSED, LineLimit
 from jspec.server.serve import check_certificate, with_environment
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
@@ -170,21 +171,26 @@ def test_pages_of_other_sites_may_not_act(engine: Engine) -> None:
     assert ask(app, "GET", "/v1/models", headers={"Origin": "null"}).status_code == 200
 
 
-def test_a_page_of_a_rebound_name_may_not_act_by_a_get(engine: Engine) -> None:
+def test_a_page_of_a_rebound_name_may_not_act_or_read_by_a_get(engine: Engine) -> None:
     """A browser's GET of the page's own host has no Origin."""
     app, rebound = create_app(engine), {"Host": "evil.example:30000"}
-    asked = {"/flush_cache": 200, "/freeze_gc": 200}
-    for path in asked:
-        page = rebound | {"Sec-Fetch-Site": "same-origin"}
-        refused = ask(app, "GET", path, headers=page)
-        assert refused.status_code == 403, path
-        assert "which others may own" in refused.json()["message"]
+    named = create_app(engine, ServerArgs(api_key="k"))
+    for path in ("/flush_cache", "/freeze_gc", "/server_info", "/model_info"):
+        for page in (
+            rebound | {"Sec-Fetch-Site": "same-origin"},
+            rebound | {"Accept-Language": "*"},  # to a URL of http, but for localhost
+        ):
+            refused = ask(app, "GET", path, headers=page)
+            assert refused.status_code == 403, (path, page)
+            assert "which others may own" in refused.json()["message"]
+            assert ask(named, "GET", path, headers=page | {"X-API-Key": "k"}).status_code == 200
         for headers in (  # a curl, an address that somebody types, and the server's own page
             rebound,
-            rebound | {"Sec-Fetch-Site": "none"},
+            rebound | {"Sec-Fetch-Site": "none", "Accept-Language": "en"},
             {"Host": "127.0.0.1:30000", "Sec-Fetch-Site": "same-origin"},
+            {"Host": "127.0.0.1:30000", "Accept-Language": "en"},
         ):
-            assert ask(app, "GET", path, headers=headers).status_code == asked[path], headers
+            assert ask(app, "GET", path, headers=headers).status_code == 200, headers
 
 
 def test_allowed_origins_may_act_and_are_told_so(engine: Engine) -> None:
@@ -249,10 +255,36 @@ def test_refusals_are_logged_and_requests_if_asked_for(
         ask(create_app(engine), "POST", "/generate", json={"text": "x", "a\nb": 1})
         ask(create_app(engine), "GET", "/v1/models")
         ask(create_app(engine, ServerArgs(log_requests=True)), "GET", "/v1/models")
-    refused, logged = [r.getMessage() for r in caplog.records if r.name == "jspec.server"]
+    refused, logged = [r.getMessage() for r in caplog.records if r.name.startswith("jspec.server")]
     assert refused.startswith("400 POST /generate: the request body has the unknown field 'a")
     assert "\n" not in refused
     assert logged.startswith("GET /v1/models 200 in 0.")
+
+
+def test_lines_that_clients_cause_are_limited_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Twenty a second; the others are counted when the second ends, also if no line follows."""
+    times = [0.0, *[0.99] * (MOST_LINES + 4), 1.0]
+    limit = LineLimit(iter([0.0, *times]).__next__)
+
+    async def refuse() -> None:
+        for _ in range(MOST_LINES + 5):
+            REFUSED.warning("refused")
+        await asyncio.sleep(0.05)
+        REFUSED.warning("refused")
+
+    REFUSED.addFilter(limit)
+    try:
+        asyncio.run(refuse())
+    finally:
+        REFUSED.removeFilter(limit)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        *["refused"] * MOST_LINES,
+        "jspec.server.refused: 5 more lines were not logged",
+        "refused",
+    ]
 
 
 def test_a_huge_name_does_not_come_back(engine: Engine) -> None:
@@ -295,6 +327,6 @@ def test_a_path_cannot_begin_a_line_of_the_log(
         app = create_app(engine, ServerArgs(log_requests=True))
         ask(app, "GET", "/v1/models/a%0A200%20GET%20/b" + "c" * 5000)
         ask(app, "POST", "/a%0Db", headers={"Sec-Fetch-Site": "cross-site"})
-    lines = [r.getMessage() for r in caplog.records if r.name == "jspec.server"]
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("jspec.server")]
     assert len(lines) == 4  # each refused, and answered
     assert all(line.isprintable() and len(line) < 1000 for line in lines)

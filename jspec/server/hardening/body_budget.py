@@ -46,7 +46,7 @@ class BodyBudget:
             self._close(body)
 
     def add(self, body: UnfinishedBody, num_bytes: int) -> None:
-        """Count bytes that came. Refuses the oldest bodies, perhaps this one, beyond the maximum."""
+        """Count bytes that came. Beyond the maximum, refuse the oldest bodies, perhaps this one."""
         if body.is_refused:  # its reader has not noticed yet
             return
         self._bodies[body] = None

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
-import logging
 import os
 import resource
 import socket
@@ -24,7 +23,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-LOGGER = logging.getLogger("jspec.server")
+from jspec.server.hardening.line_limit import REFUSED
+
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 32  # file descriptors for other uses, in addition to those open at the start
 # asyncio accepts this many per turn of its loop. A connection is seen, and closed if there are too
@@ -66,7 +66,7 @@ class Handshakes:
             if found is None or found.fileno() != number:  # it was closed before the handshake
                 del self._open[number]
         while self._open and len(self._open) + self.num_made >= self._max_connections:
-            LOGGER.warning("more than %d connections: one was closed", self._max_connections)
+            REFUSED.warning("more than %d connections: one was closed", self._max_connections)
             oldest = self._open.pop(next(iter(self._open)))()
             if oldest is not None:
                 with contextlib.suppress(OSError):  # the client has gone
@@ -151,7 +151,7 @@ class BoundedProtocol(H11Protocol):
         self.handshakes.end(transport.get_extra_info("socket").fileno())
         self.handshakes.num_made = len(self.connections)
         if len(self.connections) > self.max_connections:
-            LOGGER.warning("more than %d connections: one was closed", self.max_connections)
+            REFUSED.warning("more than %d connections: one was closed", self.max_connections)
             if not self._make_room():
                 transport.write(_UNAVAILABLE)
                 transport.close()
@@ -225,7 +225,7 @@ class BoundedProtocol(H11Protocol):
         is_held = self.flow.write_paused or self.transport.is_closing()
         num_unsent = self._count_unsent() if is_held else 0
         if 0 < self._num_unsent <= num_unsent:
-            LOGGER.warning("a client read nothing for %g s: closed", self.head_seconds)
+            REFUSED.warning("a client read nothing for %g s: closed", self.head_seconds)
             # Reset it; else the system keeps the unsent data for as long as the client likes.
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET

@@ -1,14 +1,13 @@
 """Middleware against foreign web pages, by Origin and Host.
 
-A browser sends requests to this machine on behalf of any open page. Requests that change state or
-start work are accepted only from the server's own pages and from allowed origins. Clients other
-than browsers send no Origin and are not affected.
+A browser sends requests to this machine on behalf of any open page. Requests that change state,
+start work or tell about the machine are accepted only from the server's own pages and from allowed
+origins. Clients other than browsers send no Origin and are not affected.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
 from http import HTTPStatus
 from urllib.parse import SplitResult, urlsplit
@@ -16,17 +15,23 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jspec.errors import shown
+from jspec.server.hardening.line_limit import REFUSED
 from jspec.server.http.exchange import error_response, in_one_line
 from jspec.server.server_args import ServerArgs
 
-LOGGER = logging.getLogger("jspec.server")
-# Routes whose GET changes something.
-ACTING_PATHS = frozenset({"/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"})
+# Routes whose GET changes something, or tells about this machine.
+GUARDED_PATHS = frozenset(
+    {
+        *("/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"),
+        *("/server_info", "/get_server_info", "/model_info", "/get_model_info"),
+        "/get_weights_by_name",
+    }
+)
 FOREIGN = {b"cross-site", b"same-site"}
 
 
 class OriginGuard:
-    """Middleware: 403 for a state-changing request from a page of another origin.
+    """Middleware: 403 for a guarded request from a page of another origin.
 
     A page is the server's own if its origin equals Host, and Host is not a name that others may
     own: such a name can be made to resolve to this machine (DNS rebinding). With an API key, which
@@ -40,11 +45,11 @@ class OriginGuard:
         self._names = {"localhost", args.host.lower(), socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why = self._refusal(scope) if scope["type"] == "http" and _acts(scope) else ""
+        why = self._refusal(scope) if scope["type"] == "http" and _is_guarded(scope) else ""
         if not why:
             await self._app(scope, receive, send)
             return
-        LOGGER.info("403 %s %s: %s", scope["method"], in_one_line(scope["path"]), in_one_line(why))
+        REFUSED.info("403 %s %s: %s", scope["method"], in_one_line(scope["path"]), in_one_line(why))
         response = error_response(
             f"{why}; expected a page of this server, or one that --allowed-origins names",
             HTTPStatus.FORBIDDEN,
@@ -55,12 +60,14 @@ class OriginGuard:
         headers = dict(scope["headers"])
         given = headers.get(b"origin")
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if given is None:  # a browser's GET has only Sec-Fetch-Site
+        if given is None:  # as in a browser's GET
             kind = headers.get(b"sec-fetch-site", b"")
             if kind in FOREIGN:
                 return f"the request is {kind.decode('latin-1')}"
-            is_asked = kind in (b"", b"none")  # not by a page
-            return "" if is_asked or "*" in self._origins else self._foreign_name(host)
+            # Browsers send Sec-Fetch-Site to few URLs, none of a rebound name among them, and
+            # Accept-Language to all. A page can change that header, and cannot remove it.
+            is_pages = kind != b"none" if kind else b"accept-language" in headers
+            return self._foreign_name(host) if is_pages and "*" not in self._origins else ""
         origin = given.decode("latin-1")
         if "*" in self._origins or origin in self._origins:
             return ""
@@ -93,5 +100,5 @@ def _split(url: str) -> SplitResult | None:
         return None
 
 
-def _acts(scope: Scope) -> bool:
-    return scope["method"] not in {"GET", "HEAD", "OPTIONS"} or scope["path"] in ACTING_PATHS
+def _is_guarded(scope: Scope) -> bool:
+    return scope["method"] not in {"GET", "HEAD", "OPTIONS"} or scope["path"] in GUARDED_PATHS

@@ -37,6 +37,7 @@ from jspec.errors import (
 from jspec.files.json_files import json_fault
 from jspec.server.hardening.body_budget import BodyBudget
 from jspec.server.hardening.json_bounds import check_structure
+from jspec.server.hardening.line_limit import REFUSED
 from jspec.server.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def in_one_line(text: str) -> str:
 
 def log_refusal(request: Request, status: int, message: str) -> None:
     path, line = in_one_line(request.url.path), in_one_line(message)
-    LOGGER.info("%d %s %s: %s", status, request.method, path, line)
+    REFUSED.info("%d %s %s: %s", status, request.method, path, line)
 
 
 async def on_jspec_error(request: Request, error: Exception) -> Response:
