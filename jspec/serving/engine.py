@@ -25,6 +25,7 @@ from jspec.engine.plan_runner import PlanRunner
 from jspec.engine.process.process_runner import ProcessProfiler, ProcessRunner
 from jspec.engine.profiling import Profiler
 from jspec.engine.programs.compilation import Progress
+from jspec.engine.programs.program_keys import describe_ready
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
@@ -342,6 +343,10 @@ class Engine:
     @property
     def is_paused(self) -> bool:
         return self._loop.is_paused
+
+    def describe_programs(self) -> tuple[str, ...]:
+        """Return lines on which programs are compiled, and when the others will be."""
+        return describe_ready(self._limits, self._runner.ready_programs)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return resolved arguments, flat, and live counters (SGLang's /server_info)."""

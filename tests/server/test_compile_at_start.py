@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from jspec.engine.programs.program_keys import describe_ready
 from jspec.messages.request import SAMPLING_FIELDS, SamplingParams
+from jspec.messages.step_options import StepOption
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
@@ -103,6 +105,24 @@ def test_no_route_compiles(whole: Engine) -> None:
             answer = ask(app, "POST", path, json=body)
             assert answer.status_code == 200, answer.text
     assert compiled == []
+
+
+def test_ready_tells_which_programs_are_compiled(whole: Engine) -> None:
+    app = create_app(whole)
+    assert ask(app, "GET", "/ready").text == "ready\n"
+    every = whole._runner.ready_programs
+    assert ask(app, "GET", "/ready?verbose").text.splitlines() == [
+        "ready",
+        f"programs: {len(every)} compiled, 0 more while serving",
+        "grammars and draft trees: compiled",
+        "hidden states: compiled",
+    ]
+    plain = [key for key in every if StepOption.HIDDEN not in key.options]
+    assert describe_ready(whole.limits, plain) == (
+        f"programs: {len(plain)} compiled, 0 more while serving",
+        "grammars and draft trees: compiled",
+        "hidden states: compiled at the first request for them",
+    )
 
 
 def test_a_later_start_finds_all_of_them(whole: Engine, engine_arguments: dict[str, Any]) -> None:

@@ -9,7 +9,12 @@ from jspec.engine.steps.step_def import ProgramKey, Turn, Wanted
 from jspec.engine.steps.table import STEPS
 from jspec.errors import InvariantError
 from jspec.messages.plan import StepKind
-from jspec.messages.step_options import PLAIN, StepOptions
+from jspec.messages.step_options import PLAIN, StepOption, StepOptions
+
+ON_DEMAND = {
+    StepOption.GRAMMAR: "grammars and draft trees",
+    StepOption.HIDDEN: "hidden states",
+}
 
 
 def wanted_programs(limits: ServeLimits) -> tuple[Wanted, ...]:
@@ -49,6 +54,18 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
     """Return the programs still to be built, in order."""
     made = set(ready)
     return tuple(key for key in program_keys(limits) if key not in made)
+
+
+def describe_ready(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[str, ...]:
+    """Return lines on which programs are compiled, and when the others will be."""
+    made = set(ready)
+    num_later = len(later_programs(limits, made))
+    lines = [f"programs: {len(made)} compiled, {num_later} more while serving"]
+    for option, what in ON_DEMAND.items():
+        keys = programs_on_demand(limits, StepOptions(frozenset({option})))
+        when = "compiled" if made.issuperset(keys) else "compiled at the first request for them"
+        lines.append(f"{what}: {when}")
+    return tuple(lines)
 
 
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:

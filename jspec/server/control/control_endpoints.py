@@ -71,12 +71,17 @@ class ControlEndpoints:
             Route("/freeze_gc", self.freeze_gc, methods=["GET", "POST"]),
         ]
 
-    async def ready(self, _: Request) -> Response:
-        """GET /ready: 200 while requests are accepted; 503 while paused or shutting down."""
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 200 while requests are accepted; 503 while paused or shutting down.
+
+        /ready?verbose also tells which programs are compiled.
+        """
         why = self.service.unready
         if why:
             return error_response(why, HTTPStatus.SERVICE_UNAVAILABLE)
-        return PlainTextResponse("ready\n")
+        is_verbose = "verbose" in request.query_params
+        more = self.service.engine.describe_programs() if is_verbose else ()
+        return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *more)))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"}
