@@ -128,6 +128,19 @@ def test_nobody_starves(before: int, priorities: list[int]) -> None:
     raise AssertionError("it was never its turn")
 
 
+def test_a_long_queue_of_low_rank_gets_one_turn_after_another() -> None:
+    """A hundred of them wait, and one of a high rank comes for each that goes."""
+    queue = WaitingQueue(HIGH)
+    for arrival in range(100):
+        queue.push(waiting(arrival, 0))
+    gone = []
+    for arrival in range(100, 500):
+        queue.push(waiting(arrival, 9))
+        gone.append(queue.pop().request.priority)
+    turn = [*[9] * PATIENCE * HIGH.pool.num_slots, 0]
+    assert gone == (turn * 100)[:400]
+
+
 class Crowd:
     """A queue beside the simplest account of who waits and who has a slot."""
 
