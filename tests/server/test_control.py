@@ -175,6 +175,7 @@ def test_a_page_of_a_rebound_name_may_not_act_or_read_by_a_get(engine: Engine) -
     """A browser's GET of the page's own host has no Origin."""
     app, rebound = create_app(engine), {"Host": "evil.example:30000"}
     named = create_app(engine, ServerArgs(api_key="k"))
+    allowed = create_app(engine, ServerArgs(allowed_origins="http://evil.example:30000"))
     for path in ("/flush_cache", "/freeze_gc", "/server_info", "/model_info"):
         for page in (
             rebound | {"Sec-Fetch-Site": "same-origin"},
@@ -184,6 +185,7 @@ def test_a_page_of_a_rebound_name_may_not_act_or_read_by_a_get(engine: Engine) -
             assert refused.status_code == 403, (path, page)
             assert "which others may own" in refused.json()["message"]
             assert ask(named, "GET", path, headers=page | {"X-API-Key": "k"}).status_code == 200
+            assert ask(allowed, "GET", path, headers=page).status_code == 200
         for headers in (  # a curl, an address that somebody types, and the server's own page
             rebound,
             rebound | {"Sec-Fetch-Site": "none", "Accept-Language": "en"},

@@ -42,6 +42,7 @@ class OriginGuard:
         self._app = app
         self._origins = frozenset(args.origins)
         self._takes_any_name = args.api_key is not None
+        self._hosts = {origin.partition("://")[2].lower() for origin in args.origins} - {""}
         self._names = {"localhost", args.host.lower(), socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +78,7 @@ class OriginGuard:
         return self._foreign_name(host)
 
     def _foreign_name(self, host: str) -> str:
-        if self._takes_any_name or self._is_own(host):
+        if self._takes_any_name or host in self._hosts or self._is_own(host):
             return ""
         return f"the Host is {shown(host)}, which others may own"
 
