@@ -25,6 +25,32 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
 
+def shown_json(value: object) -> str:
+    """Return a value of a request for a message: as `shown`, with JSON's true, false and null."""
+    text = _json_text(value, SHOWN_CHARS)
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
+
+def _json_text(value: object, num_chars: int) -> str:
+    """Format at least the first `num_chars` characters, which also bounds the depth."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if not isinstance(value, list | tuple | dict) or num_chars <= 0:
+        return shown(value) if num_chars > 0 else ""
+    parts: list[str] = []
+    num_left = num_chars - 1
+    for item in value.items() if isinstance(value, dict) else value:
+        if num_left <= 0:
+            parts.append("...")
+            break
+        name = f"{shown(item[0])}: " if isinstance(value, dict) else ""
+        inner = item[1] if isinstance(value, dict) else item
+        parts.append(name + _json_text(inner, num_left - len(name)))
+        num_left -= len(parts[-1]) + 2
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{', '.join(parts)}{closing}"
+
+
 def reason_of(error: OSError) -> str:
     """The system's own words, without the path: No space left on device."""
     return error.strerror or str(error) or type(error).__name__

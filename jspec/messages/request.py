@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jspec.config.peer_parameters import PEER_PARAMETERS, meant_parameter
-from jspec.errors import RequestError, shown, unknown_field
+from jspec.errors import RequestError, shown_json, unknown_field
 from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.messages.sampling_fields import (
     Biases,
@@ -251,7 +251,7 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise RequestError(
-                f"sampling_params is {shown(values)}; expected fields and their values"
+                f"sampling_params is {shown_json(values)}; expected fields and their values"
             )
         known = {parameter.name for parameter in table_of(cls)}
         for name in values:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jspec.errors import RequestError, shown
+from jspec.errors import RequestError, shown_json
 from jspec.messages.plain_values import listed, plain, plain_items
 from jspec.messages.step_options import StepOption, StepOptions
 
@@ -53,10 +53,10 @@ class Integer:
         limit = "" if self.high is None else f" and at most {self.high}"
         expected = self.expected or f"an integer of at least {self.low}{limit}"
         if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+            raise RequestError(f"{name} is {shown_json(value)}; expected {expected}")
         is_high = self.high is not None and value > self.high
         if value < self.low or is_high:
-            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+            raise RequestError(f"{name} is {shown_json(value)}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Number:
         if self.with_low:
             expected = f"a number from {self.low:g} to {self.high:g}"
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+            raise RequestError(f"{name} is {shown_json(value)}; expected {expected}")
         is_inside = self.low <= value <= self.high  # NaN is not
         if not is_inside or (value == self.low and not self.with_low):
             raise RequestError(f"{name} is {str(value).removesuffix('.0')}; expected {expected}")
@@ -84,7 +84,7 @@ class Flag:
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
-            raise RequestError(f"{name} is {shown(value)}; expected true or false")
+            raise RequestError(f"{name} is {shown_json(value)}; expected true or false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class Switch(Flag):
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
-            raise RequestError(f"{name} is {shown(value)}; expected true, false, 'on' or 'off'")
+            raise RequestError(
+                f"{name} is {shown_json(value)}; expected true, false, 'on' or 'off'"
+            )
 
     @staticmethod
     def read(value: Any) -> Any:
@@ -112,7 +114,7 @@ class Texts:
         _check_len(name, value, most=self.most)
         for text in value:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"{name} holds {shown(text)}; expected non-empty strings")
+                raise RequestError(f"{name} holds {shown_json(text)}; expected non-empty strings")
             try:
                 text.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
             except UnicodeEncodeError:
@@ -140,7 +142,9 @@ class Source:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, str) or not value:
             also = "".join(f", or JSON's {kind}" for kind in self.as_json)
-            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty{also}")
+            raise RequestError(
+                f"{name} is {shown_json(value)}; expected a text that is not empty{also}"
+            )
         if len(value) > self.most_chars:
             raise RequestError(
                 f"{name} has {len(value)} characters; expected at most {self.most_chars}"
@@ -182,7 +186,7 @@ class Biases:
         if not isinstance(value, tuple) or not all(
             isinstance(pair, tuple) and len(pair) == 2 for pair in value
         ):
-            raise RequestError(f"{name} is {shown(value)}; expected (token id, number) pairs")
+            raise RequestError(f"{name} is {shown_json(value)}; expected (token id, number) pairs")
         _check_len(name, value, most=self.most)
         for token_id, bias in value:
             self.ids.check(f"a token id of {name}", token_id)
@@ -196,7 +200,7 @@ class Biases:
             return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
         if not isinstance(value, Mapping):
             raise RequestError(
-                f"{name} is {shown(value)}; expected an object of token ids and numbers"
+                f"{name} is {shown_json(value)}; expected an object of token ids and numbers"
             )
         return tuple((_token_id(name, key), plain(bias)) for key, bias in value.items())
 
@@ -208,7 +212,7 @@ def _token_id(name: str, key: Any) -> int:
         return int(key)
     if type(number := plain(key)) is int:
         return number
-    raise RequestError(f"{name} names {shown(key)}; expected a token id")
+    raise RequestError(f"{name} names {shown_json(key)}; expected a token id")
 
 
 def _check_len(name: str, values: Any, *, most: int) -> None:
@@ -275,7 +279,7 @@ class SamplingField:
         if not isinstance(value, list | tuple):
             of_texts = isinstance(self.accepts, Texts)
             expected = "a string or a list of strings" if of_texts else "a list of integers"
-            raise RequestError(f"{self.name} is {shown(value)}; expected {expected}")
+            raise RequestError(f"{self.name} is {shown_json(value)}; expected {expected}")
         return plain_items(value)
 
     def check(self, value: Any) -> None:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
-from jspec.errors import ConfigError, RequestError, shown
+from jspec.errors import ConfigError, RequestError, shown_json
 from jspec.messages.protocols import Weights
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
 from jspec.serving.gathering import to_its_end
@@ -85,7 +85,7 @@ class LiveWeights:
             )
         if load_format not in (None, "auto", "safetensors"):
             raise RequestError(
-                f"load_format is {shown(load_format)}; expected auto or safetensors: what a "
+                f"load_format is {shown_json(load_format)}; expected auto or safetensors: what a "
                 "directory has is found there"
             )
         update = self._disk_update(model_path, _models(selector), speculative_draft_model_path)
@@ -103,8 +103,8 @@ class LiveWeights:
         if model is Model.DRAFT:
             if draft_path not in (None, model_path):
                 raise RequestError(
-                    f"selector is draft, and speculative_draft_model_path {shown(draft_path)} is "
-                    f"not model_path {shown(model_path)}; expected one of them"
+                    f"selector is draft, and speculative_draft_model_path {shown_json(draft_path)} "
+                    f"is not model_path {shown_json(model_path)}; expected one of them"
                 )
             return DiskUpdate(draft=model_path)
         if model is Model.TARGET:
@@ -226,7 +226,9 @@ class LiveWeights:
         Raises RequestError for an unknown name.
         """
         if type(truncate_size) is not int or truncate_size < 0:
-            raise RequestError(f"truncate_size is {shown(truncate_size)}; expected 0 or more rows")
+            raise RequestError(
+                f"truncate_size is {shown_json(truncate_size)}; expected 0 or more rows"
+            )
         array = await self.weight(name, selector=selector)
         rows: list[Any] = array[:truncate_size].astype("float32").tolist()
         return rows
@@ -261,7 +263,7 @@ def _models(selector: str | None) -> Model | None:
     if selector in (None, "all"):
         return None
     if selector not in [model.value for model in Model]:
-        raise RequestError(f"selector is {shown(selector)}; expected target, draft or all")
+        raise RequestError(f"selector is {shown_json(selector)}; expected target, draft or all")
     return Model(selector)
 
 
@@ -269,7 +271,7 @@ def _directory(name: str, value: Any) -> str:
     """Return a path as text. Raises RequestError. It need not exist."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{name} is {shown(value)}; expected a directory with a checkpoint")
+        raise RequestError(f"{name} is {shown_json(value)}; expected a directory with a checkpoint")
     if len(text) > MAX_PATH_CHARS:
         raise RequestError(
             f"{name} has {len(text)} characters; expected a path of at most {MAX_PATH_CHARS}"
@@ -283,6 +285,6 @@ def check_version(version: Any) -> None:
         return
     if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS:
         raise ConfigError(
-            f"weight_version is {shown(version)}; expected a name of 1 to {MAX_VERSION_CHARS} "
+            f"weight_version is {shown_json(version)}; expected a name of 1 to {MAX_VERSION_CHARS} "
             "characters"
         )

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import ContextLengthError, RequestError
+from jspec.errors import ContextLengthError, RequestError, shown_json
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
 from jspec.messages.request import (
@@ -164,7 +164,7 @@ class Intake:
         texts = sampling.stop or sampling.stop_regex
         if self._tokenizer is None and texts:
             name = "stop" if sampling.stop else "stop_regex"
-            raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
+            raise RequestError(f"{name} is {shown_json(texts)}; {NO_TOKENIZER} stop_token_ids")
         PRIORITY.check("priority", prompt.priority)
         num_stop_ids = len(sampling.stop_ids(self._eos_token_ids))
         if sampling.min_new_tokens and num_stop_ids > MAX_MASKED_STOP_IDS:
@@ -203,12 +203,16 @@ class Intake:
             if prompt is not None:
                 raise RequestError("expected exactly one of prompt (text) and input_ids")
             if not _is_list(input_ids):
-                raise RequestError(f"input_ids is {input_ids!r}; expected a list of ids or lists")
+                raise RequestError(
+                    f"input_ids is {shown_json(input_ids)}; expected a list of ids or lists"
+                )
             is_list = len(input_ids) > 0 and _is_list(input_ids[0])
             rows = list(input_ids) if is_list else [input_ids]
             for row in rows:
                 if not _is_list(row):
-                    raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
+                    raise RequestError(
+                        f"input_ids holds {shown_json(row)}; expected lists of ids alone"
+                    )
             sources = [{"input_ids": row} for row in rows]
         else:
             texts, is_list = _texts(prompt)
@@ -328,7 +332,7 @@ class Intake:
         """
         found = listed(token_ids)
         if not isinstance(found, Sequence):
-            raise RequestError(f"{name} is {plain(found)!r}; expected a list of ids")
+            raise RequestError(f"{name} is {shown_json(plain(found))}; expected a list of ids")
         if self._are_known(found):
             return tuple(found)
         ids = plain_items(found)
@@ -336,7 +340,8 @@ class Intake:
             is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < self._vocab_size:
                 raise RequestError(
-                    f"{name} holds {token_id!r}; expected ids from 0 to {self._vocab_size - 1}"
+                    f"{name} holds {shown_json(token_id)}; expected ids from 0 to "
+                    f"{self._vocab_size - 1}"
                 )
         return ids
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.errors import RequestError, shown
+from jspec.errors import RequestError, shown_json
 from jspec.messages.plain_values import is_array, listed, plain_items
 from jspec.messages.request import MAX_LOGPROB_IDS, SamplingParams
 from jspec.text.intake import Prompt
@@ -48,7 +48,7 @@ class ScoreCall:
         items = list(items) if is_array(items) else items
         if not isinstance(items, list | tuple) or not items:
             raise RequestError(
-                f"items is {shown(items)}; expected texts, or lists of token ids, one at least"
+                f"items is {shown_json(items)}; expected texts, or lists of token ids, one at least"
             )
         tails = [_text(item) if is_text else _ids("items holds", item) for item in items]
         labels = _ids("label_token_ids is", label_token_ids)
@@ -132,7 +132,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 def _text(item: Any) -> str:
     if not isinstance(item, str):
-        raise RequestError(f"items holds {shown(item)}; expected texts, as query is one")
+        raise RequestError(f"items holds {shown_json(item)}; expected texts, as query is one")
     return item
 
 
@@ -141,13 +141,13 @@ def _ids(what: str, value: Any) -> tuple[int, ...]:
     value = listed(value)
     if not isinstance(value, list | tuple):
         raise RequestError(
-            f"{what} {'null' if value is None else shown(value)}; expected token ids"
+            f"{what} {shown_json(value)}; expected token ids"
             + ("" if name == "label_token_ids" else ", or query and items as texts")
         )
     ids = plain_items(value)
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int):
-            raise RequestError(f"{name} holds {shown(item)}; expected token ids (integers)")
+            raise RequestError(f"{name} holds {shown_json(item)}; expected token ids (integers)")
     return ids
 
 

@@ -44,7 +44,7 @@ def test_parameters_that_python_gives_are_read_as_json_s_are() -> None:
     [
         ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; expected an integer"),
-        ({"max_new_tokens": True}, "max_new_tokens is True; expected an integer"),
+        ({"max_new_tokens": True}, "max_new_tokens is true; expected an integer"),
         (
             {"max_new_tokens": 3, "min_new_tokens": 4},
             "min_new_tokens is 4; expected at most max_new_tokens, which is 3",
@@ -55,7 +55,7 @@ def test_parameters_that_python_gives_are_read_as_json_s_are() -> None:
         ({"temperature": INF}, "temperature is inf"),
         ({"temperature": 10**400}, "temperature is 1000"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-        ({"temperature": False}, "temperature is False; expected a number"),
+        ({"temperature": False}, "temperature is false; expected a number"),
         ({"top_k": -2}, r"top_k is -2; expected -1 or 0 \(keep all\) or at least 1"),
         ({"top_p": 0.0}, r"top_p is 0; expected a number in \(0, 1\]"),
         ({"top_p": 1.01}, "top_p is 1.01"),

@@ -54,11 +54,11 @@ def test_lines_keep_their_numbers_and_blank_ones_are_none(tmp_path: Path) -> Non
         ("[1]", "line 1: is [1]; expected an object"),
         ("[" * 100_000, "line 1: is not JSON"),
         ("9" * 5000, "line 1: cannot be read as JSON: it has an integer of 5000 digits; expected"),
-        ({"url": "/generate", "body": {}}, "custom_id is None; expected text"),
+        ({"url": "/generate", "body": {}}, "custom_id is null; expected text"),
         (request("a", url="/v1/embeddings"), "url is '/v1/embeddings'; expected one of /v1/compl"),
         (request("a", method="GET"), "method is 'GET'; expected 'POST'"),
         (request("a", body="x"), "body is 'x'; expected an object"),
-        (request("a", body={"stream": True}), "stream is True; expected false"),
+        (request("a", body={"stream": True}), "stream is true; expected false"),
         (request("a", models="x"), "unknown key 'models'; expected body, custom_id, method, url"),
     ],
 )

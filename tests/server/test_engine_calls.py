@@ -115,7 +115,7 @@ def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any])
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1, 2], 3]}, "input_ids holds 3; expected"),
-    ({"input_ids": [[1, 2], None]}, "input_ids holds None; expected"),
+    ({"input_ids": [[1, 2], None]}, "input_ids holds null; expected"),
     ({"input_ids": [3, [1]]}, r"input_ids holds \[1\]; expected ids from 0 to 319"),
     ({"input_ids": 5}, "input_ids is 5; expected"),
     ({"input_ids": {1: 2}}, r"input_ids is \{1: 2\}; expected"),

@@ -120,7 +120,7 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
         ({"prompt": "x", "best_of": "2"}, "best_of is '2'; expected n, which is 1"),
         ({"prompt": "x", "logit_bias": {"5": "1"}}, "logit_bias of token 5 is '1'"),
         ({"prompt": "x", "logprobs": 21}, "logprobs is 21; expected an integer of at least 0 and"),
-        ({"prompt": "x", "logprobs": True}, "logprobs is True; expected an integer"),
+        ({"prompt": "x", "logprobs": True}, "logprobs is true; expected an integer"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "expected stream true"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "unknown field 'usage'"),
         ({"prompt": "x", "stream": True, "stream_options": []}, "stream_options is []"),

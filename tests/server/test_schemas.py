@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from jspec.errors import RequestError
 from jspec.messages.request import SamplingParams
+from jspec.server.anthropic.schema import MESSAGE_FIELDS, parse_message
 from jspec.server.native.generate_schema import (
     GENERATE_FIELDS,
     NEUTRAL_GENERATE,
@@ -21,7 +23,12 @@ from jspec.server.native.generate_schema import (
     parse_generate,
     sampling_params,
 )
+from jspec.server.native.score_endpoint import SCORE_FIELDS, parse_score
+from jspec.server.openai.chat_schema import CHAT_FIELDS, parse_chat
 from jspec.server.openai.completion_schema import COMPLETION_FIELDS, parse_completion
+from jspec.server.openai.responses_schema import RESPONSE_FIELDS, parse_response
+
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def test_one_text() -> None:
@@ -240,6 +247,37 @@ def test_a_grammar_that_is_no_text_is_refused(name: str, value: Any) -> None:
         with pytest.raises(RequestError, match=rf"^{name} is .*; expected a text that is not e"):
             parse(body)
     assert sampling_params({"json_schema": True}).json_schema == "true"
+
+
+PYTHON_WORDS = re.compile(r"\b(True|False|None)\b")
+WRONG: tuple[Any, ...] = (
+    *(True, False, None, 7, "x", [], {}),
+    *([True], [None], [[True], None], {"a": None}, [{"type": True}], {"type": None}),
+)
+READERS: dict[str, tuple[Callable[[Any], object], dict[str, Any], frozenset[str]]] = {
+    "generate": (parse_generate, {"text": "x"}, GENERATE_FIELDS),
+    "params": (sampling_params, {}, SAMPLING_NAMES),
+    "completion": (parse_completion, {"prompt": "x"}, COMPLETION_FIELDS),
+    "chat": (parse_chat, {"messages": MESSAGES}, CHAT_FIELDS),
+    "response": (parse_response, {"input": "x"}, RESPONSE_FIELDS),
+    "message": (parse_message, {"messages": MESSAGES, "max_tokens": 1}, MESSAGE_FIELDS),
+    "score": (parse_score, {"query": "x", "items": ["y"], "label_token_ids": [1]}, SCORE_FIELDS),
+    "abort": (parse_abort, {"rid": "x"}, frozenset({"rid", "abort_all"})),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_message_shows_a_value_as_json_has_it(reader: str) -> None:
+    parse, base, fields = READERS[reader]
+    told = []
+    for name in sorted(fields):
+        for value in WRONG:
+            try:
+                parse({**base, name: value})
+            except RequestError as error:
+                told.append(str(error))
+    assert len(told) > len(fields)
+    assert not [message for message in told if PYTHON_WORDS.search(message)]
 
 
 def test_abort() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.messages.request import MAX_MASKED_STOP_IDS
 from jspec.text.intake import Intake, Prompt
 from jspec.text.stream import TokenizedStream
@@ -36,7 +36,9 @@ def test_the_first_odd_id_is_named(prompt: list[Any]) -> None:
         return
     with pytest.raises(RequestError) as raised:
         INTAKE.requests(Prompt(input_ids=prompt))
-    assert f"input_ids holds {wrong[0]!r}; expected ids from 0 to 319" in str(raised.value)
+    assert f"input_ids holds {shown_json(wrong[0])}; expected ids from 0 to 319" in str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
@@ -68,7 +70,7 @@ def test_a_list_of_arrays_and_an_array_of_rows_are_lists_of_prompts() -> None:
     [
         (np.array([5.0, 6.5]), "input_ids holds 5.0; expected ids from 0 to 319"),
         (np.array([5, 320]), "input_ids holds 320; expected ids from 0 to 319"),
-        (np.array([True]), "input_ids holds True; expected ids from 0 to 319"),
+        (np.array([True]), "input_ids holds true; expected ids from 0 to 319"),
         ([1, np.int64(-1)], "input_ids holds -1; expected ids from 0 to 319"),
         ([np.float32(1)], "input_ids holds 1.0; expected ids from 0 to 319"),
         (np.array(5), r"input_ids is array\(5\); expected a list of ids"),
@@ -100,7 +102,9 @@ def test_params_that_are_no_fields_are_refused(params: Any) -> None:
 
 def test_a_priority_is_an_integer_and_few_stop_ids_can_be_masked() -> None:
     for priority in (1.5, "1", True, 2**31):
-        with pytest.raises(RequestError, match=f"priority is {priority!r}; expected an integer"):
+        with pytest.raises(
+            RequestError, match=f"priority is {shown_json(priority)}; expected an integer"
+        ):
             INTAKE.read(Prompt(input_ids=[1], priority=priority))  # type: ignore[arg-type]
     most = list(range(1, MAX_MASKED_STOP_IDS))  # beside the end of sequence
     params: dict[str, Any] = {"min_new_tokens": 1, "stop_token_ids": most}

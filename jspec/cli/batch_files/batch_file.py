@@ -19,7 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jspec.errors import ConfigError, OutputError, reason_of, shown
+from jspec.errors import ConfigError, OutputError, reason_of, shown_json
 from jspec.files.json_files import json_fault
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -51,7 +51,8 @@ def read_lines(path: Path) -> Generator[Line]:
                 continue
             line = _parse(number, text)
             if line.custom_id in custom_ids and not line.wrong:
-                wrong = f"custom_id {shown(line.custom_id)} was an earlier line's; expected its own"
+                name = shown_json(line.custom_id)
+                wrong = f"custom_id {name} was an earlier line's; expected its own"
                 line = Line(number=number, custom_id=line.custom_id, body={}, wrong=wrong)
             if line.custom_id is not None:
                 custom_ids.add(line.custom_id)
@@ -94,10 +95,10 @@ def _parse(number: int, text: bytes) -> Line:
     except ValueError as error:
         return wrong(json_fault(error))
     if not isinstance(found, dict):
-        return wrong(f"is {shown(found)}; expected an object")
+        return wrong(f"is {shown_json(found)}; expected an object")
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return wrong(f"custom_id is {shown(custom_id)}; expected text that is not empty")
+        return wrong(f"custom_id is {shown_json(custom_id)}; expected text that is not empty")
     why = _why_not(found)
     if why:
         return wrong(why, custom_id)
@@ -107,16 +108,16 @@ def _parse(number: int, text: bytes) -> Line:
 def _why_not(found: Mapping[str, Any]) -> str:
     unknown = sorted(set(found) - KEYS)
     if unknown:
-        return f"has the unknown key {shown(unknown[0])}; expected {', '.join(sorted(KEYS))}"
+        return f"has the unknown key {shown_json(unknown[0])}; expected {', '.join(sorted(KEYS))}"
     if found.get("method", "POST") != "POST":
-        return f"method is {shown(found['method'])}; expected 'POST'"
+        return f"method is {shown_json(found['method'])}; expected 'POST'"
     if found.get("url") not in URLS:
-        return f"url is {shown(found.get('url'))}; expected one of {', '.join(URLS)}"
+        return f"url is {shown_json(found.get('url'))}; expected one of {', '.join(URLS)}"
     body = found.get("body")
     if not isinstance(body, dict):
-        return f"body is {shown(body)}; expected an object"
+        return f"body is {shown_json(body)}; expected an object"
     if body.get("stream"):
-        return f"stream is {shown(body['stream'])}; expected false: a batch has whole answers"
+        return f"stream is {shown_json(body['stream'])}; expected false: a batch has whole answers"
     return ""
 
 
@@ -162,8 +163,9 @@ class AnswerFile:
                     if line is not None:
                         expected = f"an answer to {line.answer_id}"
                     raise ConfigError(
-                        f"line {self.num_written + 1} of {str(path)!r} is {shown(text)}; expected "
-                        f"{expected}: the file is not of an earlier run over {str(requests)!r}"
+                        f"line {self.num_written + 1} of {str(path)!r} is {shown_json(text)}; "
+                        f"expected {expected}: the file is not of an earlier run over "
+                        f"{str(requests)!r}"
                     )
                 self._end += len(text)
                 self.num_written += 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.server.http.fields import (
     EXTRA_KEYS,
     NO_DEFAULTS,
@@ -22,7 +22,6 @@ from jspec.server.http.fields import (
     check_text,
     get_bool,
     read_body,
-    shorten,
     without_neutral,
 )
 from jspec.server.openai.chat_schema import ChatCall, parse_chat
@@ -116,18 +115,18 @@ def _messages(values: JsonObject) -> list[dict[str, Any]]:
         found.append({"role": "system", "content": _text(values["system"], "system")})
     given = values.get("messages")
     if not isinstance(given, list) or not given:
-        raise RequestError(f"messages is {shorten(given)}; expected a list of messages")
+        raise RequestError(f"messages is {shown_json(given)}; expected a list of messages")
     for i, item in enumerate(given):
         where = f"messages[{i}]"
         fields = as_object(item, where)
         role, content = fields.get("role"), fields.get("content")
         if role not in ("user", "assistant", "system"):
-            raise RequestError(f"{where}.role is {shorten(role)}; expected user or assistant")
+            raise RequestError(f"{where}.role is {shown_json(role)}; expected user or assistant")
         if isinstance(content, str):
             found.append({"role": role, "content": check_text(f"{where}.content", content)})
         elif not isinstance(content, list) or not content:
             raise RequestError(
-                f"{where}.content is {shorten(content)}; expected text or a list of blocks"
+                f"{where}.content is {shown_json(content)}; expected text or a list of blocks"
             )
         elif role == "assistant":
             found.append(_answer(content, f"{where}.content"))
@@ -181,12 +180,12 @@ def _text(content: object, where: str, *, first: int = 0) -> str:
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, list):
-        raise RequestError(f"{where} is {shorten(content)}; expected text or a list of blocks")
+        raise RequestError(f"{where} is {shown_json(content)}; expected text or a list of blocks")
     texts = []
     for i, block in enumerate(content, first):
         if not isinstance(block, Mapping) or block.get("type") != "text":
             raise RequestError(
-                f"{where}[{i}] is {shorten(block)}; expected a block of type text, thinking, "
+                f"{where}[{i}] is {shown_json(block)}; expected a block of type text, thinking, "
                 "tool_use or tool_result at its place: others are not served"
             )
         texts.append(check_text(f"{where}[{i}].text", block.get("text")))
@@ -201,7 +200,7 @@ def _tools(tools: object) -> object:
         fields = as_object(tool, f"tools[{i}]")
         if fields.get("type") not in (None, "custom"):
             raise RequestError(
-                f"tools[{i}].type is {shorten(fields['type'])}; expected 'custom': tools that a "
+                f"tools[{i}].type is {shown_json(fields['type'])}; expected 'custom': tools that a "
                 "server runs are not supported"
             )
         function = {"name": fields.get("name"), "parameters": fields.get("input_schema")}
@@ -225,7 +224,9 @@ def _choice(choice: object) -> tuple[object, bool | None]:
         name = check_text("tool_choice.name", fields.get("name"))
         return {"type": "function", "function": {"name": name}}, parallel
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise RequestError(f"tool_choice.type is {shorten(kind)}; expected auto, any, tool or none")
+        raise RequestError(
+            f"tool_choice.type is {shown_json(kind)}; expected auto, any, tool or none"
+        )
     return _CHOICES[kind], parallel
 
 
@@ -235,7 +236,7 @@ def _format(given: object) -> Mapping[str, Any] | None:
     fields = as_object(given, "output_config.format")
     if fields.get("type") != "json_schema":
         raise RequestError(
-            f"output_config.format.type is {shorten(fields.get('type'))}; expected 'json_schema'"
+            f"output_config.format.type is {shown_json(fields.get('type'))}; expected 'json_schema'"
         )
     schema = {"name": "answer", "schema": fields.get("schema")}
     return {"type": "json_schema", "json_schema": schema}
@@ -253,10 +254,10 @@ def _variables(values: JsonObject) -> JsonObject | None:
     kind, budget = fields.get("type"), fields.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError(
-            f"thinking.type is {shorten(kind)}; expected enabled, disabled or adaptive"
+            f"thinking.type is {shown_json(kind)}; expected enabled, disabled or adaptive"
         )
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
         raise RequestError(
-            f"thinking.budget_tokens is {shorten(budget)}; expected a number of tokens"
+            f"thinking.budget_tokens is {shown_json(budget)}; expected a number of tokens"
         )
     return {"enable_thinking": kind != "disabled", **as_object(given or {}, "chat_template_kwargs")}

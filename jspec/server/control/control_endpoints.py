@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.engine.gc_control import freeze_heap
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.server.http.exchange import error_response, read_call, unless_gone
 from jspec.server.http.fields import (
     JsonObject,
@@ -23,7 +23,6 @@ from jspec.server.http.fields import (
     check_text,
     get_bool,
     read_body,
-    shorten,
 )
 from jspec.server.openai.chat_schema import parse_chat
 from jspec.server.service import Service
@@ -169,7 +168,9 @@ class ControlEndpoints:
         values = await read_call(request, self.service.args, parse, or_empty=True)
         mode = values.get("mode") or "abort"
         if mode not in PAUSE_MODES:
-            raise RequestError(f"mode is {shorten(mode)}; expected one of {', '.join(PAUSE_MODES)}")
+            raise RequestError(
+                f"mode is {shown_json(mode)}; expected one of {', '.join(PAUSE_MODES)}"
+            )
         num_aborted = await self.service.engine.pause_generation(abort=mode == "abort")
         return JSONResponse({"status": "ok", "mode": mode, "num_aborted": num_aborted})
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jspec.errors import CheckpointError, ConfigError, RequestError
+from jspec.errors import CheckpointError, ConfigError, RequestError, shown_json
 from jspec.models.files.array_tensors import arrays_of_safetensors
 from jspec.server.http.exchange import log_refusal, read_bytes, read_call
 from jspec.server.http.fields import (
@@ -25,7 +25,6 @@ from jspec.server.http.fields import (
     check_text,
     get_bool,
     read_body,
-    shorten,
     without_neutral,
 )
 from jspec.server.service import Service
@@ -164,5 +163,5 @@ def _from_query(name: str, text: str) -> Any:
     if name not in FLAGS:
         return text
     if text.lower() not in ("true", "false"):
-        raise RequestError(f"{name} is {shorten(text)}; expected true or false")
+        raise RequestError(f"{name} is {shown_json(text)}; expected true or false")
     return text.lower() == "true"

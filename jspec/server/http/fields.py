@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.errors import SHOWN_CHARS, RequestError, shown, unknown_field
+from jspec.errors import SHOWN_CHARS, RequestError, shown_json, unknown_field
 
 JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -27,7 +27,7 @@ MAX_PROMPTS = 65_536  # the queue's limit is lower
 def as_object(body: object, where: str) -> JsonObject:
     """Return `body` as a JSON object. Raises RequestError."""
     if not isinstance(body, dict):
-        raise RequestError(f"{where} is {shorten(body)}; expected a JSON object")
+        raise RequestError(f"{where} is {shown_json(body)}; expected a JSON object")
     return body
 
 
@@ -42,9 +42,9 @@ def check_fields(
         if name not in neutral:
             hint = hints.get(name) or _near(name, read=read, neutral=neutral)
             raise RequestError(unknown_field(where, name, set(read), hint=hint))
-        allowed = " or ".join(dict.fromkeys(to_json(v) for v in neutral[name]))
+        allowed = " or ".join(dict.fromkeys(shown_json(v) for v in neutral[name]))
         raise RequestError(
-            f"{name} is {shorten(value)}, which is not implemented; expected {allowed}, "
+            f"{name} is {shown_json(value)}, which is not implemented; expected {allowed}, "
             f"or leave it out"
         )
 
@@ -84,33 +84,20 @@ def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
     )
 
 
-def to_json(value: object) -> str:
-    """Format a value as JSON, for messages."""
-    names = {None: "null", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return names[value]
-    return repr(value)
-
-
-def shorten(value: object) -> str:
-    """Format a value as JSON, shortened for a message."""
-    return to_json(value) if value is None or isinstance(value, bool) else shown(value)
-
-
 def get_bool(body: JsonObject, name: str, *, default: bool = False) -> bool:
     """Return a boolean; `default` if absent or null. Raises RequestError."""
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {shorten(value)}; expected true or false")
+        raise RequestError(f"{name} is {shown_json(value)}; expected true or false")
     return value
 
 
 def check_text(name: str, value: object) -> str:
     """Return encodable text: JSON can contain half a surrogate pair, UTF-8 cannot."""
     if not isinstance(value, str):
-        raise RequestError(f"{name} is {shorten(value)}; expected text")
+        raise RequestError(f"{name} is {shown_json(value)}; expected text")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -147,7 +134,7 @@ def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
 def check_list(name: str, value: object) -> list[Any]:
     """Return a list of token ids; the engine checks each."""
     if not isinstance(value, list):
-        raise RequestError(f"{name} is {shorten(value)}; expected a list of token ids")
+        raise RequestError(f"{name} is {shown_json(value)}; expected a list of token ids")
     return value
 
 
@@ -164,7 +151,7 @@ def get_extra_key(body: JsonObject) -> str | None:
             )
     if len(set(given.values())) > 1:
         raise RequestError(
-            f"extra_key is {shorten(given['extra_key'])} and cache_salt is "
-            f"{shorten(given['cache_salt'])}; expected one of them"
+            f"extra_key is {shown_json(given['extra_key'])} and cache_salt is "
+            f"{shown_json(given['cache_salt'])}; expected one of them"
         )
     return next(iter(given.values()), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.config.peer_parameters import PEER_PARAMETERS
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.messages.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.http.fields import (
     EXTRA_KEYS,
@@ -25,7 +25,6 @@ from jspec.server.http.fields import (
     get_extra_key,
     get_rid,
     read_body,
-    shorten,
     without_neutral,
 )
 from jspec.text.intake import Prompt, in_list
@@ -171,7 +170,7 @@ def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
         _check_number("text", text)
         return [{"text": check_text("text", item)} for item in text], True
     if not isinstance(ids, list):
-        raise RequestError(f"input_ids is {shorten(ids)}; expected a list of token ids")
+        raise RequestError(f"input_ids is {shown_json(ids)}; expected a list of token ids")
     if not ids or isinstance(ids[0], list):
         _check_number("input_ids", ids)
         return [{"input_ids": check_list("input_ids", row)} for row in ids], True
@@ -263,7 +262,7 @@ def parse_abort(body: object) -> AbortCall:
     rid = values.get("rid")
     if get_bool(values, "abort_all"):
         if rid:
-            raise RequestError(f"rid is {shorten(rid)} with abort_all; expected one of them")
+            raise RequestError(f"rid is {shown_json(rid)} with abort_all; expected one of them")
         return AbortCall(rid=None)
     if rid is None:
         raise RequestError("expected rid, or abort_all true")

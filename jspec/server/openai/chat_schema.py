@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.messages.request import SamplingParams
 from jspec.server.http.fields import (
     NO_DEFAULTS,
@@ -17,7 +17,6 @@ from jspec.server.http.fields import (
     get_bool,
     get_rid,
     read_body,
-    shorten,
 )
 from jspec.server.native.generate_schema import common_fields
 from jspec.server.openai.completion_schema import (
@@ -162,7 +161,7 @@ def _variables(values: JsonObject) -> JsonObject | None:
         return given
     if effort not in EFFORTS:
         raise RequestError(
-            f"reasoning_effort is {shorten(effort)}; expected one of {', '.join(EFFORTS)}"
+            f"reasoning_effort is {shown_json(effort)}; expected one of {', '.join(EFFORTS)}"
         )
     return {"reasoning_effort": effort, **(given or {})}
 
@@ -174,7 +173,7 @@ def _with_one_length(values: JsonObject) -> dict[str, Any]:
         return dict(values)
     if older is not None and older != newer:
         raise RequestError(
-            f"max_tokens is {shorten(older)} and max_completion_tokens {shorten(newer)}; expected "
-            "one of them"
+            f"max_tokens is {shown_json(older)} and max_completion_tokens {shown_json(newer)}; "
+            "expected one of them"
         )
     return {**values, "max_tokens": newer}

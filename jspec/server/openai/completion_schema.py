@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.messages.request import (
     MAX_TOP_LOGPROBS,
     SAMPLING_FIELDS,
@@ -29,7 +29,6 @@ from jspec.server.http.fields import (
     get_bool,
     get_rid,
     read_body,
-    shorten,
     without_neutral,
 )
 from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, common_fields
@@ -230,7 +229,7 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
         return [{"text": check_text("prompt", prompt)}]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(
-            f"prompt is {shorten(prompt)}; expected text, a list of texts, a list of token ids, "
+            f"prompt is {shown_json(prompt)}; expected text, a list of texts, a list of token ids, "
             f"or a list of such lists"
         )
     if isinstance(prompt[0], str | list):

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jspec.errors import RequestError
-from jspec.server.http.fields import JsonObject, as_object, shorten
+from jspec.errors import RequestError, shown_json
+from jspec.server.http.fields import JsonObject, as_object
 
 GRAMMAR_FIELDS = frozenset(
     {
@@ -65,12 +65,12 @@ def _of_response_format(given: JsonObject) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"structural_tag": {k: v for k, v in given.items() if k != "type"}}
     if kind != "json_schema":
-        raise RequestError(f"response_format.type is {shorten(kind)}; expected {TYPES}")
+        raise RequestError(f"response_format.type is {shown_json(kind)}; expected {TYPES}")
     wrapped = as_object(given.get("json_schema"), "response_format.json_schema")
     schema = wrapped.get("schema", wrapped.get("schema_"))
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
-            f"response_format.json_schema.schema is {shorten(schema)}; expected a JSON schema"
+            f"response_format.json_schema.schema is {shown_json(schema)}; expected a JSON schema"
         )
     return {"json_schema": schema}
 
@@ -88,7 +88,7 @@ def _of_structured_outputs(given: JsonObject) -> dict[str, Any]:
             found["json_schema"] = ANY_OBJECT
         else:
             raise RequestError(
-                f"structured_outputs.{word} is {shorten(value)}; expected one of "
+                f"structured_outputs.{word} is {shown_json(value)}; expected one of "
                 f"{', '.join([*PARAMETERS, 'choice', 'json_object'])}"
             )
     return found
@@ -97,5 +97,5 @@ def _of_structured_outputs(given: JsonObject) -> dict[str, Any]:
 def _choice(name: str, value: object) -> dict[str, Any]:
     texts = value if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} is {shorten(value)}; expected a list of texts, none empty")
+        raise RequestError(f"{name} is {shown_json(value)}; expected a list of texts, none empty")
     return {"ebnf": "start: " + " | ".join(json.dumps(text) for text in texts)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.server.http.fields import (
     EXTRA_KEYS,
     NO_DEFAULTS,
@@ -17,7 +17,6 @@ from jspec.server.http.fields import (
     as_object,
     check_text,
     read_body,
-    shorten,
     without_neutral,
 )
 from jspec.server.native.generate_schema import OUTPUT_FIELDS
@@ -129,7 +128,7 @@ def _messages(given: object, instructions: object) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": check_text("input", given)}]
     if not isinstance(given, list) or not given:
-        raise RequestError(f"input is {shorten(given)}; expected text or a list of items")
+        raise RequestError(f"input is {shown_json(given)}; expected text or a list of items")
     thought = ""
     for i, item in enumerate(given):
         where = f"input[{i}]"
@@ -148,7 +147,7 @@ def _messages(given: object, instructions: object) -> list[dict[str, Any]]:
             messages.append({"role": fields.get("role"), "content": content})
         else:
             raise RequestError(
-                f"{where}.type is {shorten(kind)}; expected message, function_call, "
+                f"{where}.type is {shown_json(kind)}; expected message, function_call, "
                 "function_call_output or reasoning"
             )
         if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
@@ -171,12 +170,12 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, Sequence):
-        raise RequestError(f"{where} is {shorten(content)}; expected text or a list of parts")
+        raise RequestError(f"{where} is {shown_json(content)}; expected text or a list of parts")
     texts = []
     for i, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
             raise RequestError(
-                f"{where}[{i}] is {shorten(part)}; expected a part of type input_text or "
+                f"{where}[{i}] is {shown_json(part)}; expected a part of type input_text or "
                 "output_text: others are not supported"
             )
         texts.append(check_text(f"{where}[{i}].text", part.get("text")))
@@ -218,7 +217,7 @@ def _tools(tools: object) -> object:
         fields = as_object(tool, f"tools[{i}]")
         if fields.get("type") != "function":
             raise RequestError(
-                f"tools[{i}].type is {shorten(fields.get('type'))}; expected 'function': other "
+                f"tools[{i}].type is {shown_json(fields.get('type'))}; expected 'function': other "
                 "tools are not supported"
             )
         function = {key: value for key, value in fields.items() if key != "type"}

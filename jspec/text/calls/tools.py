@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.errors import RequestError, shown, unknown_field
+from jspec.errors import RequestError, shown_json, unknown_field
 
 MAX_TOOLS = 128  # OpenAI's
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -55,13 +55,13 @@ class ToolUse:
 def check_tools(tools: object, choice: object, parallel: object) -> ToolUse:
     """Check `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
     if parallel is not None and not isinstance(parallel, bool):
-        raise RequestError(f"parallel_tool_calls is {_shown(parallel)}; expected true or false")
+        raise RequestError(f"parallel_tool_calls is {shown_json(parallel)}; expected true or false")
     if tools is None or tools == []:
         if choice not in (None, "none", "auto"):
-            raise RequestError(f"tool_choice is {_shown(choice)} without tools; expected tools")
+            raise RequestError(f"tool_choice is {shown_json(choice)} without tools; expected tools")
         return ToolUse()
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise RequestError(f"tools is {_shown(tools)}; expected a list of {_FUNCTION}")
+        raise RequestError(f"tools is {shown_json(tools)}; expected a list of {_FUNCTION}")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools is a list of {len(tools)}; expected at most {MAX_TOOLS}")
     checked = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
@@ -82,12 +82,12 @@ def _choice(choice: object, names: Sequence[str]) -> tuple[Choice, str | None]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if name is None or not isinstance(choice, Mapping) or choice.get("type") != "function":
         raise RequestError(
-            f"tool_choice is {_shown(choice)}; expected none, auto, required, or "
+            f"tool_choice is {shown_json(choice)}; expected none, auto, required, or "
             "{type: 'function', function: {name}}"
         )
     if name not in names:
         raise RequestError(
-            f"tool_choice names {_shown(name)}; expected one of the tools: {', '.join(names)}"
+            f"tool_choice names {shown_json(name)}; expected one of the tools: {', '.join(names)}"
         )
     return Choice.REQUIRED, name
 
@@ -95,9 +95,9 @@ def _choice(choice: object, names: Sequence[str]) -> tuple[Choice, str | None]:
 def _tool(tool: object, where: str) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
-        raise RequestError(f"{where} is {_shown(tool)}; expected {_FUNCTION}")
+        raise RequestError(f"{where} is {shown_json(tool)}; expected {_FUNCTION}")
     if tool.get("type") != "function":
-        raise RequestError(f"{where}.type is {_shown(tool.get('type'))}; expected 'function'")
+        raise RequestError(f"{where}.type is {shown_json(tool.get('type'))}; expected 'function'")
     for known, given, place in (
         ({"type", "function"}, tool, where),
         (_FIELDS, function, f"{where}.function"),
@@ -109,12 +109,14 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{where}.name is {_shown(name)}; expected 1 to 64 letters, digits, _, - or ."
+            f"{where}.name is {shown_json(name)}; expected 1 to 64 letters, digits, _, - or ."
         )
     if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where}.description is {_shown(description)}; expected text")
+        raise RequestError(f"{where}.description is {shown_json(description)}; expected text")
     if function.get("strict") not in (None, True, False):
-        raise RequestError(f"{where}.strict is {_shown(function['strict'])}; expected a boolean")
+        raise RequestError(
+            f"{where}.strict is {shown_json(function['strict'])}; expected a boolean"
+        )
     if function.get("parameters") is not None:
         _check_parameters(function["parameters"], f"{where}.parameters")
     given = {key: value for key, value in function.items() if value is not None}
@@ -123,24 +125,20 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
 
 def _check_parameters(schema: object, where: str) -> None:
     if not isinstance(schema, Mapping):
-        raise RequestError(f"{where} is {_shown(schema)}; expected a JSON schema of an object")
+        raise RequestError(f"{where} is {shown_json(schema)}; expected a JSON schema of an object")
     if schema.get("type", "object") != "object":
-        raise RequestError(f"{where}.type is {_shown(schema['type'])}; expected 'object'")
+        raise RequestError(f"{where}.type is {shown_json(schema['type'])}; expected 'object'")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise RequestError(f"{where}.properties is {_shown(properties)}; expected an object")
+        raise RequestError(f"{where}.properties is {shown_json(properties)}; expected an object")
     for name, value in properties.items():
         if not isinstance(value, Mapping | bool):
             raise RequestError(
-                f"{where}.properties.{name} is {_shown(value)}; expected a JSON schema"
+                f"{where}.properties.{name} is {shown_json(value)}; expected a JSON schema"
             )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise RequestError(f"{where}.required is {_shown(required)}; expected a list of names")
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else shown(value)
+        raise RequestError(f"{where}.required is {shown_json(required)}; expected a list of names")
 
 
 def calls_schema(use: ToolUse) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from jspec.errors import shown_json
+
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
@@ -31,9 +33,9 @@ def read_tags(text: str) -> list[StructuralTag]:
         begin = tag["begin"]
         fitting = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
         if not fitting:
-            raise ValueError(f"no trigger begins {begin!r}; expected one of {triggers}")
+            raise ValueError(f"no trigger begins {begin!r}; expected one of {shown_json(triggers)}")
         end = tag.get("end", "")
         if not isinstance(end, str):
-            raise ValueError(f"end is {end!r}; expected a text")
+            raise ValueError(f"end is {shown_json(end)}; expected a text")
         tags.append(StructuralTag(fitting[0], begin, tag.get("schema", {}), end))
     return tags

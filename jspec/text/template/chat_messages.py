@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.errors import RequestError, shown, unknown_field
+from jspec.errors import RequestError, shown_json, unknown_field
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -52,17 +52,21 @@ def check_messages(messages: object) -> Messages:
         return messages
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
-            f"messages is {_shown(messages)}; expected a list of at least one message"
+            f"messages is {shown_json(messages)}; expected a list of at least one message"
         )
     return Messages(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} is {_shown(value)}; expected an object with role and content")
+        raise RequestError(
+            f"{where} is {shown_json(value)}; expected an object with role and content"
+        )
     role = value.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {_shown(role)}; expected one of {', '.join(ROLES)}")
+        raise RequestError(
+            f"{where}.role is {shown_json(role)}; expected one of {', '.join(ROLES)}"
+        )
     known = FIELDS | ROLE_FIELDS.get(role, set())
     message: Message = {}
     for field, item in value.items():
@@ -89,14 +93,14 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return _check_text(content, where)
     if not isinstance(content, Sequence):
-        raise RequestError(f"{where} is {_shown(content)}; expected text or a list of parts")
+        raise RequestError(f"{where} is {shown_json(content)}; expected text or a list of parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
             raise RequestError(
-                f"{where}[{i}] is {_shown(part)}; expected a part of type text: nothing else is "
-                "served"
+                f"{where}[{i}] is {shown_json(part)}; expected a part of type text: nothing else "
+                "is served"
             )
         texts.append(_check_text(part.get("text"), f"{where}[{i}].text"))
     return "\n".join(texts)
@@ -104,21 +108,21 @@ def _text(content: object, where: str) -> str:
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise RequestError(f"{where} is {_shown(calls)}; expected a list")
+        raise RequestError(f"{where} is {shown_json(calls)}; expected a list")
     checked = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"{where}[{i}] is {_shown(call)}; expected an object whose function has a name"
+                f"{where}[{i}] is {shown_json(call)}; expected an object whose function has a name"
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _object(arguments, f"{where}[{i}].function.arguments")
         if arguments is not None and not isinstance(arguments, Mapping):
             raise RequestError(
-                f"{where}[{i}].function.arguments is {_shown(arguments)}; expected a JSON object "
-                "as text"
+                f"{where}[{i}].function.arguments is {shown_json(arguments)}; expected a JSON "
+                "object as text"
             )
         given = Arguments(arguments or {})
         checked.append({**call, "function": {**function, "arguments": given}})
@@ -131,19 +135,15 @@ def _object(text: str, where: str) -> Any:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise RequestError(f"{where} is {_shown(text)}; expected a JSON object as text")
+        raise RequestError(f"{where} is {shown_json(text)}; expected a JSON object as text")
     return value
 
 
 def _check_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{where} is {_shown(value)}; expected text")
+        raise RequestError(f"{where} is {shown_json(value)}; expected text")
     try:
         value.encode("utf-8")  # JSON can contain lone surrogates, UTF-8 cannot
     except UnicodeEncodeError:
         raise RequestError(f"{where} holds a lone surrogate; expected Unicode text") from None
     return value
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else shown(value)

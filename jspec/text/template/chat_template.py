@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from jspec.errors import CheckpointError, RequestError, shown
+from jspec.errors import CheckpointError, RequestError, shown_json
 from jspec.text.template.template_sandbox import TemplateSandbox
 
 MAX_SOURCE = 100_000  # characters; the longest published ones have a third of it
@@ -95,7 +95,7 @@ class ChatTemplate:
         effort = (variables or {}).get("reasoning_effort")
         if effort is not None and "reasoning_effort" not in self.source:
             raise RequestError(
-                f"reasoning_effort is {shown(effort)}, and the chat template never names it; "
+                f"reasoning_effort is {shown_json(effort)}, and the chat template never names it; "
                 "expected a template that does, or leave it out"
             )
         given = [dict(message) for message in messages]
