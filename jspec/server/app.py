@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jspec import __version__
+from jspec.messages.unknown_fields import IgnoredFields
 from jspec.server.anthropic.endpoints import MessagesEndpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
 from jspec.server.control.weight_endpoints import WeightEndpoints
@@ -68,6 +69,7 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
     )
     app.state.service = endpoints.service
     app.state.body_budget = BodyBudget(NUM_BODIES * args.max_request_bytes)
+    app.state.ignored_fields = IgnoredFields()
     return app
 
 
@@ -111,6 +113,7 @@ class Endpoints:
             *ScoreEndpoint(self.service).routes(),
             Route("/health", self.health, methods=get),
             Route("/health_generate", self.health_generate, methods=get),
+            Route("/ping", self.ping, methods=["GET", "POST"]),
             Route("/server_info", self.server_info, methods=get),
             Route("/get_server_info", self.server_info, methods=get),
             Route("/model_info", self.model_info, methods=get),
@@ -128,6 +131,7 @@ class Endpoints:
         received = time.monotonic()
         parse = partial(parse_generate, defaults=self.service.engine.sampling_defaults)
         call = await read_call(request, self._args, parse)
+        self.service.check_model(call.model)
         work = await self.service.submit(
             call.prompts,
             group=call.group,
@@ -165,6 +169,10 @@ class Endpoints:
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while the server is alive, also while the engine restarts."""
         return _health(not self.service.engine.is_closed)
+
+    async def ping(self, request: Request) -> Response:
+        """GET or POST /ping: /health by the name that vLLM has for SageMaker."""
+        return await self.health(request)
 
     async def health_generate(self, _: Request) -> Response:
         """GET /health_generate: 200 if the engine makes a token within 20 s."""

@@ -87,6 +87,9 @@ class ServerArgs:
         False, "Log a line per request; otherwise only refused ones are logged", _SERVER
     )
 
+    strict_requests: bool = argument(
+        False, "Refuse requests with unknown fields; otherwise they are ignored and logged", _SERVER
+    )
     tool_call_parser: str | None = argument(
         None,
         f"Format of the model's tool calls: {', '.join(CALL_FORMATS)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from jspec.server.serve import check_certificate, with_environment
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
 from jspec.serving.engine import Engine
+from jspec.text.template.tokenizer_info import tokenizer_info
+from tests.support.tiny_models import TinyPair
 
 from .helpers import ENDLESS, ask, wait_idle, wait_running, wait_taken
 
@@ -47,12 +50,53 @@ def test_a_chat_is_tokenized_as_its_prompt(client: httpx.Client, engine: Engine)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"messages": messages, "prompt": "x"}, "prompt and messages are given"),
         ({"messages": []}, "messages is []"),
-        ({"text": "x"}, "did you mean 'prompt'?"),
+        ({"text": "x"}, "prompt is null; expected text"),
     ]
     for body, message in bad:
         response = client.post("/tokenize", json=body)
         assert response.status_code == 400
         assert message in response.json()["message"]
+
+
+def test_what_a_router_and_a_gateway_ask(client: httpx.Client, engine: Engine) -> None:
+    assert [client.request(method, "/ping").status_code for method in ("GET", "POST")] == [200, 200]
+    idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    assert client.get("/get_load").json() == [idle]
+    body = {"text": "x", "sampling_params": ENDLESS, "stream": True}
+    with client.stream("POST", "/generate", json=body):
+        wait_running(engine, 1)
+        (load,) = client.get("/get_load").json()
+        assert load["num_reqs"] == 1
+        assert load["num_tokens"] > 0
+
+
+def test_tokenizer_info_serves_lm_evals_remote_tokenizer(
+    client: httpx.Client, engine: Engine, tiny_pair: TinyPair
+) -> None:
+    """It reads eos_token, encodes it without special tokens, and renders the template itself."""
+    info = client.get("/tokenizer_info").json()
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert client.post("/tokenize", json=body).json()["tokens"] == list(engine.eos_token_ids)
+    assert info["bos_token"] == "<|endoftext|>"
+    assert info["tokenizer_class"]
+    assert info["chat_template"] == (tiny_pair.target_path / "chat_template.jinja").read_text()
+
+
+def test_tokenizer_info_has_no_path_and_added_tokens_as_text(
+    engine: Engine, tmp_path: Path
+) -> None:
+    token = {"content": "<s>", "special": True, "__type": "AddedToken"}
+    config = {"bos_token": token, "added_tokens_decoder": {"1": token}, "extra": [token, 1]}
+    paths = {"vocab_file": "/home/x/v", "special_tokens_map_file": "/y", "name_or_path": "/z"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **paths}))
+    assert tokenizer_info(tmp_path, engine.tokenizer, named=None) == {
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"1": "<s>"},
+        "extra": ["<s>", 1],
+        "eos_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": None,
+    }
 
 
 def ids_of(engine: Engine, text: str) -> list[int]:
@@ -254,7 +298,8 @@ def test_refusals_are_logged_and_requests_if_asked_for(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "jspec.server"):
-        ask(create_app(engine), "POST", "/generate", json={"text": "x", "a\nb": 1})
+        strict = create_app(engine, ServerArgs(strict_requests=True))
+        ask(strict, "POST", "/generate", json={"text": "x", "a\nb": 1})
         ask(create_app(engine), "GET", "/v1/models")
         ask(create_app(engine, ServerArgs(log_requests=True)), "GET", "/v1/models")
     refused, logged = [r.getMessage() for r in caplog.records if r.name.startswith("jspec.server")]
@@ -291,7 +336,8 @@ def test_lines_that_clients_cause_are_limited_and_counted(
 
 def test_a_huge_name_does_not_come_back(engine: Engine) -> None:
     for body in ({"text": "x", "k" * 10**6: 1}, {"text": "x", "sampling_params": {"k" * 10**6: 1}}):
-        response = ask(create_app(engine), "POST", "/generate", json=body)
+        app = create_app(engine, ServerArgs(strict_requests=True))
+        response = ask(app, "POST", "/generate", json=body)
         assert response.status_code == 400
         assert len(response.content) < 4000
     for path, ask_for in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):

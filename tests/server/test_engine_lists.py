@@ -234,7 +234,7 @@ def test_scores_are_the_next_tokens_probabilities(client: httpx.Client, engine: 
         ({"query": "a", "items": ["a"], "label_token_ids": []}, "label_token_ids has 0 ids"),
         ({"query": "a", "items": "b", "label_token_ids": [99999]}, "label_token_ids holds 99999"),
         ({"query": None, "items": "b", "label_token_ids": [1]}, "query is null"),
-        ({"query": "a", "itms": "b"}, "did you mean 'items'"),
+        ({"query": "a", "itms": "b", "label_token_ids": [1]}, "items is null; expected texts"),
     ],
 )
 def test_a_bad_score_call_is_a_400(

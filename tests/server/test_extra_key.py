@@ -24,11 +24,11 @@ DOORS: dict[str, tuple[dict[str, Any], Cached]] = {
     ),
     "/v1/completions": (
         {"prompt": TEXT, "max_tokens": 1},
-        lambda answer: (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
     ),
     "/v1/chat/completions": (
         {"messages": CHAT, "max_completion_tokens": 1},
-        lambda answer: (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
     ),
     "/v1/responses": (
         {"input": CHAT, "max_output_tokens": 1},

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from jspec.errors import RequestError
+from jspec.errors import RequestError, shown_json
 from jspec.messages.request import SamplingParams
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
@@ -186,8 +186,15 @@ def test_stop_strings_and_stop_tokens(client: httpx.Client) -> None:
     assert by_text["meta_info"]["finish_reason"]["matched"] == char
 
 
+def test_a_router_sends_a_model(client: httpx.Client) -> None:
+    for model in (None, "target", "default"):
+        generate(client, text="x", sampling_params={"max_new_tokens": 1}, model=model)
+    answer = client.post("/generate", json={"text": "x", "model": "gpt-9"})
+    assert answer.status_code == 404
+    assert "model is 'gpt-9'" in answer.json()["message"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"text": "x", "samplingparams": {}}, "did you mean 'sampling_params'?"),
     ({"text": ""}, "the prompt is empty"),
     ({"input_ids": [10**30]}, "input_ids holds 1000000000"),
     ({"input_ids": [1] * 16384}, "this model's maximum context length is 16384 tokens"),
@@ -260,7 +267,7 @@ def test_ids_are_checked_in_one_place_for_every_route(client: httpx.Client, wron
         answer = client.post(path, json=body)
         assert answer.status_code == 400
         message = answer.json()["message"]
-        assert f"{name} holds {wrong!r}; expected ids from 0 to 319" in message
+        assert f"{name} holds {shown_json(wrong)}; expected ids from 0 to 319" in message
 
 
 def test_a_priority_needs_an_engine_with_priorities(client: httpx.Client) -> None:

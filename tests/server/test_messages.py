@@ -148,7 +148,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "much"}}, "thinking.type is 'much'; expected enabled"),
     ({"extra_body": {"temperature": -1}}, "temperature is -1"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"extra_body": {"stop": "x"}}, "did you mean 'stop_sequences'"),
     ({"extra_body": {"output_config": {"format": {"type": "x"}}}}, "output_config.format.type is"),
 ]
 

@@ -57,7 +57,7 @@ def test_choices_are_prompt_major(client: httpx.Client) -> None:
         "prompt_tokens": 2,
         "completion_tokens": 32,
         "total_tokens": 34,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": None,
         "reasoning_tokens": 0,
     }
@@ -341,7 +341,7 @@ def test_what_is_not_served(client: httpx.Client) -> None:
 
 def test_a_key_is_asked_for(engine: Engine) -> None:
     app = create_app(engine, ServerArgs(api_key="s3cret"))
-    for path in ("/", "/health", "/health_generate", "/metrics"):
+    for path in ("/", "/health", "/health_generate", "/ping", "/metrics"):
         assert ask(app, "GET", path).status_code == 200
     assert ask(app, "OPTIONS", "/generate").status_code == 405
     for value in ("", "Bearer no", "s3cret", "Bearer  s3cret", "Basic s3cret", "Bearer é"):

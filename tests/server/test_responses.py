@@ -105,6 +105,15 @@ def test_a_schema_is_asked_for_in_its_own_words(respond: Callable[..., Any]) -> 
     assert parse_response({"input": "Hi", "text": {}}).chat.sampling.grammar is None
 
 
+def test_store_is_taken_and_the_answer_says_that_nothing_is_stored(
+    respond: Callable[..., Any],
+) -> None:
+    for store in (True, False, None):
+        assert respond("Hi", store=store)[0].store is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is 'resp_1', which is"):
+        respond("Hi", previous_response_id="resp_1")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type is 'yaml'; expected text"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is null; expected a JSON"),
@@ -119,7 +128,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"safety_identifier": 5}, "safety_identifier is 5; expected text"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type is 'web_search'; expected 'function'"),
     ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is null"),
-    ({"extra_body": {"messages": []}}, "did you mean 'input'"),
 ]
 
 

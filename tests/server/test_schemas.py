@@ -17,7 +17,7 @@ from jspec.server.anthropic.schema import MESSAGE_FIELDS, parse_message
 from jspec.server.native.generate_schema import (
     GENERATE_FIELDS,
     NEUTRAL_GENERATE,
-    NEUTRAL_SAMPLING,
+    NEUTRAL_NATIVE_SAMPLING,
     SAMPLING_NAMES,
     parse_abort,
     parse_generate,
@@ -73,9 +73,9 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
         parse_generate({"text": "x", name: 17})
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL_SAMPLING))
+@pytest.mark.parametrize("name", sorted(NEUTRAL_NATIVE_SAMPLING))
 def test_neutral_sampling_values_pass_and_others_do_not(name: str) -> None:
-    for value in (*NEUTRAL_SAMPLING[name], None):
+    for value in (*NEUTRAL_NATIVE_SAMPLING[name], None):
         assert sampling_params({name: value}) == SamplingParams()
     with pytest.raises(RequestError, match=f"{name} is .*not implemented"):
         sampling_params({name: 17})

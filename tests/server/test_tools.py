@@ -231,10 +231,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "parameters.type is 'string'; expected 'object'",
     ),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
-        "arguments",
-    ),
 ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.errors import CheckpointError, ConfigError, RequestError
+from jspec.errors import CheckpointError, ConfigError, RequestError, shown_json
 from jspec.serving.engine import Engine
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
@@ -79,7 +79,7 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
 
 @pytest.mark.parametrize("path", [5, "", None, b"x", ["x"]])
 def test_a_path_that_is_none_is_named(served: Engine, path: Any) -> None:
-    expected = f"is {re.escape(repr(path))}; expected a directory with a checkpoint"
+    expected = f"is {re.escape(shown_json(path))}; expected a directory with a checkpoint"
     with pytest.raises(RequestError, match=f"^model_path {expected}"):
         served.update_weights_from_disk(path)
     if path is not None:
@@ -107,7 +107,6 @@ def test_an_update_that_is_asked_for_wrongly(client: httpx.Client, tmp_path: Pat
         ({"model_path": "x", "load_format": "dummy"}, "load_format is 'dummy'; expected auto"),
         ({"model_path": "x", "manifest": {}}, "manifest is {}, which is not implemented"),
         ({"model_path": "x", "weight_version": ""}, "weight_version is ''; expected a name"),
-        ({"model_path": "x", "modelpath": 1}, "the unknown field 'modelpath'"),
         (
             {"model_path": "x", "abort_all_requests": True, "wait_for_requests": True},
             "expected one of them",

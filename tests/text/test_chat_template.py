@@ -297,7 +297,10 @@ BAD: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is .*type text"),
     ([{"role": "user", "content": ["x"]}], r"content\[0\] is 'x'; expected a part"),
     ([{"role": "user", "content": "x", "tool_calls": []}], "unknown field 'tool_calls'"),
-    ([{"role": "user", "content": "x", "audio": {"id": "1"}}], "unknown field 'audio'"),
+    (
+        [{"role": "user", "content": "x", "audio": {}}],
+        r"\[0\].audio is {}, which is not im",
+    ),
     ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\] is {}; expected"),
     (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],

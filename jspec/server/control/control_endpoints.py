@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -24,10 +25,11 @@ from jspec.server.http.fields import (
     get_bool,
     read_body,
 )
-from jspec.server.openai.chat_schema import parse_chat
+from jspec.server.openai.chat_schema import ChatCall, parse_chat
 from jspec.server.service import Service
 from jspec.serving.generation import INLINE_CHARS
 from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.template.tokenizer_info import tokenizer_info
 from jspec.text.tokenizer.tokenizer import LARGE_CHARS
 
 # The chat fields that affect the prompt.
@@ -52,12 +54,15 @@ class ControlEndpoints:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self._tokenizer_info: dict[str, Any] | None = None
         self._long_calls = ThreadPoolExecutor(1, thread_name_prefix="jspec-tokenize")
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
             Route("/ready", self.ready, methods=get),
+            Route("/get_load", self.get_load, methods=get),
+            Route("/tokenizer_info", self.tokenizer_info, methods=get),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/v1/tokenize", self.tokenize, methods=post),
@@ -82,12 +87,33 @@ class ControlEndpoints:
         more = self.service.engine.describe_programs() if is_verbose else ()
         return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *more)))
 
+    async def get_load(self, _: Request) -> Response:
+        """GET /get_load: requests and tokens now, as SGLang lists them for its router."""
+        stats = self.service.engine.stats
+        load = {
+            "dp_rank": 0,
+            "num_reqs": stats.num_running + stats.num_queued,
+            "num_waiting_reqs": stats.num_queued,
+            "num_tokens": stats.num_used_pages * self.service.engine.limits.pool.page_size,
+        }
+        return JSONResponse([load])
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """GET /tokenizer_info: the tokenizer's settings and the chat template, as in vLLM."""
+        if self._tokenizer_info is None:
+            engine = self.service.engine
+            directory = Path(engine.config.tokenizer_path)
+            self._tokenizer_info = await asyncio.to_thread(
+                tokenizer_info, directory, engine.tokenizer, named=engine.args.chat_template
+            )
+        return JSONResponse(self._tokenizer_info)
+
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"}
         with a chat's template fields, as in vLLM."""
-        values = await read_call(request, self.service.args, _tokenize_fields)
-        if values.get("messages") is not None:
-            return await self._tokenize_chat(values)
+        values, chat = await read_call(request, self.service.args, _tokenize_fields)
+        if chat is not None:
+            return await self._tokenize_chat(values, chat)
         prompt = values["prompt"]
         texts = prompt if isinstance(prompt, list) else [prompt]
         num_chars = sum(map(len, texts))
@@ -132,11 +158,10 @@ class ControlEndpoints:
         making = asyncio.get_running_loop().run_in_executor(self._long_calls, made)
         return await unless_gone(request.receive, _awaited(making))
 
-    async def _tokenize_chat(self, values: JsonObject) -> Response:
+    async def _tokenize_chat(self, values: JsonObject, chat: ChatCall) -> Response:
         if values.get("prompt") is not None:
             raise RequestError("prompt and messages are given; expected one of them")
-        given = {name: values[name] for name in CHAT_PROMPT_FIELDS if name in values}
-        prompt = await self.service.chat_prompt(parse_chat(given))
+        prompt = await self.service.chat_prompt(chat)
         ids = list(prompt.input_ids or ())
         most = self.service.engine.limits.pool.context_length
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
@@ -204,21 +229,22 @@ class ControlEndpoints:
         return PlainTextResponse("Garbage collection frozen.\n")
 
 
-def _tokenize_fields(body: object) -> JsonObject:
+def _tokenize_fields(body: object) -> tuple[JsonObject, ChatCall | None]:
     values = read_body(
         body,
         read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
         neutral={"return_token_strs": (None, False)},
         hints={"text": "'prompt'"},
     )
-    if values.get("messages") is None:
-        prompt: Any = values.get("prompt")
-        is_list = isinstance(prompt, list) and prompt != []
-        if is_list:
-            check_number_of_prompts("prompt", prompt)
-        for text in prompt if is_list else [prompt]:
-            check_text("prompt", text)
-    return values
+    if values.get("messages") is not None:
+        return values, parse_chat({n: values[n] for n in CHAT_PROMPT_FIELDS if n in values})
+    prompt: Any = values.get("prompt")
+    is_list = isinstance(prompt, list) and prompt != []
+    if is_list:
+        check_number_of_prompts("prompt", prompt)
+    for text in prompt if is_list else [prompt]:
+        check_text("prompt", text)
+    return values, None
 
 
 def _detokenize_fields(body: object) -> tuple[list[list[int]], bool, bool]:

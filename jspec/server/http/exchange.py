@@ -35,6 +35,7 @@ from jspec.errors import (
     shown,
 )
 from jspec.files.json_files import json_fault
+from jspec.messages.unknown_fields import ignoring
 from jspec.server.hardening.body_budget import BodyBudget
 from jspec.server.hardening.json_bounds import check_structure
 from jspec.server.hardening.line_limit import REFUSED
@@ -50,7 +51,7 @@ INLINE_BYTES = 16_384  # larger bodies are parsed in a thread
 MAX_LOGGED = 300  # characters of a path or a refusal's message
 INTERNAL = "internal error; the server's log has the traceback"
 # Probes and scrapers have no key; the page contains nothing secret and asks for the key itself.
-OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/ready", "/metrics"})
 
 
 class ClientGoneError(Exception):
@@ -177,6 +178,8 @@ async def read_call(
 
     A long body is parsed in a thread, so that other requests proceed.
 
+    Unknown fields are ignored (jspec.messages.unknown_fields), or refused if --strict-requests.
+
     Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: those of
     `read_bytes`, and 415 for types that a browser sends to other sites without
     preflight (text/plain, a form).
@@ -192,8 +195,11 @@ async def read_call(
     if not body and not or_empty:
         raise RequestError("the request body is empty; expected a JSON object")
 
+    ignored = None if args.strict_requests else request.app.state.ignored_fields
+
     def parsed() -> T:
-        return parse(_loaded(body) if body else {})
+        with ignoring(ignored):
+            return parse(_loaded(body) if body else {})
 
     return parsed() if len(body) <= INLINE_BYTES else await asyncio.to_thread(parsed)
 

@@ -1,16 +1,18 @@
 """Checks of JSON objects, shared by the native and the OpenAI schemas.
 
-A field is read, neutral (SGLang or OpenAI has it, and its value requests nothing), or an error that
-names it. No field is ignored.
+A field is read, neutral (SGLang or OpenAI has it, and its value requests nothing), not implemented,
+which is an error that names it, or unknown (jspec.messages.unknown_fields).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from jspec.errors import SHOWN_CHARS, RequestError, shown_json, unknown_field
+from jspec.errors import SHOWN_CHARS, RequestError, shown_json
+from jspec.messages.unknown_fields import refuse_or_ignore
 
 JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -34,23 +36,29 @@ def as_object(body: object, where: str) -> JsonObject:
 def check_fields(
     where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> None:
-    """Raise RequestError for a field that is unknown or not implemented. hints: suggestions for
-    names of other APIs, or of other places."""
+    """Raise RequestError for a field that is not implemented, or unknown and not ignored.
+
+    hints: suggestions for names of other APIs, or of other places.
+    """
     for name, value in body.items():
         if name in read or (name in neutral and _is_neutral(value, neutral[name])):
             continue
         if name not in neutral:
-            hint = hints.get(name) or _near(name, read=read, neutral=neutral)
-            raise RequestError(unknown_field(where, name, set(read), hint=hint))
+            suggest = partial(_near, name, read=read, neutral=neutral, hints=hints)
+            refuse_or_ignore(where, name, read, suggest)
+            continue
         allowed = " or ".join(dict.fromkeys(shown_json(v) for v in neutral[name]))
+        did_you_mean = f"did you mean {hints[name]}? " if name in hints else ""
         raise RequestError(
-            f"{name} is {shown_json(value)}, which is not implemented; expected {allowed}, "
-            f"or leave it out"
+            f"{name} is {shown_json(value)}, which is not implemented; {did_you_mean}expected "
+            f"{allowed}, or leave it out"
         )
 
 
-def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
+def _near(name: str, *, read: frozenset[str], neutral: Neutral, hints: Hints) -> str:
     """Return the nearest name, marked if it is not implemented, so that it is not tried next."""
+    if name in hints:
+        return hints[name]
     for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
         return repr(near) if near in read else f"{near!r}, which is not implemented"
     return ""

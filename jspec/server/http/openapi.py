@@ -170,13 +170,13 @@ def body_schema(
     others: Mapping[str, Schema] = OTHERS,
     required: Sequence[str] = (),
 ) -> Schema:
-    """Return an object schema of exactly these fields; a field may allow anything."""
+    """Return an object schema of the known fields; a field may allow anything."""
     of_field = {name: field_schema(sampling[name]) for name in read if name in sampling}
     properties = {name: of_field.get(name) or others.get(name) or {} for name in sorted(read)}
     properties |= {
         name: neutral_schema(values) for name, values in sorted(neutral.items()) if name not in read
     }
-    found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    found: Schema = {"type": "object", "properties": properties}
     return {**found, "required": list(required)} if required else found
 
 
@@ -187,7 +187,7 @@ def bodies() -> dict[str, Schema]:
 def _native_body() -> Schema:
     native = {field.name: field for field in SAMPLING_FIELDS}
     sampling = body_schema(
-        generate_schema.SAMPLING_NAMES, generate_schema.NEUTRAL_SAMPLING, sampling=native
+        generate_schema.SAMPLING_NAMES, generate_schema.NEUTRAL_NATIVE_SAMPLING, sampling=native
     )
     of_prompts = {
         **OTHERS,

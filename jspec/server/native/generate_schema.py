@@ -45,6 +45,7 @@ GENERATE_FIELDS = frozenset(
         "input_ids",
         "sampling_params",
         "rid",
+        "model",
         "stream",
         "return_spec_tokens",
         "return_text_in_logprobs",
@@ -97,11 +98,24 @@ NEUTRAL_SAMPLING: Neutral = {
     "guided_regex": (None,),
     "guided_choice": (None, []),
     "guided_grammar": (None,),
+    # A backend or its options: any that is named compiles the same grammar.
+    "guided_decoding_backend": (
+        *(None, "auto", "xgrammar", "guidance", "llguidance", "outlines", "lm-format-enforcer"),
+    ),
+    "guided_whitespace_pattern": (None,),
     "best_of": (1,),
     "structured_outputs": (None,),
     "logits_processors": (None, []),
     "vllm_xargs": (None, {}),
     "custom_params": (None, {}),
+}
+# In sampling_params other APIs' names for what jspec names otherwise are not ignored: with
+# max_tokens ignored, for one, the text would have another length.
+NEUTRAL_NATIVE_SAMPLING: Neutral = {
+    **dict.fromkeys(PEER_PARAMETERS, (None,)),
+    **NEUTRAL_SAMPLING,
+    "do_sample": (None, True),
+    "num_return_sequences": (None, 1),
 }
 GENERATE_HINTS: Hints = {
     **{name: f"{name!r} in sampling_params" for name in SAMPLING_NAMES},
@@ -116,6 +130,7 @@ class GenerateCall:
 
     is_list: the answer is a list (n > 1 also makes it one).
     group: id of the whole call, if the client gave one id for a list.
+    model: the name that the client used, if any.
     """
 
     prompts: tuple[Prompt, ...]
@@ -124,6 +139,7 @@ class GenerateCall:
     return_spec_tokens: bool
     return_text_in_logprobs: bool
     group: str | None = None
+    model: str | None = None
 
 
 def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
@@ -146,6 +162,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
         return_spec_tokens=get_bool(values, "return_spec_tokens"),
         return_text_in_logprobs=get_bool(values, "return_text_in_logprobs"),
         group=rid if is_list and isinstance(rid, str) else None,
+        model=None if values.get("model") is None else check_text("model", values["model"]),
     )
 
 
@@ -231,7 +248,7 @@ def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         where,
         as_object(value, where),
         read=SAMPLING_NAMES,
-        neutral=NEUTRAL_SAMPLING,
+        neutral=NEUTRAL_NATIVE_SAMPLING,
         hints=PEER_PARAMETERS,
     )
     return SamplingParams.from_mapping(values, defaults=defaults)

@@ -133,13 +133,13 @@ def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
 ) -> dict[str, Any]:
     """Return OpenAI's usage object, with SGLang's reasoning_tokens. A prompt counts once for all
-    its choices. Details are null if zero, as in SGLang."""
+    its choices. Details of the completion are null if zero, as in SGLang."""
     details = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": details if reasoning_tokens else None,
         **details,
     }

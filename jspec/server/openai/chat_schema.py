@@ -62,6 +62,7 @@ NEUTRAL_CHAT: Neutral = {
     "prediction": (None,),
     "verbosity": (None, "medium"),
     "stream_reasoning": (None, True),
+    "include_reasoning": (None, True),
     "chat_template": (None,),
     "documents": (None, []),
     "web_search_options": (None,),

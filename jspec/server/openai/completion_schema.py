@@ -71,7 +71,7 @@ NEUTRAL_OPENAI: Neutral = {
         for name, values in NEUTRAL_SAMPLING.items()
         if name not in {"best_of", *GRAMMAR_FIELDS}
     },
-    "store": (None, False),
+    "store": (None, False, True),  # answers are not stored
     "service_tier": (None, "auto", "default"),
     "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,),
@@ -86,12 +86,14 @@ NEUTRAL_OPENAI: Neutral = {
     "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "add_special_tokens": (None, True),
-    "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "thinking_token_budget": (None,),
 }
 NEUTRAL_COMPLETION: Neutral = {
     **NEUTRAL_OPENAI,
     "suffix": (None, ""),
+    "prompt_embeds": (None, []),
 }
 COMPLETION_HINTS: Hints = {
     **{inner: repr(outer) for outer, inner in SAMPLING_NAMES.items() if inner != outer},

@@ -49,9 +49,10 @@ RESPONSE_FIELDS = SAME_FIELDS | {
 NEUTRAL_RESPONSE: Neutral = {
     "previous_response_id": (None,),
     "conversation": (None,),
-    "store": (None, False),
+    "store": (None, False, True),  # as OpenAI allows, the answer says that it was not stored
     "background": (None, False),
-    "include": (None, []),
+    # Reasoning is returned in plain text, which a client sends back as it would the encrypted one.
+    "include": (None, [], "reasoning.encrypted_content"),
     "prompt": (None,),
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
@@ -108,6 +109,7 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
             "metadata": {} if metadata is None else as_object(metadata, "metadata"),
             "parallel_tool_calls": call.tools.parallel,
             "previous_response_id": None,
+            "store": False,
             "reasoning": {"effort": chat["reasoning_effort"], "summary": None},
             "temperature": call.sampling.temperature,
             "tool_choice": values.get("tool_choice") or "auto",

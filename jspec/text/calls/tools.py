@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.errors import RequestError, shown_json, unknown_field
+from jspec.errors import RequestError, shown_json
+from jspec.messages.unknown_fields import refuse_or_ignore
 
 MAX_TOOLS = 128  # OpenAI's
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -104,7 +105,7 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
     ):
         for field in given:
             if field not in known:
-                raise RequestError(unknown_field(place, str(field), known))
+                refuse_or_ignore(place, str(field), known)
     where = f"{where}.function"
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -119,7 +120,7 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
         )
     if function.get("parameters") is not None:
         _check_parameters(function["parameters"], f"{where}.parameters")
-    given = {key: value for key, value in function.items() if value is not None}
+    given = {k: v for k, v in function.items() if k in _FIELDS and v is not None}
     return {"type": "function", "function": given}
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.errors import RequestError, shown_json, unknown_field
+from jspec.errors import RequestError, shown_json
+from jspec.messages.unknown_fields import refuse_or_ignore
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -70,11 +71,15 @@ def _message(value: object, where: str) -> Message:
     known = FIELDS | ROLE_FIELDS.get(role, set())
     message: Message = {}
     for field, item in value.items():
-        if field in NEUTRAL and item in NEUTRAL[field]:
-            continue
-        if field not in known:
-            raise RequestError(unknown_field(where, str(field), known))
-        if item is not None:
+        if field in NEUTRAL:
+            if item not in NEUTRAL[field]:
+                raise RequestError(
+                    f"{where}.{field} is {shown_json(item)}, which is not implemented; expected "
+                    f"{' or '.join(map(shown_json, NEUTRAL[field]))}, or leave it out"
+                )
+        elif field not in known:
+            refuse_or_ignore(where, str(field), known)
+        elif item is not None:
             message[field] = item
     calls = message.get("tool_calls")
     if calls is not None:

@@ -74,7 +74,7 @@ class ChatTemplates:
             raise CheckpointError(
                 f"chat_template in {where} has {sorted(sources)}; expected one named {DEFAULT!r}"
             )
-        special = _special_tokens(tokenizer)
+        special = special_tokens(tokenizer)
         made = {
             name: ChatTemplate(source=sources[name], where=str(where), special_tokens=special)
             for name in names
@@ -114,7 +114,8 @@ def _stored(path: Path) -> dict[str, str] | None:
     return {item["name"]: item["template"] for item in listed}
 
 
-def _special_tokens(directory: Path) -> dict[str, str]:
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return bos_token and the like, as text."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (directory / name).exists():
