@@ -161,6 +161,28 @@ def test_a_body_of_a_great_many_tiny_chunks_is_refused(
         assert send(port, b"GET /health HTTP/1.1\r\nConnection: close\r\nHost: x\r\n\r\n")
 
 
+SMUGGLED = b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 99\r\n\r\n",
+        b"HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+    ids=["length first", "length last", "two lengths", "http/1.0"],
+)
+def test_a_body_of_two_lengths_smuggles_no_request(engine: Engine, head: bytes) -> None:
+    """A proxy may take one length and the server the other: what is body for one is then a request
+    for the other."""
+    with serving(engine) as port:
+        answer = send(port, b"POST /abort_request " + head + b"0\r\n\r\n" + SMUGGLED)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
     params = {"max_new_tokens": 700, "ignore_eos": True}
     with serving(engine) as port:

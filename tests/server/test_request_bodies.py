@@ -84,10 +84,14 @@ def test_the_413_reaches_a_client_that_sends_everything_first(engine: Engine) ->
             status, headers = post_all_then_read(port, b" " * 8_000_000, chunked=chunked)
             assert status.startswith("HTTP/1.1 413 ")  # Python 3.13 has other words after it
             assert "connection: close" in headers.lower()
-        # A client that asks first is answered before it sends anything.
+        # A client that has sent no part of the body is answered, whether it asks first or not.
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            head = b"POST /generate HTTP/1.1\r\nHost: t\r\nContent-Length: 1001\r\n\r\n"
+            connection.sendall(head)
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
         with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
-            head = "POST /generate HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\n"
-            connection.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode())
+            asks = "POST /generate HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\n"
+            connection.sendall(f"{asks}Content-Length: 8000000\r\n\r\n".encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
     finally:
         server.should_exit = True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from starlette.routing import Route
 
 from jspec.errors import (
     CheckpointError,
@@ -73,9 +76,45 @@ def test_a_refusal_names_no_file_of_the_server(
 ) -> None:
     answer = ask(create_app(plain, ServerArgs(tool_call_parser="qwen")), "POST", path, json=body)
     assert answer.status_code == status, answer.text
-    own = [plain.args.model_path, plain.config.tokenizer_path, plain.args.chat_template]
-    for file in (*own, Path(__file__).parents[2], Path.home(), "site-packages"):
-        assert str(file) not in answer.text
+    assert not named_files(plain, answer.text)
+
+
+ODD: tuple[Any, ...] = (
+    b"{",
+    [1],
+    {},
+    {"model_path": "none-there", "load_format": "safetensors"},
+    {"model": "none-there", "name": "none-there", "selector": "draft", "rid": 5},
+    {"text": [True], "prompt": [None], "messages": [{"role": "x"}], "input": [{}], "tokens": [-1]},
+    {"text": "a", "prompt": "a", "messages": ASK, "max_tokens": -1, "n": 0, "echo": 1},
+)
+
+
+def test_no_route_names_a_file_of_the_server(plain: Engine) -> None:
+    app, num_refused = create_app(plain, ServerArgs(tool_call_parser="qwen")), 0
+    for route in app.routes:
+        assert isinstance(route, Route)
+        if route.path == "/freeze_gc":  # of this process
+            continue
+        path = route.path.replace("{name:path}", "none-there")
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            for body in ODD if method != "GET" else (None, b"{"):
+                sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+                answer = ask(app, method, path, **sent)
+                if answer.status_code >= 400:
+                    num_refused += 1
+                    assert answer.status_code < 500 or path == "/ready", (path, body)
+                    assert not named_files(plain, answer.text), (path, body)
+    assert num_refused > 100
+
+
+def named_files(engine: Engine, text: str) -> list[str]:
+    args = engine.args
+    own = [args.model_path, args.speculative_draft_model_path, args.compilation_cache_dir]
+    own += [engine.config.tokenizer_path, args.chat_template]
+    python = ["site-packages", "Traceback", 'File "', sys.prefix, os.getcwd()]
+    files = [*own, *python, Path(__file__).parents[2], Path.home()]
+    return [str(file) for file in files if str(file) in text]
 
 
 def test_a_profile_that_cannot_be_written_names_no_file(

@@ -107,16 +107,24 @@ def _is_half_sent(connection: H11Protocol) -> bool:
 
 
 class ChunkCounter(h11.Connection):
-    """h11's connection that refuses bodies of very many tiny chunks: each costs 5 us or more."""
+    """h11's connection that refuses a body of very many tiny chunks, each of which costs 5 us or
+    more, and one whose length is given twice, of which a proxy may have believed the other."""
 
     def __init__(self, role: type[h11.SERVER]) -> None:
         super().__init__(role)
         self._num_chunks = self._num_bytes = 0  # of the request's body
 
     def next_event(self) -> Any:
-        """Return the next event. Raises RemoteProtocolError for such a body."""
+        """Return the next event. Raises RemoteProtocolError for such a body, which uvicorn answers
+        by a 400 and the end of the connection."""
         event = super().next_event()
         if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            is_old = event.http_version < b"1.1"
+            if b"transfer-encoding" in names and (b"content-length" in names or is_old):
+                raise h11.RemoteProtocolError(
+                    "Transfer-Encoding with Content-Length or in HTTP/1.0; expected one length"
+                )
             self._num_chunks = self._num_bytes = 0
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start

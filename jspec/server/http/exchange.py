@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
@@ -56,6 +56,47 @@ OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/ready", "
 
 class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
+
+
+class LongBodyError(HTTPException):
+    """Raised for a body that is too long. comes: the client is sending it."""
+
+    def __init__(self, max_bytes: int, *, comes: bool) -> None:
+        super().__init__(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request body has more than {max_bytes} bytes; expected at most that "
+            f"(--max-request-bytes)",
+            {"Connection": "close"},
+        )
+        self.comes = comes
+
+
+class EarlyResponse(JSONResponse):
+    """A whole answer, and then the rest of the body is read and discarded, within bounds.
+
+    Closing a connection with unread bytes resets it, and a client that sends everything before it
+    reads might never see the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_part(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "more_body": True} if is_body else message)
+
+        await super().__call__(scope, receive, send_part)
+        await _drain(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while num_bytes <= DRAIN_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):  # the end, or a disconnect
+                    return
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
@@ -132,7 +173,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} {request.url.path} is not served; expected {allowed}"
     log_refusal(request, error.status_code, message)
-    return _error_response(request, message, error.status_code, error.headers)
+    kind = EarlyResponse if isinstance(error, LongBodyError) and error.comes else JSONResponse
+    return _error_response(request, message, error.status_code, error.headers, kind=kind)
 
 
 def _error_response(
@@ -141,9 +183,10 @@ def _error_response(
     status: int,
     headers: Mapping[str, str] | None,
     code: str | None = None,
+    kind: type[JSONResponse] = JSONResponse,
 ) -> JSONResponse:
     body = getattr(request.state, "error_body", error_body)(message, status, code)
-    return JSONResponse(body, status_code=status, headers=headers)
+    return kind(body, status_code=status, headers=headers)
 
 
 def near_path(path: str, known: Sequence[str]) -> str:
@@ -242,40 +285,18 @@ async def read_bytes(request: Request, args: ServerArgs) -> bytes:
 
 
 async def _read_body(request: Request, max_bytes: int, *, count: Callable[[int], None]) -> bytes:
-    parts = request.stream()
-    body = bytearray()
     declared = request.headers.get("content-length", "")
-    is_too_long = declared.isdecimal() and int(declared) > max_bytes
-    if not is_too_long:
-        async for part in parts:
-            body += part
-            count(len(part))
-            if len(body) > max_bytes:
-                is_too_long = True
-                break
-    if not is_too_long:
-        return bytes(body)
-    # A client that waits for "100 Continue" sends nothing.
-    if body or request.headers.get("expect", "").lower() != "100-continue":
-        await _drain(parts)
-    raise HTTPException(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the request body has more than {max_bytes} bytes; expected at most that "
-        f"(--max-request-bytes)",
-        {"Connection": "close"},
-    )
-
-
-async def _drain(parts: AsyncIterator[bytes]) -> None:
-    """Read and discard the rest, within bounds: closing a connection with unread bytes resets it,
-    and the client might never see the answer."""
-    num_bytes = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
-            async for part in parts:
-                num_bytes += len(part)
-                if num_bytes > DRAIN_BYTES:
-                    return
+    if declared.isdecimal() and int(declared) > max_bytes:
+        # A client that waits for "100 Continue" sends nothing.
+        waits = request.headers.get("expect", "").lower() == "100-continue"
+        raise LongBodyError(max_bytes, comes=not waits)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        count(len(part))
+        if len(body) > max_bytes:
+            raise LongBodyError(max_bytes, comes=True)
+    return bytes(body)
 
 
 def _refuse_constant(name: str) -> NoReturn:
