@@ -292,3 +292,66 @@ def test_bodies_are_json_as_a_client_writes_it(client: httpx.Client) -> None:
     headers = {"Content-Type": "application/json", "Accept": "*/*", "Authorization": "Bearer EMPTY"}
     answer = client.post(path, content=json.dumps(body), headers=headers).raise_for_status()
     assert read(events_of(answer.text)) == NEW_TOKENS
+
+
+# sgl.select of SGLang's frontend language
+
+CHOICES = ["def fib", "import os", "x"]
+
+
+def select(client: httpx.Client, text: str, choices: list[str]) -> dict[str, list[float]]:
+    """Score the choices as sgl.select does, by the name of each of its three methods."""
+    nothing = {"max_new_tokens": 0, "temperature": 0}
+
+    def generate(**body: Any) -> Any:
+        return client.post("/generate", json=body).raise_for_status().json()
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    num_prompt = generate(text=text, sampling_params=nothing)["meta_info"]["prompt_tokens"]
+    answers = generate(
+        text=[text + choice for choice in choices],
+        sampling_params=nothing,
+        return_logprob=True,
+        return_text_in_logprobs=True,
+        logprob_start_len=max(num_prompt - 2, 0),
+    )
+    tokens = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+    assert all(answer["meta_info"]["output_token_logprobs"] == [] for answer in answers)
+    tokens = [row[1:] if text.endswith(row[0][-1]) else row for row in tokens]  # token healing
+    answers = generate(
+        input_ids=[[token_id for _, token_id, _ in row] for row in tokens],
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+    )
+    alone = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+    assert [len(row) for row in alone] == [len(row) for row in tokens]
+    own = [[value for value, *_ in row] for row in tokens]
+    return {
+        "token_length_normalized": [mean(row) for row in own],
+        "greedy_token_selection": [row[0] for row in own],
+        "unconditional_likelihood_normalized": [
+            mean([value - (other[0] or 0) for value, other in zip(row, others, strict=True)])
+            for row, others in zip(own, alone, strict=True)
+        ],
+    }
+
+
+def test_sgl_select_scores_choices(client: httpx.Client) -> None:
+    text, choice = "The answer is ", "def fib"
+    found = select(client, text, CHOICES)
+    scored = client.post(
+        "/generate",
+        json={
+            "text": text + choice,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "return_text_in_logprobs": True,
+        },
+    ).json()["meta_info"]["input_token_logprobs"]
+    tail = scored[client.post("/tokenize", json={"prompt": text}).json()["count"] - 2 :]
+    tail = tail[text.endswith(tail[0][-1]) :]
+    expected = sum(value for value, *_ in tail) / len(tail)
+    assert found["token_length_normalized"][0] == pytest.approx(expected, abs=1e-4)
+    assert all(len(scores) == len(CHOICES) for scores in found.values())

@@ -233,6 +233,10 @@ def _with_outputs(
         for own, each in zip(by_prompt, value if is_each else [value] * len(sampling), strict=True):
             if each is not None:
                 own[name] = each
+    for own, params in zip(by_prompt, sampling, strict=True):
+        # Without output the log-probabilities can only be the prompt's (sgl.select).
+        if own.get("return_logprob") is True and params.max_new_tokens == 0:
+            own.setdefault("logprob_start_len", max(params.logprob_start_len, 0))
     return [
         replace(params, **own) if own else params
         for params, own in zip(sampling, by_prompt, strict=True)
