@@ -25,6 +25,7 @@ from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 from .helpers import wait_idle
 
+SIZE = {"num_layers": 2, "max_position": 16384}  # what a layer more costs is compilation
 TEMPLATE = """{{ eos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for message in messages %}
 {% if message.role not in ("system", "user", "assistant", "tool") %}
@@ -37,7 +38,7 @@ TEMPLATE = """{{ eos_token }}{% if tools %}{{ tools | tojson }}
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
+    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), **SIZE)
     (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
     return pair
 
@@ -104,7 +105,7 @@ def subprocess_env() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def other_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return write_tiny_pair(tmp_path_factory.mktemp("other"), seed=5, max_position=16384)
+    return write_tiny_pair(tmp_path_factory.mktemp("other"), seed=5, **SIZE)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def tiny_draft_config(target: ModelSpec) -> HeadSpec:
         layer=layer,
         draft_vocab_size=160,
         target_hidden_size=target.hidden_size,
-        aux_layer_ids=(0, 2, target.num_layers),
+        aux_layer_ids=(0, target.num_layers - 1, target.num_layers),
     )
 
 

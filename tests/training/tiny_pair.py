@@ -15,12 +15,12 @@ V, U = 48, 40
 
 
 def tiny_target() -> tuple[ModelSpec, Params]:
-    """3 layers, GQA, tied; logits sharpened so that its text is not uniform."""
+    """2 layers, GQA, tied; logits sharpened so that its text is not uniform."""
     config = uniform_decoder(
         vocab_size=V,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=3,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
@@ -35,7 +35,7 @@ def tiny_target() -> tuple[ModelSpec, Params]:
 def tiny_head(target: ModelSpec, target_params: Params) -> tuple[TrainedEagle3, Params, np.ndarray]:
     """(head, trainable parameters, draft_ids): a random head that misses 8 target ids."""
     draft_ids = np.delete(np.arange(V), np.arange(5, 45, 5)).astype(np.int32)
-    head = eagle3_head(target, draft_vocab_size=U, intermediate_size=40, aux_layer_ids=(0, 2, 3))
+    head = eagle3_head(target, draft_vocab_size=U, intermediate_size=40, aux_layer_ids=(0, 1, 2))
     return head, head.init(target_params, draft_ids, seed=2), draft_ids
 
 
