@@ -131,7 +131,7 @@ def test_a_pause_holds_what_runs_and_keeps_its_text(client: httpx.Client, engine
     )
     asking.start()
     wait_taken(engine, 1)
-    asking.join(timeout=0.3)
+    asking.join(timeout=0.1)
     assert asking.is_alive()
     assert engine.stats.num_steps_in_flight == 0
     assert client.post("/continue_generation").status_code == 200
@@ -141,7 +141,7 @@ def test_a_pause_holds_what_runs_and_keeps_its_text(client: httpx.Client, engine
 
 
 def test_a_pause_in_the_middle_changes_no_token(client: httpx.Client, engine: Engine) -> None:
-    params = {"max_new_tokens": 600, "ignore_eos": True, "sampling_seed": 3}
+    params = {"max_new_tokens": 200, "ignore_eos": True, "sampling_seed": 3}
     expected = engine.generate("x", params)["output_ids"]
     stream = engine.generate("x", params, stream=True)
     next(stream)
@@ -220,7 +220,7 @@ def test_a_page_of_a_rebound_name_may_not_act_or_read_by_a_get(engine: Engine) -
     app, rebound = create_app(engine), {"Host": "evil.example:30000"}
     named = create_app(engine, ServerArgs(api_key="k"))
     allowed = create_app(engine, ServerArgs(allowed_origins="http://evil.example:30000"))
-    for path in ("/flush_cache", "/freeze_gc", "/server_info", "/model_info"):
+    for path in ("/flush_cache", "/server_info", "/model_info"):
         for page in (
             rebound | {"Sec-Fetch-Site": "same-origin"},
             rebound | {"Accept-Language": "*"},  # to a URL of http, but for localhost
@@ -357,7 +357,7 @@ def test_a_long_prefill_is_progress(engine: Engine) -> None:
     """Its steps end one by one, and emit nothing."""
     service = Service(engine, ServerArgs())
     stream = threading.Thread(
-        target=engine.generate, args=(None, {"max_new_tokens": 1}, [[1] * 4000])
+        target=engine.generate, args=(None, {"max_new_tokens": 1}, [[1] * 2000])
     )
     stream.start()
     wait_running(engine, 1)

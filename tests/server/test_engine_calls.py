@@ -82,19 +82,13 @@ def test_any_number_of_event_loops_and_none_share_an_engine(
             asyncio.run(give_up())
         assert engine.stats.num_aborted == 1
         wait_idle(engine)
+        check_that_shutting_down_twice_ends_streams_once(engine)
         asyncio.run(engine.close())
         with pytest.raises(EngineClosedError):
             asyncio.run(engine.async_generate(prompt, few))
 
 
-def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any]) -> None:
-    arguments = {
-        **engine_arguments,
-        "speculative_algorithm": "NONE",
-        "speculative_draft_model_path": None,
-        "max_running_requests": 1,
-    }
-    engine = Engine(**arguments)
+def check_that_shutting_down_twice_ends_streams_once(engine: Engine) -> None:
     read, closed = (engine.generate("x", ENDLESS, stream=True) for _ in range(2))
     next(read)  # the other one never asks for a chunk
     shutting = [threading.Thread(target=engine.shutdown) for _ in range(2)]

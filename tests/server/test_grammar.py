@@ -207,7 +207,7 @@ def test_a_tokenizer_of_pieces_follows_grammars(
                 assert answer.status_code == 200, answer.text
                 return answer.json()
 
-        for seed in range(6):
+        for seed in range(2):
             tied = {"regex": "(true|false)", "sampling_seed": seed, "temperature": 1}
             answer = asyncio.run(ask("/generate", text="abc", sampling_params=tied))
             assert answer["text"] in ("true", "false")

@@ -31,15 +31,15 @@ from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-from .helpers import ask, longest_pause, wait_idle
+from .helpers import ask, longest_pause
 
 
 @contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[int]:
     """A live server with short time-outs; its port."""
-    args = options.get("args") or ServerArgs(request_timeout=0.5, log_interval=0)
+    args = options.get("args") or ServerArgs(request_timeout=0.3, log_interval=0)
     protocol = bounded_protocol(
-        head_seconds=options.get("head_seconds", 0.5), max_connections=options.get("most", 64)
+        head_seconds=options.get("head_seconds", 0.3), max_connections=options.get("most", 64)
     )
     config = uvicorn.Config(create_app(engine, args), port=0, log_config=None, http=protocol)
     server = uvicorn.Server(config)
@@ -82,9 +82,9 @@ def test_a_head_that_does_not_come_ends_the_connection(engine: Engine) -> None:
         for parts in ((), (b"GET /health HT",), (b"GET /health HTTP/1.1\r\nHost: x\r\n",)):
             assert send(port, *parts).startswith(b"HTTP/1.1 408")
         slowly = [b"GET ", b"/health ", b"HTTP/1.1\r\n", b"A: b\r\n"]
-        assert b"408" in send(port, *slowly, pause=0.2)
+        assert b"408" in send(port, *slowly, pause=0.12)
         # Nor does a second head that is only begun.
-        begun = send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he", pause=0.2)
+        begun = send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he", pause=0.1)
         assert begun.startswith(b"HTTP/1.1 200")
         assert b"HTTP/1.1 408" in begun
         assert time.monotonic() - started < 30
@@ -93,7 +93,7 @@ def test_a_head_that_does_not_come_ends_the_connection(engine: Engine) -> None:
 def test_a_body_that_does_not_come_is_a_408(engine: Engine) -> None:
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with serving(engine) as port:
-        answer = send(port, head, *[b"{"] * 2, pause=0.2)
+        answer = send(port, head, *[b"{"] * 2, pause=0.12)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"--request-timeout" in answer
 
@@ -184,13 +184,13 @@ def test_a_body_of_two_lengths_smuggles_no_request(engine: Engine, head: bytes) 
 
 
 def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
-    params = {"max_new_tokens": 700, "ignore_eos": True}
+    params = {"max_new_tokens": 400, "ignore_eos": True}
     with serving(engine) as port:
         url = f"http://127.0.0.1:{port}/generate"
         body = {"text": "x", "sampling_params": params}
         answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
-    assert answer["meta_info"]["e2e_latency"] > 0.5
-    assert len(answer["output_ids"]) == 700
+    assert answer["meta_info"]["e2e_latency"] > 0.3
+    assert len(answer["output_ids"]) == 400
 
 
 IDS = json.dumps({"tokens": [5] * 3_000_000}).encode()  # its answer outgrows what systems buffer
@@ -266,25 +266,6 @@ def test_who_has_sent_no_head_makes_room(engine: Engine) -> None:
         assert held[1].recv(12) == b"HTTP/1.1 503"
         held[2].sendall(b"lth HTTP/1.1\r\nHost: x\r\n\r\n")
         assert held[2].recv(12) == b"HTTP/1.1 200"
-
-
-def test_a_broken_connection_leaves_no_traceback(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-    endless = {"text": "x", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
-    reset = b"\x01\x00\x00\x00\x00\x00\x00\x00"
-    with serving(engine) as port:
-        for stream in (False, True):
-            whole = json.dumps({**endless, "stream": stream}).encode()
-            for body in (b"", whole[:20], whole):
-                with socket.create_connection(("127.0.0.1", port)) as connection:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-                    connection.sendall(head % len(whole) + body)
-                    time.sleep(0.05)
-        time.sleep(0.3)
-    wait_idle(engine)
-    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.slow
@@ -395,7 +376,7 @@ def test_sigterm_lets_what_runs_end(
         body = {
             "text": "x",
             "stream": True,
-            "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": 250, "ignore_eos": True},
         }
         with (
             httpx.Client(timeout=60, trust_env=False) as client,
@@ -418,7 +399,7 @@ def test_sigterm_lets_what_runs_end(
         ended = last["meta_info"]["finish_reason"]
         assert ended["type"] == ("length" if is_finished else "abort")
         if is_finished:
-            assert last["meta_info"]["completion_tokens"] == 500
+            assert last["meta_info"]["completion_tokens"] == 250
         ended = time.monotonic()
         server.wait(timeout=30)
         assert time.monotonic() < ended + GRACE_SECONDS, "it waited for a body that does not come"

@@ -88,24 +88,6 @@ def test_an_error_of_the_engine_speaks_of_the_clients_names(client: httpx.Client
     assert response.json()["message"].startswith(expected)
 
 
-def test_the_default_length_ends_at_the_context(engine_arguments: dict[str, Any]) -> None:
-    arguments = {
-        **engine_arguments,
-        "disable_logprobs": True,
-        "speculative_algorithm": "NONE",
-        "speculative_draft_model_path": None,
-        "max_running_requests": 1,
-        "context_length": 64,
-        "max_total_tokens": 128,
-    }
-    params = {"ignore_eos": True, "sampling_seed": 1}
-    with Engine(**arguments) as small:
-        app = create_app(small, ServerArgs())
-        body = {"input_ids": [1] * 60, "sampling_params": params}
-        meta = ask(app, "POST", "/generate", json=body).raise_for_status().json()["meta_info"]
-    assert meta["finish_reason"] == {"type": "length", "length": 4}
-
-
 def test_a_length_cut_by_the_pool_is_said_once(
     engine_arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,17 +233,17 @@ def test_the_log_line_says_what_ran(engine: Engine) -> None:
 
 
 def test_rates_do_not_count_idle_time(engine: Engine) -> None:
-    params = {"max_new_tokens": 400, "ignore_eos": True, "sampling_seed": 1}
+    params = {"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 1}
     meter = RateMeter(clock=lambda: engine.busy_seconds)
     wait_idle(engine)
     meter.sample(engine.stats)
-    time.sleep(1.0)
+    time.sleep(0.5)
     started = time.monotonic()
     engine.generate("x", params)
-    at_most = 400 / (time.monotonic() - started)
+    at_most = 100 / (time.monotonic() - started)
     wait_idle(engine)
     assert meter.rates(engine.stats).gen_throughput >= at_most
-    time.sleep(0.5)
+    time.sleep(0.2)
     assert meter.rates(engine.stats).gen_throughput >= at_most
 
 
@@ -295,12 +277,11 @@ def test_flush_cache_empties_what_is_cached(client: httpx.Client, method: str) -
     assert again["meta_info"]["cached_tokens"] == 0
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_freeze_gc_leaves_nothing_to_look_through(client: httpx.Client, method: str) -> None:
+def test_freeze_gc_leaves_nothing_to_look_through(client: httpx.Client) -> None:
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)  # Python's own
     try:
-        response = client.request(method, "/freeze_gc")
+        response = client.post("/freeze_gc")
         assert (response.status_code, response.text) == (200, "Garbage collection frozen.\n")
         assert gc.get_freeze_count() > 10_000
         assert gc.get_threshold()[0] > 700

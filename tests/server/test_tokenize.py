@@ -13,12 +13,14 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from jspec.server.control.control_endpoints import MAX_SIZE, ControlEndpoints
+from jspec.server.control import control_endpoints
+from jspec.server.control.control_endpoints import ControlEndpoints
 from jspec.server.http.exchange import HANDLERS
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import INLINE_CHARS, Service
 
 LONG = INLINE_CHARS + 1
+MAX_SIZE = 2 * LONG  # here; the real one takes seconds to write
 
 
 class SlowTokenizer:
@@ -95,7 +97,10 @@ def test_long_calls_are_answered_one_after_the_other(path: str, body: dict[str, 
     ],
     ids=["text", "texts", "ids"],
 )
-def test_what_is_too_long_is_refused_unread(path: str, body: dict[str, Any], message: str) -> None:
+def test_what_is_too_long_is_refused_unread(
+    path: str, body: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_endpoints, "MAX_SIZE", MAX_SIZE)
     tokenizer = SlowTokenizer()
 
     async def run() -> list[httpx.Response]:

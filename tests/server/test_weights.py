@@ -180,7 +180,7 @@ def test_a_prompt_that_is_half_filled_has_all_its_numbers_of_the_new_weights(
     served: Engine, fresh: Engine, other_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two choices of eight chunks: one is half filled, the other waits for its pages."""
-    asked = {**SEEDED, "max_new_tokens": 6, "n": 2, "return_hidden_states": True}
+    asked = {**SEEDED, "max_new_tokens": 6, "n": 2}
     options: dict[str, Any] = {
         "input_ids": [1 + 7 * i % 90 for i in range(256)],
         "sampling_params": asked,
@@ -209,10 +209,6 @@ def test_a_prompt_that_is_half_filled_has_all_its_numbers_of_the_new_weights(
         for name in ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs"):
             assert numbers_of(meta[name]) == pytest.approx(numbers_of(new["meta_info"][name]))
             assert numbers_of(meta[name]) != pytest.approx(numbers_of(old["meta_info"][name]))
-        for state, its in zip(
-            meta["hidden_states"], new["meta_info"]["hidden_states"], strict=True
-        ):
-            np.testing.assert_allclose(state, its, atol=1e-5)
     assert max(result["meta_info"]["num_retractions"] for result in found) == 1
 
 
