@@ -1,4 +1,7 @@
-"""After a start with `--compile-at-start all` no request of any kind compiles anything."""
+"""After a start with `--compile-at-start all` no request of any kind compiles anything.
+
+tests/engine/test_programs.py says without compiling that there is a program for whatever is asked.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,7 @@ def test_every_parameter_that_needs_a_program_is_asked_for() -> None:
         assert SamplingParams.from_mapping({name: value}).features
 
 
+@pytest.mark.slow
 def test_no_request_of_any_kind_compiles(whole: Engine) -> None:
     asked = [*({name: value} for name, value in ASKING.items()), *TOGETHER]
     params = [{"max_new_tokens": 6, "sampling_seed": 1, **each} for each in asked]
@@ -98,6 +102,7 @@ OVER_HTTP: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_no_route_compiles(whole: Engine) -> None:
     app = create_app(whole, ServerArgs(log_interval=0))
     with compilations() as compiled:
@@ -107,6 +112,7 @@ def test_no_route_compiles(whole: Engine) -> None:
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_ready_tells_which_programs_are_compiled(whole: Engine) -> None:
     app = create_app(whole)
     assert ask(app, "GET", "/ready").text == "ready\n"
@@ -125,6 +131,7 @@ def test_ready_tells_which_programs_are_compiled(whole: Engine) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_later_start_finds_all_of_them(whole: Engine, engine_arguments: dict[str, Any]) -> None:
     how: list[str] = []
     again = {**engine_arguments, "compile_at_start": "all"}
