@@ -117,6 +117,17 @@ def test_a_switch_gives_what_a_start_would(
     same(runner.params["target"], load_pair(ours, shards).params["target"])
 
 
+def test_a_draft_that_is_a_model_of_its_own_is_switched(pairs: tuple[TinyPair, TinyPair]) -> None:
+    ours, theirs = (str(pair.target_path) for pair in pairs)
+    arguments = {"model_path": ours, "speculative_algorithm": "STANDALONE"}
+    weights, runner = serving(load(**arguments, speculative_draft_model_path=theirs))
+    weights.switch(weights.prepare(DiskUpdate(draft=ours)))
+    same(runner.params, load(**arguments, speculative_draft_model_path=ours).params)
+    bad = {"model.layers.0.mlp.up_proj.weight": np.zeros((3, 5), np.float32)}
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has shape \(3, 5\); expected"):
+        weights.prepare(ArrayUpdate(arrays=bad, model=Model.DRAFT))
+
+
 def test_a_switch_that_fails_half_way_is_undone() -> None:
     old: dict[Path1, Any] = {("a", i): jnp.full(4, float(i)) for i in range(5)}
     old["b", 0] = SameAs(("a", 0))
