@@ -5,45 +5,36 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jspec.device.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
 from jspec.layers.linear import Shard, logits_of
-from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
-from jspec.messages.step_options import PLAIN, SAMPLING
-from jspec.models.files.checkpoint import load_target
-from jspec.models.heads.eagle3 import load_eagle3
+from jspec.messages.step_options import PLAIN
 from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.loop import EngineLoop
-from jspec.serving.trace import TraceKind
 from tests.engine.pool_copies import pool_copies
 from tests.models.dense_forward import dense_hidden
 from tests.speculative.engines import (
     TARGET,
     Compiled,
     ViewRunner,
-    build,
-    check_an_abort_ends_one_and_no_other,
     dial_for,
     engine,
     make_request,
+    plain_engine,
     plain_ids,
     serve,
-    spec_of,
     tiny_params,
 )
 from tests.support.fake_text import FakeTextStream
-from tests.support.tiny_models import write_tiny_pair
 
 TREE, PAGE = (3, 2, 7), 4
 
@@ -98,7 +89,6 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
     assert tuple(ids[length:]) == plain_ids(request)
 
 
-@pytest.mark.slow
 def test_poison_in_everything_nobody_wrote_changes_no_token() -> None:
     """NaN in both pools and in the draft's hidden, -1 in the dummy row: all must stay unread."""
     requests = six_requests()
@@ -143,58 +133,15 @@ async def _all_ids(view: ViewRunner, requests: list[Request]) -> list[tuple[int,
     return out
 
 
-@pytest.mark.slow_cases("2]")
-@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
-    shards: int, tmp_path: Path
-) -> None:
-    """One decision on all devices: same ids as one device, and replicated state bit-equal."""
-    pair = write_tiny_pair(tmp_path)
-    params = {}
-    for size in (1, shards):
-        target = load_target(pair.target_path, pair.target_config, dtype=np.float32, shards=size)
-        draft = load_eagle3(
-            pair.draft_path,
-            pair.draft_config,
-            target_params=target,
-            dtype=np.float32,
-            shards=size,
-        )
-        params[size] = (target, draft)
-    requests = six_requests(top_p=0.9, frequency_penalty=0.2)
-    served = {}
-    for size, pair_params in params.items():
-        compiled = build(
-            spec_of(*TREE),
-            page_size=PAGE,
-            dial=False,
-            shards=size,
-            params=pair_params,
-            variants=(SAMPLING,),
-        )
-        view = ViewRunner(compiled.runner(), compiled.limits)
-        served[size] = asyncio.run(_all_ids(view, requests))
-        for leaf in jax.tree.leaves((view.runner.state.rows.root_ids, view.runner.state.draft)):
-            copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-            assert len(copies) == size
-            for other in copies[1:]:
-                np.testing.assert_array_equal(copies[0], other)
-    assert served[shards] == served[1]
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [*(pytest.param(spec, marks=pytest.mark.slow) for spec in ((0, 1, 1), (3, 1, 4))), TREE],
-    ids=str,
-)
-def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
-    compiled = engine(spec, PAGE, options=SAMPLING)
-    shapes = {x.shape for x in (*compiled.runner().state.kv, *compiled.runner().state.draft_kv)}
-    for key, executable in compiled.executables.items():
-        text = executable.as_text()
-        for shape in shapes:
-            assert any(str(n) in text for n in shape)
-            assert pool_copies(text, shape) == [], key
+def test_no_program_copies_a_pool() -> None:
+    for compiled in (tree_engine(), plain_engine()):
+        state = compiled.runner().state
+        shapes = {x.shape for x in (*state.kv, *state.draft_kv)}
+        for key, executable in compiled.executables.items():
+            text = executable.as_text()
+            for shape in shapes:
+                assert any(str(n) in text for n in shape)
+                assert pool_copies(text, shape) == [], key
 
 
 def test_the_search_for_copies_finds_one() -> None:
@@ -229,54 +176,14 @@ def test_nothing_compiles_and_nothing_crosses_by_accident_after_warm_up(
     assert [record.message for record in caplog.records if "ompil" in record.message] == []
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_dispatch_runs_ahead_of_collect_by_the_overlap_depth(depth: int) -> None:
-    requests = six_requests()
-    served = serve(tree_engine(), requests, overlap_depth=depth)
-    dispatched = {e.step: e.started for e in served.trace if e.kind is TraceKind.DISPATCH}
-    collected = {e.step: e.started for e in served.trace if e.kind is TraceKind.COLLECT}
-    steps = range(5, max(collected) - 5)
-    for step in steps:
-        if step + depth in dispatched:
-            assert dispatched[step + depth] < collected[step]
-        if step + depth + 1 in dispatched:
-            assert dispatched[step + depth + 1] > collected[step]
-
-
-def test_retraction_changes_no_token() -> None:
-    """A pool too small for all: rows are retracted, prefilled again, and go on as they were."""
-    requests = [
-        make_request(i, prompt_len=9 + i, seed=70 + i, temperature=i % 2, max_new_tokens=130)
-        for i in range(4)
-    ]
-    expected = [plain_ids(request) for request in requests]
-    served = serve(
-        tree_engine(), requests, dial=dial_for(requests, expected), num_pages=80, chunk_size=8
-    )
-    assert list(served.ids) == expected
-    assert served.num_retractions > 0
-    assert (served.num_leaked_pages, served.num_free_pages) == (0, 80)
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing(depth: int) -> None:
+def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing() -> None:
     """Two slots for six requests: every ending is met by a step in flight and a new tenant."""
     requests = six_requests()
     expected = [plain_ids(request) for request in requests]
     dial = dial_for(requests, expected)
     alone = [serve(tree_engine(), [request], overlap_depth=0, dial=dial) for request in requests]
-    served = serve(tree_engine(), requests, overlap_depth=depth, num_slots=2, dial=dial)
+    served = serve(tree_engine(), requests, overlap_depth=3, num_slots=2, dial=dial)
     assert list(served.ids) == expected
     assert served.per_request == tuple(run.per_request[0] for run in alone)
     assert served.num_leaked_pages == 0
     assert served.num_free_pages == tree_engine().limits.pool.num_pages
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_abort_in_flight_ends_one_request_and_no_other(depth: int) -> None:
-    check_an_abort_ends_one_and_no_other(tree_engine(), six_requests(), depth=depth)
-
-
-def test_every_step_kind_was_run_by_these_engines() -> None:
-    kinds = {key.kind for key in tree_engine().executables}
-    assert kinds == {StepKind.PREFILL, StepKind.DECODE}
