@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.device.state import EngineState, empty_rows
+from jspec.engine.memory import memory_report
 from jspec.engine.memory.device_memory import no_pool_error
 from jspec.engine.memory.memory_report import (
     bytes_each,
@@ -33,6 +34,12 @@ HELD = {
     "KV pools": 50 * GIB,
     "other state": 0,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process holds what other tests left; to look through it takes a second each time."""
+    monkeypatch.setattr(memory_report.gc, "collect", lambda: 0)
 
 
 def check(scratch: dict[ProgramKey, int], *, free: int, **held: int) -> None:

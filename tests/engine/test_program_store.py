@@ -39,7 +39,7 @@ from jspec.speculative.step import StepProgram
 from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.tiny_models import tiny_target_config
 
-CONFIG = tiny_target_config()
+CONFIG = tiny_target_config(num_layers=1)
 LIMITS = flat_limits(
     draft_shape=SpeculativeConfig.plain(),
     num_slots=2,
@@ -106,8 +106,7 @@ def test_a_second_start_traces_nothing_and_emits_the_same(
     assert reports == ["compiled decode B=2", "loaded decode B=2"]
 
 
-@pytest.mark.slow_cases("cut]", "flipped]")
-@pytest.mark.parametrize("damage", ["cut", "flipped", "another file"])
+@pytest.mark.parametrize("damage", ["flipped", "another file"])
 def test_what_cannot_be_read_is_written_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +117,6 @@ def test_what_cannot_be_read_is_written_again(
     foreign = b"no executable"
     path.write_bytes(
         {
-            "cut": whole[: len(whole) // 2],
             "flipped": whole[:-1] + bytes([whole[-1] ^ 1]),
             "another file": hashlib.sha256(foreign).digest() + foreign,
         }[damage]

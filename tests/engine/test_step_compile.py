@@ -39,7 +39,8 @@ from jspec.pallas_kernels.experts.tpu import choose_tile_m
 from jspec.spec.model_spec import MoESpec
 
 LAYERS = 2
-CI = fewest(LAYERS)
+# Of those, CI compiles half, by turns: every chip, model, shape and program is among them.
+CI = [job for i, job in enumerate(fewest(LAYERS)) if (i + i // 4) % 2 == 0]
 TIMEOUT = 300.0  # seconds of one process; alone on two cores a program takes 5 to 20
 
 needs_compiler = pytest.mark.skipif(
@@ -61,12 +62,12 @@ def test_every_chip_and_every_model_meets_every_kind() -> None:
     for name in chips:
         assert {(job.shape, job.program) for job in jobs if chip(job) == name} == kinds
     assert len(jobs) == len(set(jobs)) == 9 * len(chips)
-    assert {(job.model, chip(job)) for job in CI} == set(itertools.product(MODELS, chips))
-    assert {(job.shape, job.program) for job in CI} == kinds
-    for name in chips:
-        own = [job for job in CI if chip(job) == name]
-        assert {job.shape for job in own} == set(SHAPES)
-        assert {job.program for job in own} == set(PROGRAMS)
+    assert {(job.model, chip(job)) for job in fewest(LAYERS)} == {*itertools.product(MODELS, chips)}
+    assert {(job.shape, job.program) for job in fewest(LAYERS)} == kinds
+    assert {chip(job) for job in CI} == chips
+    assert {job.model for job in CI} == set(MODELS)
+    assert {job.shape for job in CI} == set(SHAPES)
+    assert {job.program for job in CI} == set(PROGRAMS)
 
 
 def test_the_full_matrix_names_each_program_once() -> None:

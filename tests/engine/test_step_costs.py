@@ -26,7 +26,7 @@ from tests.speculative.law_engines import (
 from tests.speculative.test_engine_laws import beyond_dummies, kept_state
 from tests.support.random_shapes import RandomShapes
 
-SETTING = Setting("eagle3", (3, 1, 4), 4, others=((0, 1, 1), (1, 1, 2)))
+SETTING = Setting("eagle3", (3, 1, 4), 4, others=((0, 1, 1),))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class Growing(ViewRunner):
 
 
 def test_programs_that_are_timed_while_rows_run_change_no_text(compiled: Compiled) -> None:
-    requests = requests_of(3, num_tokens=40, seed=7, temperature=1.0, top_p=0.9)
+    requests = requests_of(3, num_tokens=24, seed=7, temperature=1.0, top_p=0.9)
     expected = plain_texts(tuple(requests))
     served = with_script(compiled, scripted(requests, expected))
     view = Growing(served.runner(), served.limits)
@@ -87,7 +87,7 @@ def test_programs_that_are_timed_while_rows_run_change_no_text(compiled: Compile
     shapes = RandomShapes(served.limits, seed=1)
     found = asyncio.run(serve_view(view, requests, shapes=shapes))
     assert list(found.ids) == expected
-    assert view.num_added > 20
+    assert view.num_added > 8
 
 
 def test_a_program_that_fails_while_it_is_timed_is_ready_without_a_cost(
