@@ -15,7 +15,6 @@ from benchmarks.divergence import (
     Configuration,
     Measurement,
     Settings,
-    configurations,
 )
 from benchmarks.divergence_counts import compare, first_divergence
 from benchmarks.divergence_pairs import (
@@ -138,19 +137,3 @@ def test_a_failure_costs_one_configuration(tiny: Pair, tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "deep" / "divergence.json").read_text(encoding="utf-8"))
     assert (stored["engines"], stored["rows"]) == (engines, [])
     assert (stored["head_dim"], stored["settings"]["new_tokens"]) == (8, 8)
-
-
-@pytest.mark.slow
-def test_in_float32_a_chain_says_what_plain_decoding_says(tiny: Pair, tmp_path: Path) -> None:
-    measurement = measurement_of(tiny, tmp_path)
-    failing = Configuration(dtype="float12", backend="xla", mode="plain")
-    measurement.run((failing, *configurations([("float32", "xla")])[:2]))
-    engines, rows = measurement.engines, measurement.rows
-    assert engines["float32/xla/chain"]["acceptance_length"]["temperature 1"] >= 1
-    assert [(row["what"], row["temperature"]) for row in rows] == [("chain", 0.0), ("chain", 1.0)]
-    for row in rows:
-        assert (row["num_diverged"], row["tokens_compared"]) == (0, 3 * 8)
-        assert row["is_control"]
-    assert not measurement.is_sound
-    stored = json.loads((tmp_path / "deep" / "divergence.json").read_text(encoding="utf-8"))
-    assert (stored["engines"], stored["rows"]) == (engines, rows)

@@ -7,7 +7,6 @@ it goes over the wire; the readers below read what those clients read, and no mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -177,35 +176,6 @@ def test_usage_that_cannot_be_is_refused(
     assert message in answer.json()["error"]["message"]
 
 
-# What the clients ask around a load: (method, path, body, what they read).
-CONTROL: list[tuple[str, str, Any, Callable[[httpx.Response], object]]] = [
-    ("GET", "/get_model_info", None, lambda r: r.json()["model_path"]),
-    ("GET", "/model_info", None, lambda r: r.json()["model_path"]),
-    ("POST", "/flush_cache", None, lambda r: r.status_code == 200),
-    ("GET", "/server_info", None, lambda r: r.json()["internal_states"][0]),
-    (
-        "GET",
-        "/get_server_info",
-        None,
-        lambda r: "avg_spec_accept_length" in r.json()["internal_states"][0],
-    ),
-    ("GET", "/v1/models", None, lambda r: r.json()["data"][0]["id"] == "target"),
-    ("GET", "/health", None, lambda r: r.status_code == 200),
-]
-
-
-@pytest.mark.parametrize(("method", "path", "body", "read"), CONTROL)
-def test_what_surrounds_a_load(
-    client: httpx.Client,
-    method: str,
-    path: str,
-    body: Any,
-    read: Callable[[httpx.Response], object],
-) -> None:
-    answer = client.request(method, path, json=body).raise_for_status()
-    assert read(answer)
-
-
 def test_vllm_reads_acceptance_off_the_metrics(client: httpx.Client) -> None:
     """It adds up the samples of these names before and after a load."""
     found: dict[str, float] = {}
@@ -219,79 +189,6 @@ def test_vllm_reads_acceptance_off_the_metrics(client: httpx.Client) -> None:
     assert {f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}" for i in range(3)} <= set(
         found
     )
-
-
-# lm-eval
-
-SCORING = {
-    "model": "target",
-    "temperature": 0,
-    "max_tokens": 1,
-    "logprobs": 1,
-    "seed": 1234,
-    "echo": True,
-}
-
-
-def loglikelihood(choice: dict[str, Any], ctxlen: int) -> tuple[float, bool]:
-    """As lm-eval reads it: the continuation's tokens, without the one that was generated."""
-    chosen = choice["logprobs"]["token_logprobs"][ctxlen:-1]
-    tops = choice["logprobs"]["top_logprobs"][ctxlen:-1]
-    greedy = all(own == max(top.values()) for own, top in zip(chosen, tops, strict=True))
-    return sum(chosen), greedy
-
-
-def test_lm_eval_scores_continuations(client: httpx.Client) -> None:
-    context, other = [11, 12, 13, 14], [40, 41]
-    native: dict[str, Any] = {
-        "input_ids": context,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 3},
-    }
-    native |= {"return_logprob": True}
-    answer = client.post("/generate", json=native).raise_for_status().json()
-    own = answer["output_ids"]
-    expected = sum(logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"])
-
-    body = {**SCORING, "prompt": [context + own, context + other]}
-    choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
-    first, second = sorted(choices, key=lambda choice: choice["index"])
-    assert len(first["logprobs"]["token_logprobs"]) == len(context + own) + 1
-    assert first["logprobs"]["token_logprobs"][0] is None
-    score, is_greedy = loglikelihood(first, len(context))
-    assert is_greedy
-    assert score == pytest.approx(expected, abs=1e-4)
-    worse, is_greedy = loglikelihood(second, len(context))
-    assert not is_greedy
-    assert worse < 0
-
-
-def test_lm_eval_generates_until_its_stops(client: httpx.Client) -> None:
-    body = {
-        "model": "target",
-        "prompt": [[11, 12, 13], [14, 15]],
-        "max_tokens": 6,
-        "temperature": 0,
-        "stop": ["\n\n", "Question:"],
-        "seed": 1234,
-    }
-    choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
-    assert sorted(choice["index"] for choice in choices) == [0, 1]
-    chat: dict[str, Any] = {
-        "model": "target",
-        "messages": [{"role": "user", "content": "a"}],
-        "stop": ["\n\n"],
-    }
-    chat |= {"max_tokens": 6, "temperature": 0, "seed": 1234}
-    answer = client.post("/v1/chat/completions", json=chat).raise_for_status().json()
-    assert isinstance(answer["choices"][0]["message"]["content"], str)
-
-
-def test_bodies_are_json_as_a_client_writes_it(client: httpx.Client) -> None:
-    """bench_serving's session sends no Accept header that the server would have to honour."""
-    path, body, read = STREAMS["bench_serving, text"]
-    headers = {"Content-Type": "application/json", "Accept": "*/*", "Authorization": "Bearer EMPTY"}
-    answer = client.post(path, content=json.dumps(body), headers=headers).raise_for_status()
-    assert read(events_of(answer.text)) == NEW_TOKENS
 
 
 # sgl.select of SGLang's frontend language

@@ -127,22 +127,6 @@ def test_c9_and_c10_lengths_are_exact_for_ragged_calls_at_once(
     wait_idle(engine)
 
 
-def test_c11_penalties_and_a_minimum_length(client: httpx.Client) -> None:
-    for penalties in (
-        {"frequency_penalty": 2},
-        {"presence_penalty": -2, "min_new_tokens": 16},
-        {"repetition_penalty": 1.5, "logit_bias": {"17": 100, "18": -100}},
-    ):
-        sampling = {"temperature": 0.7, "max_new_tokens": 16, **penalties}
-        result = generate(client, text="aa", sampling_params=sampling, return_logprob=True)
-        count = result["meta_info"]["completion_tokens"]
-        assert len(result["meta_info"]["output_token_logprobs"]) == count
-        if "min_new_tokens" in penalties:
-            assert count == 16
-        if "logit_bias" in penalties:
-            assert set(result["output_ids"]) == {17}
-
-
 def test_a_stream_says_the_same(client: httpx.Client) -> None:
     body = {
         "text": PROMPT,
@@ -261,18 +245,3 @@ def test_chats_by_the_openai_client(openai_client: openai.OpenAI) -> None:
         for token in part.logprobs.content or []
     ]
     np.testing.assert_allclose(streamed, [token.logprob for token in content], atol=TOLERANCE)
-
-
-def test_the_engines_own_names(engine: Engine) -> None:
-    results = engine.generate(
-        ["ab", "cd"],
-        {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
-        return_logprob=True,
-        logprob_start_len=0,
-        token_ids_logprob=[7],
-        return_text_in_logprobs=True,
-    )
-    for result, text in zip(results, ("ab", "cd"), strict=True):
-        meta = result["meta_info"]
-        assert "".join(entry[2] for entry in meta["input_token_logprobs"]) == text
-        assert [entry[0][1] for entry in meta["output_token_ids_logprobs"]] == [7] * 3

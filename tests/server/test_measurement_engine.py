@@ -28,6 +28,9 @@ def measured(tiny_pair: TinyPair, engine_arguments: dict[str, Any]) -> Iterator[
         "max_running_requests": 1,
         "disable_logprobs": True,
         "load_format": "dummy",
+        "speculative_algorithm": "NGRAM",
+        "speculative_draft_model_path": None,
+        "speculative_num_draft_tokens": 4,
         "skip_tokenizer_init": True,
         "tokenizer_path": None,
         "simulate_acceptance": 3.0,
@@ -86,7 +89,7 @@ def test_server_info_and_the_log_say_that_it_is_on(measured: Engine) -> None:
     assert info["simulate_acceptance"] == 3.0
     assert info["load_format"] == "dummy"
     assert info["internal_states"][0]["simulate_acceptance"] == 3.0
-    assert "EAGLE3 3/1/4 with SIMULATED acceptance 3" in describe(measured)
+    assert "NGRAM 3/1/4 with SIMULATED acceptance 3" in describe(measured)
     warnings = measurement_warnings(measured.args)
     assert "the text is not the model's" in warnings[0]
     assert "the weights are random" in warnings[1]

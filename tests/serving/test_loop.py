@@ -89,19 +89,6 @@ def test_many_requests_at_once(depth: int) -> None:
     run(main())
 
 
-def test_a_request_after_an_idle_time_wakes_the_loop() -> None:
-    async def main() -> None:
-        loop = make_loop(small_limits())
-        for name in ("a", "b"):
-            request = make_request(name)
-            check_output(request, await read(loop.submit([request])[0]))
-            await until_idle(loop)
-            await asyncio.sleep(5 * STEP_SECONDS)
-        await loop.close()
-
-    run(main())
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_the_trace_shows_dispatch_ahead_of_collect(depth: int) -> None:
     trace: list[TraceEvent] = []
@@ -297,15 +284,6 @@ def test_close_ends_the_streams_and_waits_for_the_steps_in_flight() -> None:
         with pytest.raises(EngineClosedError, match="'b' came after"):
             loop.submit([make_request("b")])
         await loop.close()
-
-    run(main())
-
-
-def test_close_of_a_loop_that_never_ran() -> None:
-    async def main() -> None:
-        loop = make_loop(small_limits())
-        await loop.close()
-        assert loop.is_closed
 
     run(main())
 
