@@ -43,6 +43,7 @@ def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CountingE
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # compiles nine decode programs
 @pytest.mark.parametrize("acceptance", [0.0, 0.5])
 def test_the_dial_says_what_is_accepted(tree_engine: CountingEngine, acceptance: float) -> None:
     """`seconds_of` checks every text."""
@@ -61,6 +62,7 @@ def test_the_dial_says_what_is_accepted(tree_engine: CountingEngine, acceptance:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # compiles nine decode programs
 def test_trees_accept_more_than_chains_and_deeper_ones_more(
     tree_engine: CountingEngine, plain_engine: CountingEngine
 ) -> None:

@@ -71,7 +71,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "mode",
-    ["mtp", *(pytest.param(mode, marks=SLOW) for mode in ("chain", "standalone"))],
+    ["mtp", *(pytest.param(mode, marks=SLOW) for mode in ("standalone",))],
 )
 def test_a_drafters_halves_go_round_in_a_loop(mode: str, tmp_path: Path) -> None:
     """A half returns the shapes that it takes; traced only."""
@@ -107,6 +107,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_moe_has_cells_and_a_floor(tmp_path: Path) -> None:
     """Nothing is claimed about the times of a CPU."""
     output = tmp_path / "steps.json"

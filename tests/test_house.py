@@ -239,17 +239,16 @@ def test_importing_touches_no_device() -> None:
     names = [dotted(path) for path in modules()]
     code = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)"
     run_python(code, JAX_PLATFORMS="no_such_platform")
-    with pytest.raises(AssertionError, match="no_such_platform"):
-        run_python("import jax.numpy as jnp; jnp.zeros(1)", JAX_PLATFORMS="no_such_platform")
 
 
 def test_the_public_facade_loads_on_demand() -> None:
     code = (
         "import sys, jspec; assert 'jspec.serving.engine' not in sys.modules; print(jspec.__all__)"
+        "\ntry:\n    jspec.nothing\nexcept AttributeError as e:\n    print(e)"
     )
-    assert "Engine" in run_python(code)
-    code = "import jspec\ntry:\n    jspec.nothing\nexcept AttributeError as e:\n    print(e)"
-    assert "module 'jspec' has no attribute 'nothing'" in run_python(code)
+    said = run_python(code)
+    assert "Engine" in said
+    assert "module 'jspec' has no attribute 'nothing'" in said
 
 
 @in_every_module

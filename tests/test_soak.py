@@ -53,12 +53,12 @@ KILLS = ["--engine-process", "--kill-every", "8"]
     "more",
     [pytest.param([], id="whole"), pytest.param(KILLS, id="killed", marks=pytest.mark.exhaustive)],
 )
-def test_twenty_seconds(tmp_path: Path, more: list[str]) -> None:
+def test_twelve_seconds(tmp_path: Path, more: list[str]) -> None:
     output = tmp_path / "soak.json"
-    assert soak.main(["--minutes", "0.33", "--output", str(output), *more]) == 0
+    assert soak.main(["--minutes", "0.2", "--output", str(output), *more]) == 0
     result = json.loads(output.read_text())
     assert result["faults"] == []
-    assert result["num_read"] > 20
+    assert result["num_read"] > 10
     assert result["num_left"] > 0
     assert result["num_retractions"] > 0
     assert result["num_restarts"] == result["num_kills"]

@@ -193,6 +193,7 @@ def test_c5_parity_with_a_server_that_does_not_speculate(
     assert "spec_verify_ct" not in off[0]["meta_info"]
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair
 def test_c6_logprob_start_len(served: Served) -> None:
     for result in served.generate(
         text=FOUR[:2],
@@ -241,6 +242,7 @@ def values_of(entries: list[Any]) -> list[float]:
     return [entry[0] for entry in entries]
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair
 def test_c9_and_c10_sweep_of_lengths_ragged(served: Served) -> None:
     cases = [
         (n, out, start, top)
@@ -322,6 +324,7 @@ def test_c12_shared_prefixes(served: Served) -> None:
     assert served.client.get("/flush_cache").status_code == 200
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair
 def test_c13_clients_that_go_away(served: Served) -> None:
     def impatient(_: int) -> None:
         with (
@@ -458,6 +461,7 @@ def test_the_official_client_on_every_route(served: Served) -> None:
     assert text == chat.choices[0].message.content
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair
 def test_c15_who_waits_too_long_is_refused(cache: Path) -> None:
     """One slot and a limit of 1 ms: of what cannot run at once, each gets a 503."""
     own = {**arguments("chain", cache), "max_running_requests": 1, "queue_time_limit": 0.001}

@@ -23,7 +23,7 @@ from tests.support.broken_step import FailingEngine
 
 from .helpers import wait_idle
 
-LONG: dict[str, Any] = {"max_new_tokens": 120, "ignore_eos": True, "sampling_seed": 7}
+LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True, "sampling_seed": 7}
 # Of each kind, one that must go on as it would have.
 KINDS: dict[str, dict[str, Any]] = {
     "sampled": {**LONG, "temperature": 0.9},
@@ -78,7 +78,7 @@ def test_text_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
     before = apart.stats.num_restarts
     with ThreadPoolExecutor() as pool:
         running = pool.submit(apart.generate, prompts, params)
-        kill_while(apart, running, after_tokens=100, number=signal.SIGKILL)
+        kill_while(apart, running, after_tokens=60, number=signal.SIGKILL)
         assert ids_of(running.result(timeout=120)) == expected
     assert apart.stats.num_restarts == before + 1
     wait_idle(apart)
@@ -170,31 +170,6 @@ def test_it_answers_as_an_engine_in_this_process(
 
 
 @pytest.mark.slow
-def test_weights_from_disk_come_back_and_given_ones_end_it(
-    engine_arguments: dict[str, Any],
-) -> None:
-    target = engine_arguments["model_path"]
-    with Engine(engine_process=True, **engine_arguments) as engine:
-        ids = ids_of(engine.generate(["def f("], [KINDS["greedy"]]))
-        name = "model.norm.weight"
-        assert np.shape(engine.get_weights_by_name(name)) != ()
-        engine.update_weights_from_disk(target, weight_version="two")
-        before = engine.stats.num_restarts
-        assert engine.process_id is not None
-        os.kill(engine.process_id, signal.SIGKILL)
-        wait_restarted(engine, before)
-        assert ids_of(engine.generate(["def f("], [KINDS["greedy"]])) == ids
-        assert engine.weight_version == "two"
-        array = np.asarray(engine.get_weights_by_name(name, 10_000), np.float32)
-        engine.update_weights_from_tensor({name: array * 2})
-        os.kill(engine.process_id, signal.SIGKILL)
-        while not engine.is_closed:
-            time.sleep(0.01)
-        with pytest.raises(EngineClosedError, match="given as arrays"):
-            engine.generate("x", {"max_new_tokens": 3})
-
-
-@pytest.mark.slow
 def test_closing_does_not_wait_for_a_new_start(engine_arguments: dict[str, Any]) -> None:
     begun = time.monotonic()
     engine = Engine(engine_process=True, **engine_arguments)
@@ -215,7 +190,7 @@ def test_what_cannot_start_is_said_as_it_is_in_this_process(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     for options in cast(
         tuple[dict[str, Any], ...],
-        ({"model_path": str(tmp_path / "none")}, {"model_path": str(tmp_path)}),
+        ({"model_path": str(tmp_path)},),
     ):
         errors = []
         for engine_process in (False, True):
@@ -223,3 +198,28 @@ def test_what_cannot_start_is_said_as_it_is_in_this_process(tmp_path: Path) -> N
                 Engine(None, engine_process=engine_process, **options)
             errors.append((type(error.value), str(error.value)))
         assert errors[0] == errors[1]
+
+
+@pytest.mark.slow
+def test_weights_from_disk_come_back_and_given_ones_end_it(
+    apart: Engine, engine_arguments: dict[str, Any]
+) -> None:
+    """The last test of `apart`."""
+    target = engine_arguments["model_path"]
+    ids = ids_of(apart.generate(["def f("], [KINDS["greedy"]]))
+    name = "model.norm.weight"
+    assert np.shape(apart.get_weights_by_name(name)) != ()
+    apart.update_weights_from_disk(target, weight_version="two")
+    before = apart.stats.num_restarts
+    assert apart.process_id is not None
+    os.kill(apart.process_id, signal.SIGKILL)
+    wait_restarted(apart, before)
+    assert ids_of(apart.generate(["def f("], [KINDS["greedy"]])) == ids
+    assert apart.weight_version == "two"
+    array = np.asarray(apart.get_weights_by_name(name, 10_000), np.float32)
+    apart.update_weights_from_tensor({name: array * 2})
+    os.kill(apart.process_id, signal.SIGKILL)
+    while not apart.is_closed:
+        time.sleep(0.01)
+    with pytest.raises(EngineClosedError, match="given as arrays"):
+        apart.generate("x", {"max_new_tokens": 3})

@@ -37,7 +37,7 @@ def pieces_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_pieces_add_up_to_decode_for_any_ids(
     tokenizers_by_kind: Mapping[str, Tokenizer],

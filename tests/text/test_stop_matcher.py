@@ -39,13 +39,13 @@ def first_completed(stop: Sequence[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(stop=STOPS, pushes=st.lists(SHORT, max_size=6))
 def test_any_pushes_give_the_first_completed_match(stop: list[str], pushes: list[str]) -> None:
     assert run(stop, pushes) == first_completed(stop, "".join(pushes))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(stop=STOPS, pushes=st.lists(SHORT, max_size=6))
 def test_exactly_what_may_become_a_stop_string_is_held(stop: list[str], pushes: list[str]) -> None:
     matcher = matcher_of(*stop)
