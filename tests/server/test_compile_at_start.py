@@ -67,7 +67,7 @@ def whole(engine_arguments: dict[str, Any]) -> Iterator[Engine]:
 def test_every_parameter_that_needs_a_program_is_asked_for() -> None:
     assert set(ASKING) == {field.name for field in SAMPLING_FIELDS if field.needs is not None}
     for name, value in ASKING.items():
-        assert SamplingParams.from_mapping({name: value}).features
+        assert SamplingParams.from_mapping({name: value}).options
 
 
 @pytest.mark.slow
