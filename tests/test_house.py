@@ -90,13 +90,19 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module, which most tests look through."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Dotted names of the jspec modules that `path` imports, wherever in the file.
 
     What stands under `if TYPE_CHECKING:` counts too; only jspec/__init__ is free to name the top.
     """
     known = names_of_modules()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("jspec."))
         elif isinstance(node, ast.ImportFrom):
@@ -180,12 +186,12 @@ def test_a_statement_of_three_quotes_is_a_docstring(path: Path) -> None:
     lines = path.read_text().splitlines()
     prose = {
         node.body[0].lineno
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
@@ -196,7 +202,7 @@ def test_a_statement_of_three_quotes_is_a_docstring(path: Path) -> None:
 
 def test_nothing_imports_the_top_of_the_package_but_for_its_version() -> None:
     for path in modules():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if (
                 isinstance(node, ast.ImportFrom)
                 and node.module == "jspec"
@@ -269,15 +275,15 @@ def test_functions_fit_a_screen() -> None:
     lengths = {
         f"{dotted(path)}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
         for path in modules()
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     long = {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
     assert len(long) < 0.02 * len(lengths), f"too many long functions: {long}"
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+def identifiers(path: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes(path):
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
         elif isinstance(node, ast.arg):
@@ -290,7 +296,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 @in_every_module
 def test_one_word_per_concept(path: Path) -> None:
-    for name, line in identifiers(parsed(path)):
+    for name, line in identifiers(path):
         plain = name.lstrip("_").lower()
         assert plain not in SYNONYMS, (
             f"{dotted(path)} line {line}: {name}; the glossary says {SYNONYMS[plain]}"
@@ -307,7 +313,7 @@ DIALECT = re.compile(
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     """Docstrings and comments, each with its line."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -356,7 +362,7 @@ def test_every_gather_and_scatter_states_its_mode() -> None:
     for path in modules():
         if room_of(dotted(path)) not in STEP_ROOMS:
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -371,7 +377,7 @@ def test_device_data_is_frozen() -> None:
         owners = {"scheduler", "server", "serving", "cli", "engine"}
         if room_of(dotted(path)) in owners:
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 for decorator in node.decorator_list:
                     text = ast.unparse(decorator)
@@ -398,7 +404,7 @@ def test_nothing_is_there_for_tests_alone() -> None:
     ]
     used: set[str] = set()
     for path in users:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Name | ast.Attribute | ast.alias):
                 used.add(getattr(node, "id", "") or getattr(node, "attr", "") or node.name)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -319,7 +319,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
         "model_path": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_running_requests": 1,
+        "max_running_requests": 2,
         "chunked_prefill_size": 8,
         "max_total_tokens": 128,
         "dtype": "float32",

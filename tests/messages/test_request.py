@@ -79,6 +79,7 @@ def test_parameters_that_python_gives_are_read_as_json_s_are() -> None:
         ({"stop": ["x"] * 257}, "stop has 257 items; expected at most 256"),
         ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 items; expected at most 4096"),
         ({"n": 0}, "n is 0"),
+        ({"speculative": "no"}, "speculative is 'no'; expected true, false, 'on' or 'off'"),
         ({"n": 129}, "n is 129"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"logit_biases": {}}, "unknown field 'logit_biases'; did you mean 'logit_bias'?"),

@@ -290,23 +290,6 @@ def test_a_drawn_seed_is_told_and_gives_the_same_text(client: httpx.Client) -> N
     assert same["text"] == choice["text"]
 
 
-@pytest.mark.parametrize("off", [False, "off"])
-def test_a_request_without_speculation(client: httpx.Client, off: Any) -> None:
-    body = {"text": ["def fib("] * 2, "sampling_params": [GREEDY, {**GREEDY, "speculative": off}]}
-    on, plain = client.post("/generate", json=body).json()
-    assert on["output_ids"] == plain["output_ids"]
-    assert on["meta_info"]["spec_verify_ct"] > 0
-    assert "spec_verify_ct" not in plain["meta_info"]
-    wrong = {"text": "a", "sampling_params": {"speculative": "no"}}
-    message = client.post("/generate", json=wrong).json()["message"]
-    assert message == "speculative is 'no'; expected true, false, 'on' or 'off'"
-
-
-def test_the_cache_is_flushed_by_name(engine: Engine) -> None:
-    engine.generate("def fib(", GREEDY)
-    assert engine.flush_cache()
-
-
 def test_the_openapi_document_has_every_route_and_field(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     paths = document["paths"]

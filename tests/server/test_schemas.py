@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.errors import RequestError
@@ -215,6 +215,7 @@ FIELDS = sorted(GENERATE_FIELDS | COMPLETION_FIELDS | set(NEUTRAL_GENERATE) | {"
 PARAMS = st.dictionaries(st.sampled_from(sorted(SAMPLING_NAMES)), ANY_JSON, max_size=3)
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), ANY_JSON, max_size=4),
     st.sampled_from([{}, {"text": "x"}, {"input_ids": [[1], [2]]}, {"prompt": "x"}]),

@@ -123,7 +123,7 @@ def test_what_runs_goes_on_with_the_new_weights(
     served: Engine, fresh: Engine, other_pair: TinyPair, params: dict[str, Any]
 ) -> None:
     """As if a fresh engine had been given the prompt and all that was committed."""
-    length = {**params, "max_new_tokens": 200}
+    length = {**params, "max_new_tokens": 100}
     before = ids_of(served, PROMPT, length)
     stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
     next(stream)
@@ -132,8 +132,8 @@ def test_what_runs_goes_on_with_the_new_weights(
     result = list(stream)[-1]
     ids = result["output_ids"]
     same = next(i for i, pair in enumerate(zip(ids, before, strict=True)) if pair[0] != pair[1])
-    assert 0 < same < 200
-    rest = {**params, "max_new_tokens": 200 - same}
+    assert 0 < same < 100
+    rest = {**params, "max_new_tokens": 100 - same}
     assert ids[same:] == ids_of(fresh, PROMPT + ids[:same], rest)
     assert result["meta_info"]["num_retractions"] == 1
     assert result["meta_info"]["weight_version"] == "2"
@@ -142,7 +142,7 @@ def test_what_runs_goes_on_with_the_new_weights(
 def test_requests_that_are_there_can_end_first_or_at_once(
     served: Engine, fresh: Engine, tiny_pair: TinyPair, other_pair: TinyPair
 ) -> None:
-    length = {**GREEDY, "max_new_tokens": 150}
+    length = {**GREEDY, "max_new_tokens": 80}
     before, after = ids_of(served, PROMPT, length), ids_of(fresh, PROMPT, length)
     stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
     next(stream)
@@ -285,26 +285,6 @@ def test_orbax_updates_as_safetensors_do(
     served.update_weights_from_disk(**in_orbax(other_pair, tmp_path))
     for params in (GREEDY, SEEDED):
         assert ids_of(served, PROMPT, params) == ids_of(fresh, PROMPT, params)
-
-
-@pytest.mark.slow
-def test_two_shards_serve_what_one_wrote_as_orbax(
-    served: Engine,
-    fresh: Engine,
-    engine_arguments: dict[str, Any],
-    tiny_pair: TinyPair,
-    other_pair: TinyPair,
-    tmp_path: Path,
-) -> None:
-    ours, theirs = in_orbax(tiny_pair, tmp_path / "a"), in_orbax(other_pair, tmp_path / "b")
-    with Engine(**{**engine_arguments, **ours, "tp_size": 2}) as two:
-        for params in (GREEDY, SEEDED):
-            assert ids_of(two, PROMPT, params) == ids_of(served, PROMPT, params)
-        stored = load_file(tiny_pair.target_path / "model.safetensors")
-        np.testing.assert_array_equal(read(two, K), stored[K])
-        two.update_weights_from_disk(**theirs)
-        for params in (GREEDY, SEEDED):
-            assert ids_of(two, PROMPT, params) == ids_of(fresh, PROMPT, params)
 
 
 # Over HTTP.

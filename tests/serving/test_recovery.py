@@ -65,7 +65,7 @@ def at_steps(*steps: int) -> Callable[[StepPlan], bool]:
     return lambda plan: plan.step in steps
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     steps=st.sets(st.integers(1, 30), max_size=1),
     dispatches=st.booleans(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,14 +30,14 @@ def test_every_token_is_the_argmax_of_logits_plus_noise() -> None:
     prompts = prompts_of((0.0, 0.7, 1.0, 1.0))
     rows = sample_rows(config, params, prompts, batch_size=2, dtype=jnp.float32)
     assert rows.shape == (4, LENGTH)
-    hidden, _ = forward(
-        config,
-        params,
-        jnp.asarray(rows),
-        dtype=jnp.float32,
-        attend=causal_attend("xla"),
-    )
-    logits = np.asarray(lm_logits(params, hidden))
+
+    @jax.jit
+    def logits_of(ids: jax.Array) -> jax.Array:
+        attend = causal_attend("xla")
+        hidden, _ = forward(config, params, ids, dtype=jnp.float32, attend=attend)
+        return lm_logits(params, hidden)
+
+    logits = np.asarray(logits_of(jnp.asarray(rows)))
     for b, prompt_len in enumerate(prompts.prompt_lens):
         np.testing.assert_array_equal(rows[b, :prompt_len], prompts.token_ids[b, :prompt_len])
         for p in range(prompt_len, LENGTH):
