@@ -120,6 +120,7 @@ def test_parts_of_a_first_token_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_run_on_a_tiny_pair(tmp_path: Path) -> None:
     output, trace = tmp_path / "load.json", tmp_path / "trace.jsonl"
     words = [

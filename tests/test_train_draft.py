@@ -104,6 +104,7 @@ def test_the_pages_commands_lead_to_a_head_that_is_served(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/training/test_loop.py has an unbroken run and a resumed one
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     write_target(tmp_path)
 
