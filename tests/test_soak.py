@@ -49,10 +49,8 @@ KILLS = ["--engine-process", "--kill-every", "8"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [pytest.param([], id="whole"), pytest.param(KILLS, id="killed", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [[], KILLS], ids=["whole", "killed"])
 def test_twelve_seconds(tmp_path: Path, more: list[str]) -> None:
     output = tmp_path / "soak.json"
     assert soak.main(["--minutes", "0.2", "--output", str(output), *more]) == 0
