@@ -165,15 +165,6 @@ def test_a_pause_that_aborts(client: httpx.Client, engine: Engine) -> None:
     assert "mode is 'retract'; expected one of abort, in_place" in response.json()["message"]
 
 
-def test_a_server_that_shuts_down_takes_nothing(engine: Engine) -> None:
-    app = create_app(engine)
-    app.state.service.is_shutting_down = True
-    assert ask(app, "GET", "/ready").status_code == 503
-    response = ask(app, "POST", "/generate", json=FEW)
-    assert response.status_code == 503
-    assert "shutting down" in response.json()["message"]
-
-
 @pytest.mark.slow
 def test_a_profile_goes_where_the_flag_says(engine: Engine, tmp_path: Path) -> None:
     refused = ask(create_app(engine), "POST", "/start_profile")

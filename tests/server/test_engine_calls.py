@@ -133,21 +133,6 @@ def test_a_wrong_type_is_a_request_error(
         engine.generate(**call, stream=stream)
 
 
-def test_arrays_are_prompts(engine: Engine) -> None:
-    params = {"temperature": np.float32(0), "max_new_tokens": np.int64(4), "n": np.int64(1)}
-    plain = engine.generate(input_ids=[5, 6, 7], sampling_params=params)
-    array = np.array([5, 6, 7])
-    assert engine.generate(input_ids=array, sampling_params=params)["text"] == plain["text"]
-    pair = engine.generate(input_ids=np.stack([array] * 2), sampling_params=params)
-    assert [each["text"] for each in pair] == [plain["text"]] * 2
-    watched = np.array([9, 10])
-    (answer,) = engine.generate(
-        input_ids=[array], sampling_params=params, return_logprob=True, token_ids_logprob=watched
-    )
-    assert [row[1] for row in answer["meta_info"]["output_token_ids_logprobs"][0]] == [9, 10]
-    assert engine.decode(array) == engine.decode([5, 6, 7])
-
-
 def test_a_name_that_generate_does_not_have(engine: Engine) -> None:
     with pytest.raises(TypeError, match=r"unexpected argument 'prompts'; did you mean 'prompt'\?"):
         engine.generate(prompts=["x"])  # type: ignore[call-arg]

@@ -197,14 +197,6 @@ def test_a_refusal_is_a_400_that_names_the_field(
         assert answer["error"]["message"] == answer["message"]
 
 
-def test_a_list_is_refused_as_a_whole(client: httpx.Client, engine: Engine) -> None:
-    before = engine.stats.num_requests
-    long = {"input_ids": [[1], [1] * 16384]}
-    assert client.post("/generate", json=long).status_code == 400
-    assert client.post("/generate", json={"input_ids": [[1], [999]]}).status_code == 400
-    assert engine.stats.num_requests == before
-
-
 def test_who_waits_too_long_gets_a_503_with_retry_after(
     client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,14 +190,6 @@ def test_how_much_to_reason_is_the_templates_variable(
         speaker("qwen")("x", reasoning_effort="low")
 
 
-def test_reasoning_and_a_call(speaker: Callable[..., Speaker]) -> None:
-    said = "<think>\nI need it\n</think>\n\n" + CALLS["qwen"]
-    (choice,) = speaker("qwen", reasons=True)(said, tools=[WEATHER]).choices
-    assert choice.message.reasoning_content == "I need it"
-    assert choice.message.content is None
-    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
-
-
 def test_a_template_may_have_ended_the_reasoning(speaker: Callable[..., Speaker]) -> None:
     speak = speaker("qwen", reasoning_parser="deepseek-r1")
     assert speak("Hm.</think>Yes").choices[0].message.reasoning_content == "Hm."
@@ -388,20 +380,3 @@ def test_special_tokens_that_are_no_marks_of_the_parser_are_left_out(
     (call,) = speak("<|stray|>" * (name == "gpt-oss") + CALLS[name], **body).choices
     assert call.finish_reason == "tool_calls"
     assert json.loads(call.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
-
-
-def test_a_chat_with_tools_gets_the_template_for_tools(tmp_path: Path) -> None:
-    write_text_files(tmp_path, special=SPECIAL["qwen"], template="plain")
-    (tmp_path / "additional_chat_templates").mkdir()
-    file = tmp_path / "additional_chat_templates" / "tool_use.jinja"
-    file.write_text(TEMPLATES["qwen"], encoding="utf-8")
-    engine = SpeakingEngine(tmp_path)
-    try:
-        speak = Speaker(engine, ServerArgs(tool_call_parser="qwen"))
-        speak("Sunny.", tools=[WEATHER])
-        assert "get_weather" in engine.prompts[-1]
-        for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-            speak("Sunny.", **more)
-            assert engine.prompts[-1] == "plain"
-    finally:
-        engine.shutdown()
