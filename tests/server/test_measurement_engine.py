@@ -26,6 +26,7 @@ def measured(tiny_pair: TinyPair, engine_arguments: dict[str, Any]) -> Iterator[
     arguments = {
         **engine_arguments,
         "max_running_requests": 1,
+        "max_total_tokens": 64,
         "disable_logprobs": True,
         "load_format": "dummy",
         "speculative_algorithm": "NGRAM",
@@ -61,6 +62,25 @@ def test_over_http_too(measured: Engine) -> None:
     assert len(streamed[-1]["output_ids"]) == 13
     assert ask(app, "GET", "/model_info").json()["eos_token_ids"] == [256]
     assert ask(app, "GET", "/health_generate").status_code == 200
+
+
+def test_a_length_cut_by_the_pool_is_said_once(
+    measured: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, long = create_app(measured), {"max_new_tokens": 100, "ignore_eos": True}
+    lengths = set()
+    with caplog.at_level("WARNING", "jspec.server"):
+        for sampling in ({"ignore_eos": True}, long, long):
+            body = {"input_ids": [1], "sampling_params": sampling}
+            answer = ask(app, "POST", "/generate", json=body).json()
+            reason = answer["meta_info"]["finish_reason"]
+            assert reason["type"] == "length"
+            lengths.add(reason["length"])
+    (length,) = lengths
+    assert 50 < length <= 64
+    (record,) = [r for r in caplog.records if r.name == "jspec.server"]
+    assert f"max_new_tokens 100 was cut to {length}" in record.getMessage()
+    assert "max_total_tokens" in record.getMessage()
 
 
 @pytest.mark.parametrize(

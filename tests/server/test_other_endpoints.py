@@ -80,28 +80,6 @@ def test_a_completion_stream_is_deltas_and_a_usage(client: httpx.Client) -> None
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_length_cut_by_the_pool_is_said_once(
-    engine_arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = {
-        **engine_arguments,
-        "disable_logprobs": True,
-        "speculative_algorithm": "NONE",
-        "speculative_draft_model_path": None,
-        "max_running_requests": 1,
-        "max_total_tokens": 64,
-    }
-    body = {"text": "x", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
-    with Engine(**arguments) as small, caplog.at_level("WARNING", "jspec.server"):
-        app = create_app(small, ServerArgs())
-        for sampling in ({"ignore_eos": True}, body["sampling_params"], body["sampling_params"]):
-            answer = ask(app, "POST", "/generate", json={**body, "sampling_params": sampling})
-            assert answer.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 64}
-    (record,) = [r for r in caplog.records if r.name == "jspec.server"]
-    assert "max_new_tokens 100 was cut to 64" in record.getMessage()
-    assert "max_total_tokens" in record.getMessage()
-
-
 def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={"prompt": "a", "model": "gpt-9"})
     assert response.status_code == 404
