@@ -144,6 +144,7 @@ class Spaces(RuleBasedStateMachine):
     def publish_model(self, row: Tenancy, *, since: int, seeks: bool) -> None:
         known = row.drafted_len
         last = max(known - self.limits.draft_shape.tokens_ahead, 0) // self.limits.pool.page_size
+        last = max(last, self.depth_of(row))  # pages that were found are known
         for i, (model, pages) in enumerate(zip(self.models, row.pages, strict=True)):
             for depth in range(max(since, pages.first) + 1, min(last, pages.end) + 1):
                 key, page = self.key(row, depth), pages.pages[depth - 1 - pages.first]
