@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.device import noise
@@ -32,6 +32,7 @@ def _bits(seed: jax.Array, position: jax.Array, token_id: jax.Array) -> jax.Arra
 
 _gumbel_from_bits = jax.jit(noise.gumbel_from_bits)
 _gumbel = jax.jit(noise.gumbel)
+_position_key = jax.jit(noise.position_key)
 
 
 def bits_along(axis: str, start: int) -> np.ndarray:
@@ -71,11 +72,12 @@ def unmix32(x: int) -> int:
     return unshift(x, 16)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8), st.integers(0, 2**31 - 1))
 def test_key_and_position_give_the_seed_back(seeds: list[int], position: int) -> None:
     """Hence no two seeds share a key at a position."""
     array = np.array(seeds, np.uint64)
-    k0, k1 = jax.jit(noise.position_key)(words(array), jnp.full(8, position, jnp.int32))
+    k0, k1 = _position_key(words(array), jnp.full(8, position, jnp.int32))
     for i, seed in enumerate(seeds):
         h1 = (unmix32(int(k1[i])) - int(k0[i])) % 2**32
         mixed = int(noise.mix32(jnp.uint32((position + h1) % 2**32)))
@@ -105,7 +107,7 @@ def test_ids_of_one_position_never_share_a_value() -> None:
     assert len(np.unique(values)) == 2**17
 
 
-@pytest.mark.parametrize("lag", [1, 2, 64])
+@pytest.mark.parametrize("lag", [1, 64])
 @pytest.mark.parametrize("axis", AXES)
 def test_neighbours_are_uncorrelated(axis: str, lag: int) -> None:
     g = np.asarray(_gumbel_from_bits(bits_along(axis, STARTS[1]))).astype(np.float64)
@@ -166,7 +168,7 @@ def test_right_tail_is_exact() -> None:
     assert len(np.unique(g[: 2**10])) == 2**10  # neighbours are told apart
 
 
-@pytest.mark.parametrize("odds", [1e-1, 1e-3, 1e-5, 1e-7, 1e-8, 3e-9])
+@pytest.mark.parametrize("odds", [1e-1, 1e-5, 3e-9])
 def test_odds_of_rare_tokens_are_right(odds: float) -> None:
     """P(g > t) over all 2**32 bit patterns, counted by bisection since g falls with the bits."""
     level = -math.log(-math.log1p(-odds))
@@ -196,8 +198,7 @@ def test_gumbel_max_frequencies_are_softmax(axis: str) -> None:
     assert_fits(pairs, np.outer(np.exp(LOGITS), np.exp(LOGITS)).ravel())
 
 
-@pytest.mark.slow_cases("shape4]")
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 5), (17,), (4, 4)])
+@pytest.mark.parametrize("shape", [(1,), (2, 5), (17,)])
 def test_a_value_does_not_depend_on_the_shape_it_is_computed_in(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, shape, np.uint64)

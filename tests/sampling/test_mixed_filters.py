@@ -152,8 +152,7 @@ def chosen_by(
     return np.asarray(run(batch.logits, ids, batch.seen, batch.rows))[..., 0]
 
 
-@pytest.mark.parametrize("penalized", [False, True])
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize(("shards", "penalized"), [(1, True), (2, False), (4, True)])
 def test_a_row_without_filters_is_chosen_as_where_no_row_has_any(
     shards: int, penalized: bool
 ) -> None:
@@ -179,10 +178,13 @@ def test_a_filtered_row_has_the_token_of_the_definition(penalized: bool) -> None
         assert off < 1e-5, (i, sampling)
 
 
-@pytest.mark.parametrize("penalized", [False, True])
 @pytest.mark.parametrize(
-    ("shards", "ops"),
-    [(2, "xla"), (4, "xla"), pytest.param(2, "gpu_interpret", marks=pytest.mark.slow)],
+    ("shards", "ops", "penalized"),
+    [
+        (2, "xla", True),
+        (4, "xla", False),
+        pytest.param(2, "gpu_interpret", True, marks=pytest.mark.slow),
+    ],
 )
 def test_every_shard_takes_the_token_of_one_device(shards: int, ops: str, penalized: bool) -> None:
     found = chosen_by(FILTERED, shards, ops, filtered=True, penalized=penalized)

@@ -69,7 +69,7 @@ rows_of_trees = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(rows_of_trees)
 def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: ignore[type-arg]
     rng = np.random.default_rng(0)
@@ -140,7 +140,7 @@ def test_no_penalty_leaves_every_bit_alone() -> None:
 _count_from_id_1 = jax.jit(partial(count_emitted, first_id=1))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(-1, V + 1), st.booleans()), min_size=8, max_size=8

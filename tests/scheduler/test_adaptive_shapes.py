@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import simulate_adaptive
@@ -24,13 +24,12 @@ from tests.support.plans import plan_of
 
 LEAST = 0.97  # of the better of plain and the best fixed shape
 CARDS = simulate_adaptive.cards()
-# The cells of docs/adaptive.md.
+# The cells of docs/adaptive.md. All are run by hand.
 CHAINS = tuple(itertools.product(["H100 chain"], (1, 8, 32, 64), (0.0, 0.5, 0.85, 1.0)))
 TREES = tuple(itertools.product(["H200 tree", "H100 tree"], (1, 8, 32, 64), (0.0, 0.3, 0.6, 0.85)))
 FAST = [
     ("H100 chain", 1, 0.0),
     ("H100 chain", 64, 0.5),
-    ("H200 tree", 1, 0.6),
     ("H200 tree", 64, 0.3),
 ]
 
@@ -42,7 +41,9 @@ def result(card: str, rows: int, *dials: float, num_steps: int = 4000) -> dict[s
 @pytest.mark.parametrize(
     ("card", "rows", "dial"),
     [
-        pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow)
+        pytest.param(
+            *cell, marks=() if cell in FAST else [pytest.mark.slow, pytest.mark.exhaustive]
+        )
         for cell in (*CHAINS, *TREES)
     ],
 )
@@ -128,19 +129,20 @@ def test_a_shape_without_a_measured_cost_is_not_chosen() -> None:
         assert chooser.totals.num_changes == chooser.totals.num_probes == 0
 
 
-@pytest.mark.parametrize("mistake", [0.8, 1.3])
-def test_a_cost_that_was_measured_wrongly_is_corrected(mistake: float) -> None:
+@pytest.mark.parametrize(("rows", "dial", "mistake"), [(1, 0.6, 1.3), (64, 0.3, 0.8)])
+def test_a_cost_that_was_measured_wrongly_is_corrected(
+    rows: int, dial: float, mistake: float
+) -> None:
     """Of the tree, which is best where one row accepts 0.6 and never where 64 accept 0.3."""
-    for rows, dial in ((1, 0.6), (64, 0.3)):
-        card = CARDS["H200 tree"]
-        cell = Cell(card=card, rows=rows, dials=(dial,), num_steps=4000)
-        costs = {s: cell.cost(s) / 1e3 * (mistake if s == TREE else 1) for s in card.shapes}
-        rate, used = cell.run(AdaptiveShapes(card.limits, step_costs=lambda *_, c=costs: c))
-        best = max(cell.run(simulate_adaptive.FixedShape(shape))[0] for shape in card.shapes)
-        assert rate > 0.9 * best, used
+    card = CARDS["H200 tree"]
+    cell = Cell(card=card, rows=rows, dials=(dial,), num_steps=4000)
+    costs = {s: cell.cost(s) / 1e3 * (mistake if s == TREE else 1) for s in card.shapes}
+    rate, used = cell.run(AdaptiveShapes(card.limits, step_costs=lambda *_: costs))
+    best = max(cell.run(simulate_adaptive.FixedShape(shape))[0] for shape in card.shapes)
+    assert rate > 0.9 * best, used
 
 
-@pytest.mark.parametrize(("rows", "dial"), [(1, 0.0), (64, 0.1), (1, 0.2)])
+@pytest.mark.parametrize(("rows", "dial"), [(64, 0.1), (1, 0.2)])
 def test_costs_that_were_measured_while_a_compiler_ran_are_corrected(
     rows: int, dial: float
 ) -> None:
@@ -232,7 +234,7 @@ def test_rows_that_go_to_and_fro_between_batch_sizes_have_the_best_shape_at_each
 SLOW_MOMENT = (11.1, 21.9, 28.9, 12.0, 8.4, 9.8)  # steps in a row on an H100's host
 
 
-@pytest.mark.parametrize("at", range(600, 632, 8))
+@pytest.mark.parametrize("at", [600, 624])
 def test_a_slow_moment_does_not_drive_away_from_the_best_shape(at: int) -> None:
     def cost(step: int, name: str, _: str) -> float:
         return SLOW_MOMENT[step - at] if 0 <= step - at < len(SLOW_MOMENT) else AT_32_ROWS[name]
@@ -243,9 +245,9 @@ def test_a_slow_moment_does_not_drive_away_from_the_best_shape(at: int) -> None:
     assert names[at:].count("3/1/4") < 30, Counter(names[at:])
 
 
-@pytest.mark.parametrize("at", [800, 2000])
-def test_a_shape_that_alone_becomes_slow_is_left_and_comes_back(at: int) -> None:
+def test_a_shape_that_alone_becomes_slow_is_left_and_comes_back() -> None:
     """Another process takes the device for a while, or texts grow that only it reads twice."""
+    at = 800
 
     def cost(step: int, name: str, _: str) -> float:
         return 20.0 if at <= step < at + 1000 and name == "3/1/4" else AT_32_ROWS[name]
@@ -307,6 +309,7 @@ def test_what_others_accept_is_the_guess_of_what_was_never_tried() -> None:
     assert chooser.expected_tokens(TREE) < 1.1
 
 
+@settings(max_examples=30)
 @given(
     steps=st.lists(
         st.tuples(

@@ -103,7 +103,7 @@ async def check_idle(loop: EngineLoop) -> SchedulerStats:
 REQUESTS = [make_request(name, prompt_len=5 + 7 * i) for i, name in enumerate("abcdef")]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     place=st.sampled_from(PLACES),
     name=st.sampled_from("abcdef"),

@@ -73,7 +73,7 @@ def test_a_pool_of_the_context_gives_every_token(
     shape: tuple[int, int, int], page_size: int
 ) -> None:
     whole = limits_of(shape, page_size=page_size)
-    for depth, rounds, prompt in itertools.product((0, 1, 2), (1, 3), (1, 44, CONTEXT - 1)):
+    for (depth, rounds), prompt in itertools.product(((0, 1), (2, 3)), (1, 44, CONTEXT - 1)):
         limits = with_limits(whole, overlap_depth=depth, num_rounds=rounds)
         request = make_request(prompt_len=prompt, max_new_tokens=CONTEXT - prompt)
         assert num_tokens(limits, request) == [CONTEXT - prompt]
@@ -86,7 +86,7 @@ def test_rows_that_share_a_pool_of_one_context_get_every_token(
 ) -> None:
     whole = limits_of(shape, page_size=page_size, slots=3)
     wanted = [10, CONTEXT - 10, 9, 40]
-    for depth, rounds in itertools.product((0, 1, 2), (1, 3)):
+    for depth, rounds in ((0, 1), (2, 3)):
         limits = with_limits(whole, overlap_depth=depth, num_rounds=rounds)
         requests = [
             make_request(f"r{i}", prompt_len=CONTEXT - most, max_new_tokens=most)

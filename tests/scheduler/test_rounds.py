@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.config.limits import ServeLimits
 from jspec.errors import InvariantError
 from jspec.messages.plan import PageGrant, StepKind
-from jspec.messages.request import FinishKind, StreamChunk
 from jspec.scheduler.pages import budget
 from tests.scheduler import test_fake_runner as walk
-from tests.scheduler.test_scheduler import Bench, expected_ids, make_request, result
+from tests.scheduler.test_scheduler import Bench, make_request, result
 from tests.support.fake_rows import PlanError
 from tests.support.fake_runner import (
     FakeRunner,
-    random_acceptance,
     scripted_tokens,
     small_limits,
 )
@@ -24,40 +21,6 @@ from tests.support.fake_text import ids_of
 from tests.support.flat_limits import with_limits
 
 THREE = small_limits(num_rounds=3)
-
-
-def chunks_of(limits: ServeLimits, *, acceptance: float) -> dict[str, list[StreamChunk]]:
-    """Five requests that end in every way, in a pool that is large enough for all."""
-    accepted_at = random_acceptance(acceptance, limits.draft_shape.num_steps)
-    bench = Bench(limits, FakeRunner(limits, accepted_at=accepted_at))
-    bench.submit(
-        make_request("length", max_new_tokens=21),
-        make_request("one", max_new_tokens=1),
-        make_request("id", max_new_tokens=60, stop_token_ids=[3, 8]),
-        make_request("text", max_new_tokens=60, stop=["e", "qx"]),
-        make_request("least", max_new_tokens=60, min_new_tokens=17, stop=list("abcdefgh")),
-    )
-    bench.run_all()
-    stats = bench.scheduler.stats
-    assert (stats.num_free_pages, stats.num_leaked_pages) == (stats.num_pages, 0)
-    return bench.chunks
-
-
-@pytest.mark.parametrize("spec", [(0, 1, 1), (3, 1, 4), (2, 2, 4)])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_rounds", [2, 3, 8])
-def test_chunks_and_counters_are_those_of_single_rounds(
-    spec: tuple[int, int, int], depth: int, num_rounds: int
-) -> None:
-    limits = small_limits(
-        steps_topk_nodes=spec, num_slots=5, num_pages=256, chunk_size=64, overlap_depth=depth
-    )
-    for acceptance in (0.3, 0.9):
-        single = chunks_of(limits, acceptance=acceptance)
-        several = chunks_of(with_limits(limits, num_rounds=num_rounds), acceptance=acceptance)
-        assert several == single
-    kinds = [chunks[-1].finish and chunks[-1].finish.kind for chunks in single.values()]
-    assert set(kinds) == {FinishKind.LENGTH, FinishKind.STOP}
 
 
 def test_one_step_brings_the_chunks_of_its_rounds() -> None:
@@ -108,53 +71,6 @@ def test_rounds_in_flight_bound_what_is_dispatched(max_new_tokens: int, num_deco
     while bench.dispatch():
         pass
     assert [plan.kind for plan in bench.in_flight][1:] == [StepKind.DECODE] * num_decodes
-
-
-@pytest.mark.parametrize("num_rounds", [1, 2, 9])
-@pytest.mark.parametrize("num_accepted", [0, 3])
-def test_a_sequence_alone_fills_the_same_pool_whatever_the_rounds(
-    num_rounds: int, num_accepted: int
-) -> None:
-    # As of one round: 20 tokens beside the scratch, prompt 10, at most 11 more (see budget.py).
-    limits = small_limits(num_pages=6, page_size=4, overlap_depth=2, num_rounds=num_rounds)
-    bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: num_accepted))
-    request = make_request(prompt_len=10, max_new_tokens=100)
-    bench.submit(request)
-    bench.run_all()
-    assert bench.output("r") == expected_ids(request, 11)
-    assert bench.chunks["r"][-1].num_retractions == 0
-
-
-@pytest.mark.parametrize("context_length", [2, 3, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_tiny_context_is_filled_to_its_end(context_length: int, page_size: int) -> None:
-    limits = small_limits(
-        context_length=context_length, page_size=page_size, num_rounds=7, overlap_depth=2
-    )
-    bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: 3))
-    requests = [
-        make_request(name, prompt_len=1, max_new_tokens=context_length - 1) for name in "ab"
-    ]
-    bench.submit(*requests)
-    bench.run_all()
-    for request in requests:
-        assert bench.output(request.request_id) == expected_ids(request, context_length - 1)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_page_pressure_changes_no_token(depth: int, page_size: int) -> None:
-    num_pages = 160 // page_size
-    limits = small_limits(num_pages=num_pages, page_size=page_size, overlap_depth=depth)
-    bench = Bench(with_limits(limits, num_rounds=3))
-    requests = [make_request(name, prompt_len=2, max_new_tokens=100) for name in "abc"]
-    bench.submit(*requests)
-    bench.run_all()
-    for request in requests:
-        assert bench.output(request.request_id) == expected_ids(request, 100)
-    assert bench.chunks["a"][-1].num_retractions == 0
-    assert bench.scheduler.stats.num_retractions > 0
-    assert bench.scheduler.stats.num_free_pages == num_pages
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3, 8])

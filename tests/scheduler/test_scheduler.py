@@ -236,8 +236,7 @@ def test_abort_gives_back_the_text_held_for_a_stop_string() -> None:
     assert (last.text, last.new_ids) == ("a", ())
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("depth", "page_size"), [(0, 1), (3, 16)])
 def test_page_pressure_retracts_the_newest_and_changes_no_token(depth: int, page_size: int) -> None:
     num_pages = 160 // page_size
     bench = Bench(small_limits(num_pages=num_pages, page_size=page_size, overlap_depth=depth))

@@ -16,7 +16,7 @@ from jspec.scheduler.pages.prefix_cache import Ids, Node, PrefixCache
 from jspec.scheduler.pages.snapshot_space import SnapshotSpace
 from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench
-from tests.scheduler.test_window_sharing import cached_of, traffic, with_windows
+from tests.scheduler.test_window_sharing import cached_of
 from tests.support.fake_runner import small_limits
 from tests.support.flat_limits import with_limits
 
@@ -109,18 +109,6 @@ def test_a_failed_step_takes_its_snapshots_with_it() -> None:
     snapshots = bench.scheduler._pages.snapshots
     assert snapshots is not None
     assert (snapshots.num_cached, bench.scheduler.stats.num_leaked_pages) == (0, 0)
-
-
-@pytest.mark.parametrize("count", [1, 3, 40])
-@pytest.mark.parametrize("windows", [(), (8,)])
-def test_any_traffic_runs_with_any_number_of_snapshots(
-    windows: tuple[int, ...], count: int
-) -> None:
-    """The fake runner refuses a row that starts from another state than its own."""
-    limits = limits_of(count=count)
-    bench = Bench(with_windows(with_limits(limits, num_pages=200), *windows, spare=40))
-    found = [cached_of(bench, request) for request in traffic(count, count=40)]
-    assert sum(each > 0 for each in found) >= {1: 0, 3: 2, 40: 10}[count]
 
 
 @pytest.mark.parametrize(("count", "stride", "name"), [(0, 1, "count"), (1, 0, "stride")])

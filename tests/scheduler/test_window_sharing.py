@@ -15,7 +15,7 @@ from jspec.messages.plan import StepKind, StepPlan
 from jspec.messages.request import Request
 from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench, expected_ids
-from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.support.fake_runner import small_limits
 from tests.support.flat_limits import with_limits
 
 LIMITS = small_limits(num_pages=400, num_slots=4, context_length=400, prefix_cache=True)
@@ -81,39 +81,6 @@ def test_with_room_as_much_is_found_as_without_windows(
     found = [cached_of(bench, request) for request in requests]
     assert found == [cached_of(full, request) for request in requests]
     assert sum(count > 0 for count in found) > 10
-
-
-@pytest.mark.parametrize("spare", [0, 12, 60])
-@pytest.mark.parametrize("windows", [(8,), (3, 30)])
-@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.MULTI_LAYER_EAGLE])
-def test_any_traffic_runs_in_any_pool(
-    algorithm: Algorithm, windows: tuple[int, ...], spare: int
-) -> None:
-    """Several at once, some aborted, some retracted: every text right, no page lost; also where
-    draft layers lag behind."""
-    tight = with_limits(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
-    tight = replace(tight, draft_shape=replace(tight.draft_shape, algorithm=algorithm))
-    limits = with_windows(tight, *windows, spare=spare)
-    bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
-    requests, chance = traffic(spare, count=60), random.Random(spare)
-    for request in requests:
-        bench.submit(request)
-        for _ in range(chance.randint(0, 12)):
-            if bench.dispatch() is None and bench.in_flight:
-                bench.collect()
-        if chance.random() < 0.1:
-            bench.scheduler.abort(request.request_id)
-    bench.run_all()
-    for request in requests:
-        if request.request_id in bench.chunks:
-            said = bench.output(request.request_id)
-            assert said == expected_ids(request, len(said))
-    stats = bench.scheduler.stats
-    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, 90)
-    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.pool.windows)
-    assert stats.num_cached_tokens > 0
-    assert bench.scheduler.flush_cache()
-    assert bench.scheduler.stats.num_cached_window_pages == (0,) * len(windows)
 
 
 def table_of(plan: StepPlan, slot: int) -> dict[int, int]:
@@ -217,38 +184,6 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
                 num_new,
                 again,
             )
-
-
-@pytest.mark.parametrize("num_new", [20, 90])
-@pytest.mark.parametrize(("depth", "rounds"), [(0, 1), (3, 3)])
-def test_rows_that_say_the_same_need_no_more_than_their_own_pages(
-    num_new: int, depth: int, rounds: int
-) -> None:
-    """Each has a page of its own beside the other's, which is cached; once one is alone, the pool
-    must hold it to its end."""
-    tight = small_limits(
-        algorithm=Algorithm.STANDALONE,
-        num_slots=2,
-        num_pages=25,
-        page_size=5,
-        chunk_size=48,
-        prefill_rows=1,
-        overlap_depth=depth,
-        num_rounds=rounds,
-        prefix_cache=True,
-    )
-    bench = Bench(with_windows(tight, 8))
-    lengths = {"a": num_new, "b": 100, "c": 100}
-    asked = [
-        replace(turn(name, *range(12), max_new_tokens=most), seed=0)
-        for name, most in lengths.items()
-    ]
-    bench.submit(*asked)
-    bench.run_all()
-    for each in asked:
-        assert bench.output(each.request_id) == expected_ids(each, lengths[each.request_id])
-    stats = bench.scheduler.stats
-    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
 
 
 def test_what_a_row_computes_again_takes_the_place_of_what_was_cached() -> None:

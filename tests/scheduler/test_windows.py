@@ -67,17 +67,6 @@ def test_the_worked_example_of_a_prompt() -> None:
     assert num_free == [20 - 2, 20 - 2, 20 - 2]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_rounds", [1, 3])
-def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: int) -> None:
-    limits = with_limits(FULL, overlap_depth=depth, num_rounds=num_rounds)
-    fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
-    limits = with_limits(limits, windows=(WindowSpace(8, fewest),))
-    assert fewest * limits.pool.page_size < 200
-    run(limits, request_of(3, 400))
-    run(limits, request_of(500, 20))
-
-
 @pytest.mark.parametrize("prompt_len", [1, 4, 5])
 @pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.STANDALONE])
 def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission(
@@ -100,35 +89,6 @@ def test_rows_wait_for_what_may_be_promised() -> None:
     assert max(len(plan.row_refs) for plan in bench.runner.plans) == 1
     both = run(limits_of(2 * FEWEST), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
     assert max(len(plan.row_refs) for plan in both.runner.plans) == 2
-
-
-def test_several_windows_have_their_own_pages() -> None:
-    spaces = tuple(
-        WindowSpace(w, FULL.window_pages_per_row(w) + FULL.pages_of_chunks(8)) for w in (1, 8, 30)
-    )
-    bench = run(with_limits(FULL, windows=spaces), request_of(40, 90))
-    spaces_of = {grant.space for plan in bench.runner.plans for grant in plan.grants}
-    assert spaces_of == {0, 1, 2, 3}
-
-
-def test_a_retracted_row_gives_its_window_pages_back() -> None:
-    limits = with_limits(limits_of(2 * FEWEST), num_pages=28, context_length=104)
-    requests = (request_of(5, 80, name="a"), request_of(6, 80, name="b"))
-    assert run(limits, *requests).scheduler.stats.num_retractions > 0
-
-
-def test_an_aborted_row_gives_its_window_pages_back() -> None:
-    limits = limits_of()
-    bench = Bench(limits, FakeRunner(limits))
-    bench.submit(request_of(30, 80))
-    for _ in range(5):
-        bench.dispatch()
-        bench.collect()
-    bench.dispatch()
-    bench.scheduler.abort("r")
-    bench.run_all()
-    assert bench.scheduler.stats.num_free_window_pages == (FEWEST,)
-    assert bench.scheduler.stats.num_leaked_pages == 0
 
 
 def test_too_small_a_space_is_refused() -> None:
