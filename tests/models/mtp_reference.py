@@ -135,19 +135,6 @@ class MtpReference:
                 )
         return outs
 
-    def caches(self, tokens: list[int], features: F64, *, num_layers: int) -> list[tuple[F64, F64]]:
-        """Each layer's K and V over the same rows."""
-        found = []
-        outs = self.outputs(tokens, features, num_layers=num_layers)
-        hidden = features.astype(np.float64)
-        for layer, out in enumerate(outs):
-            fused = self.fused(layer, tokens[layer + 1 :][: len(out)], hidden[: len(out)])
-            found.append(self.keys_and_values(layer, fused))
-            if self.chained:
-                scale = self.weight(layer, "final_layernorm")
-                hidden = self.norm(out, scale) if self.feeds_normed else out
-        return found
-
     def logits(self, layer: int, out: F64) -> F64:
         return self.norm(out, self.weight(layer, "final_layernorm")) @ self.head(layer).T
 

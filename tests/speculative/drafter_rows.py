@@ -28,7 +28,7 @@ from jspec.speculative import beams
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.tree import Level, build_tree
 from tests.speculative.engines import TARGET
-from tests.speculative.every_drafter import KINDS, Kind
+from tests.speculative.every_drafter import Kind
 from tests.support.caches import empty_pools
 
 PAGE, PAGES_PER_ROW, NUM_ROWS, CHUNK = 4, 12, 3, 12
@@ -68,8 +68,8 @@ class Programs:
 
 
 @functools.cache
-def programs_of(name: str, shape: Shape) -> Programs:
-    return Programs(KINDS[name], shape)
+def programs_of(kind: Kind, shape: Shape) -> Programs:
+    return Programs(kind, shape)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Texts:
         self.kind, self.shape = kind, shape
         self.told = [0] * NUM_ROWS
         self.ids = rng.integers(0, TARGET.vocab_size if kind.guesses else 2, (NUM_ROWS, LENGTH))
-        self.programs = programs or programs_of(kind.name, shape)
+        self.programs = programs or programs_of(kind, shape)
         self.drafter = self.programs.drafter
         size = TARGET.hidden_size
 

@@ -44,7 +44,7 @@ from tests.models.eagle3_reference import (
     HeadReference,
 )
 from tests.models.mtp_reference import MtpReference, RecurrentReference
-from tests.speculative import multi_layer_rows
+from tests.speculative import own_layers
 from tests.speculative.engines import (
     DRAFT,
     NGRAM_MAX_MATCH,
@@ -233,7 +233,7 @@ def right_layers(config: HeadSpec, _: Sequence[tuple[int, ...]]) -> Params:
 
 def right_recurrent(texts: Sequence[tuple[int, ...]]) -> Params:
     """As `right_layers`: what is fed back is not read."""
-    return with_all_ids(right_layers(multi_layer_rows.RECURRENT, texts))
+    return with_all_ids(right_layers(own_layers.RECURRENT, texts))
 
 
 def with_all_ids(params: Params) -> Params:
@@ -265,7 +265,7 @@ def standalone_weights() -> Params:
 
 @functools.cache
 def layers_weights(name: str) -> Params:
-    config, own = multi_layer_rows.config_of(name), multi_layer_rows.params_of(name)
+    config, own = own_layers.config_of(name), own_layers.params_of(name)
     shared = ("embed",) if config.own_head else ("embed", "lm_head")
     return {**own, **of_target(shared, tiny_params()[0])}
 
@@ -313,10 +313,10 @@ def recurrent_guesses() -> Guesses:
 
 def with_lent(name: str) -> MtpReference:
     """Layers in float64, with what they share with the target."""
-    reference = multi_layer_rows.reference_of(name)
+    reference = own_layers.reference_of(name)
     lent = tiny_params()[0]
     tensors = {**reference.tensors, "embed.weight": np.asarray(lent["embed"]["table"])}
-    if not multi_layer_rows.config_of(name).own_head:
+    if not own_layers.config_of(name).own_head:
         tensors["head.weight"] = np.asarray(lent["lm_head"]["kernel"]).T
     return dataclasses.replace(reference, tensors=tensors)
 
@@ -349,22 +349,24 @@ class Kind:
 
 
 def of_layers(name: str) -> Kind:
-    config = multi_layer_rows.CONFIGS[name]
+    config, names = own_layers.config_of(name), own_layers.names_of(name)
     return Kind(
         name=f"multi_layer_{name}",
         algorithm=Algorithm.MULTI_LAYER_EAGLE,
-        make=lambda spec, ops, shard: MultiLayerDrafter(FeatureHead(config, ops, shard), spec),
+        make=lambda spec, ops, shard: MultiLayerDrafter(
+            FeatureHead(config, ops, shard, names), spec
+        ),
         params=lambda: layers_weights(name),
         guesses=lambda: layers_guesses(name),
         always_right=functools.partial(right_layers, config),
         aux_layer_ids=config.aux_layer_ids,
-        num_steps=multi_layer_rows.S,
+        num_steps=own_layers.S,
         lags=True,
     )
 
 
 def recurrent(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
-    layer = FeatureHead(multi_layer_rows.RECURRENT, ops, shard)
+    layer = FeatureHead(own_layers.RECURRENT, ops, shard)
     return EagleDrafter(layer, draft_shape)
 
 
@@ -405,7 +407,7 @@ EVERY: tuple[Kind, ...] = (
         params=lambda: with_all_ids(layers_weights("recurrent")),
         guesses=recurrent_guesses,
         always_right=right_recurrent,
-        aux_layer_ids=multi_layer_rows.RECURRENT.aux_layer_ids,
+        aux_layer_ids=own_layers.RECURRENT.aux_layer_ids,
     ),
     Kind(
         name="ngram",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,31 +21,13 @@ from jspec.models.files.stored import stored_tensors
 from jspec.models.heads.head_params import HeadNames, head_params
 from jspec.models.registry import family_named
 from jspec.spec.head_spec import HeadSpec
-from tests.models.mimo_v2_reference import MimoV2Layers
-from tests.models.mtp_reference import F64, MtpReference
+from tests.models.mtp_reference import MtpReference
 from tests.speculative.engines import TARGET
 from tests.speculative.mtp_checkpoints import CONFIGS, drawn
 from tests.speculative.mtp_published import PUBLISHED
 
 FAMILIES = ("mimo_v2", "step3p5")  # with several layers
 PUBLISHED_LAYERS = (*FAMILIES, "mimo")  # which has one
-
-
-@dataclass(frozen=True, kw_only=True)
-class MimoV2Rows(MimoV2Layers):
-    """Its layers with what they cache: turned keys, and scaled values padded to their width."""
-
-    def keys_and_values(self, layer: int, x: F64) -> tuple[F64, F64]:
-        config, own = self.target.config, f"{self.prefix.format(layer)}self_attn."
-        normed = self.target.norm(x, f"{self.prefix.format(layer)}input_layernorm")
-        k, v = (
-            (normed @ self.target.weight(f"{own}{part}_proj.weight").T).reshape(len(x), -1, width)
-            for part, width in (("k", config["head_dim"]), ("v", config["v_head_dim"]))
-        )
-        k = self.target.rotated(k, config["swa_rope_theta"])
-        padding = config["head_dim"] - config["v_head_dim"]
-        v = np.pad(v * config["attention_value_scale"], ((0, 0), (0, 0), (0, padding)))
-        return k.swapaxes(0, 1), v.swapaxes(0, 1)
 
 
 @functools.cache
@@ -79,8 +60,4 @@ def published_reference(family: str) -> MtpReference:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         save_file(tensors, path / "model.safetensors")
-        found = PUBLISHED[family].reference(path, CONFIGS[family], num_layers=config.num_layers)
-    if isinstance(found, MimoV2Layers):
-        own = {each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
-        return MimoV2Rows(**own)
-    return found
+        return PUBLISHED[family].reference(path, CONFIGS[family], num_layers=config.num_layers)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.limits import SnapshotLimits, SpeculativeConfig, WindowSpace
 from jspec.engine.plan_runner import Dispatched
 from jspec.layers.linear import Shard
@@ -37,7 +38,7 @@ from tests.speculative.engines import (
     with_prefix_cache,
 )
 from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids
-from tests.speculative.multi_layer_rows import head_of
+from tests.speculative.own_layers import head_of
 from tests.support.fake_text import FakeTextStream
 from tests.support.flat_limits import with_limits
 
@@ -76,15 +77,13 @@ def nextn() -> Kind:
     return dataclasses.replace(KINDS["recurrent"], make=make, params=params, aux_layer_ids=())
 
 
+# One of each algorithm.
 SETTINGS = {
     "chain": Setting(KINDS["eagle3"], (3, 1, 4), 1),
-    "tree": Setting(KINDS["eagle3"], (3, 2, 7), 4),
     "ngram": Setting(KINDS["ngram"], (3, 2, 7), 16),
-    "multi_layer": Setting(KINDS["multi_layer_chained"], (3, 1, 4), 4),
     "not_chained": Setting(KINDS["multi_layer_not_chained"], (3, 2, 7), 4),
-    "hidden_first": Setting(KINDS["multi_layer_hidden_first"], (2, 1, 3), 16),
     "nextn": Setting(nextn(), (3, 1, 4), 4),
-    "eagle1": Setting(KINDS["eagle1"], (3, 1, 4), 16),
+    "eagle1": Setting(KINDS["eagle1"], (3, 2, 7), 4),
     "standalone": Setting(KINDS["standalone"], (3, 1, 4), 16),
 }
 
@@ -112,17 +111,17 @@ def engine(kind: str) -> Compiled:
 
 
 # Compiling is what a kind costs.
-FAST = ("chain", "ngram", "multi_layer")
 DRAFTING = [
-    *FAST,
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind not in FAST),
+    "chain",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind != "chain"),
 ]
 KINDS_AND_PLAIN = ["plain", *DRAFTING]
 
 
 def test_every_way_of_drafting_is_here() -> None:
-    """A kind that is new must get a setting above."""
-    assert {setting.kind.name for setting in SETTINGS.values()} == set(KINDS)
+    """An algorithm that is new must get a setting above."""
+    names = {setting.kind.algorithm.name for setting in SETTINGS.values()}
+    assert names | {"NONE"} == set(ALGORITHMS)
 
 
 class Session:
@@ -224,12 +223,10 @@ def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]
     return of_all
 
 
-@pytest.mark.slow_cases("32-1-multi_layer]", "32-1-ngram]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
-@pytest.mark.parametrize(
-    ("chunk_size", "depth"), [(32, 1), pytest.param(5, 2, marks=pytest.mark.slow)]
-)
-def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int) -> None:
+def test_text_with_cache_is_text_without(kind: str) -> None:
+    """In large chunks and in small ones, by turns."""
+    chunk_size, depth = ((32, 1), (5, 2))[list(SETTINGS).index(kind) % 2 if kind in SETTINGS else 1]
     compiled = engine(kind)
     session = Session(compiled, chunk_size=chunk_size, overlap_depth=depth)
     chunks = conversations(num_turns=3, session=session)
@@ -247,11 +244,9 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     assert all(least <= found <= common for found in cached[1:])
 
 
-@pytest.mark.slow_cases("chain]", "multi_layer]", "ngram]", "plain]")
-@pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
-def test_text_is_the_same_in_a_pool_that_is_short(kind: str) -> None:
+def test_text_is_the_same_in_a_pool_that_is_short() -> None:
     """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
-    compiled = engine(kind)
+    compiled = engine("chain")
     session = Session(compiled, num_pages=272 // compiled.limits.pool.page_size)
     requests = [
         make_request(i, prompt_len=9, seed=70 + i, max_new_tokens=100, **sampling)
@@ -278,7 +273,6 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
     return [ids_of(chunks) for chunks in served], [plain_ids(request) for request in requests]
 
 
-@pytest.mark.slow_cases("multi_layer]", "ngram]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     """With every penalty: the counts are those of the whole fill, whatever is computed of it."""
@@ -298,7 +292,6 @@ def accepted_by(chunks: list[StreamChunk]) -> tuple[int, ...]:
     return tuple(chunk.num_accepted for chunk in chunks)
 
 
-@pytest.mark.slow_cases("multi_layer]", "ngram]")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
     compiled = engine(kind)
@@ -321,7 +314,6 @@ def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.slow_cases("multi_layer]", "ngram")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
     """Nor on what a retraction computes anew: in target and draft, up to rounding."""
@@ -353,13 +345,7 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("plain", "chain"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind != "chain"),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -> None:
     """A prompt that ends at a page's edge, and one that goes on otherwise after it. Pages hold what
     a kind looks ahead, or more: of smaller ones it would find several fewer."""

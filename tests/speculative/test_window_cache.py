@@ -23,7 +23,7 @@ from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
 from tests.speculative.every_drafter import layers_weights
-from tests.speculative.multi_layer_rows import config_of, head_of
+from tests.speculative.own_layers import config_of, head_of
 from tests.speculative.test_prefix_cache import (
     PENALTIES,
     Session,
@@ -40,11 +40,10 @@ KINDS = {
     "chain": (4, 3, 1, 4),
     "tree": (16, 3, 2, 7),
     "itself": (4, 3, 1, 4),
-    "multi_layer": (4, 3, 1, 4),
     "mimo_v2": (4, 3, 2, 7),
     "step3p5": (2, 3, 1, 4),
 }
-LAYERS = {"multi_layer": "chained", "mimo_v2": "mimo_v2", "step3p5": "step3p5"}
+LAYERS = ("mimo_v2", "step3p5")
 ALGORITHMS = {
     "itself": Algorithm.STANDALONE,
     **dict.fromkeys(LAYERS, Algorithm.MULTI_LAYER_EAGLE),
@@ -52,8 +51,8 @@ ALGORITHMS = {
 SPARE = 40  # pages beyond those of two rows
 pytestmark = pytest.mark.slow
 DRAFTING = [
-    *("chain", "tree", "itself", "multi_layer", "mimo_v2"),
-    pytest.param("step3p5", marks=pytest.mark.exhaustive),
+    *("chain", "itself", "mimo_v2"),
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("tree", "step3p5")),
 ]
 SOME_KINDS = ("chain", "itself")
 EVERY = [
@@ -81,11 +80,10 @@ def engine(kind: str) -> Compiled:
         return build_it()
     params = tiny_params()[0]
     if kind in LAYERS:
-        name = LAYERS[kind]
         return build_it(
-            params=(params, layers_weights(name)),
-            make=lambda ops, shard: MultiLayerDrafter(head_of(name, ops, shard), spec),
-            aux_layer_ids=config_of(name).aux_layer_ids,
+            params=(params, layers_weights(kind)),
+            make=lambda ops, shard: MultiLayerDrafter(head_of(kind, ops, shard), spec),
+            aux_layer_ids=config_of(kind).aux_layer_ids,
         )
     return build_it(
         params=(params, params),
@@ -97,7 +95,7 @@ def window_of(kind: str) -> int:
     """The draft's where it has one, so that target and draft share a space."""
     if kind not in LAYERS:
         return WINDOW
-    return config_of(LAYERS[kind]).layer.layers[0].attention.window or WINDOW
+    return config_of(kind).layer.layers[0].attention.window or WINDOW
 
 
 def space_of(limits: ServeLimits, window: int, *, num_rows: int, spare: int) -> WindowSpace:

@@ -33,7 +33,7 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
-from tests.speculative.multi_layer_rows import config_of, head_of
+from tests.speculative.own_layers import config_of, head_of
 from tests.speculative.test_multi_layer import draft_params, whole_text
 from tests.support.dial_drafter import DialMultiLayerDrafter
 from tests.support.flat_limits import with_limits
@@ -122,8 +122,7 @@ def check(name: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("name", ["mimo_v2", "step3p5"])
+@pytest.mark.parametrize(("name", "shape"), [("mimo_v2", TREE), ("step3p5", CHAIN)], ids=str)
 def test_rows_that_lag_are_there(name: str, shape: tuple[int, int, int]) -> None:
     check(name, shape)
 

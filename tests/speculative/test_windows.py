@@ -57,8 +57,7 @@ from tests.support.flat_limits import with_limits
 PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
 SOME, ALL_LAYERS = (WINDOW, None, WINDOW), (WINDOW,) * 3
-SPECS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (2, 2, 4), "itself": (3, 1, 4)}
-DIALLED = ("chain", "tree")
+SPECS = {"plain": (0, 1, 1), "tree": (2, 2, 4), "itself": (3, 1, 4)}
 
 
 def windowed(windows: tuple[int | None, ...]) -> ModelSpec:
@@ -87,7 +86,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
     has_model = spec.algorithm is not Algorithm.NONE
     mesh, shard, ops = mesh_of(1), Shard(1, TENSOR), Ops()
     target_params, head_params = tiny_params()
-    target = Decoder(windowed(windows), ops, shard, DRAFT.aux_layer_ids if name in DIALLED else ())
+    target = Decoder(windowed(windows), ops, shard, DRAFT.aux_layer_ids if name == "tree" else ())
     drafter: Drafter = NoDrafter()
     draft_params: Any = {}
     if is_own_draft:
@@ -148,7 +147,7 @@ def requests() -> list[Request]:
 def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     compiled, asked = engine(name, windows), requests()
     expected = dense_ids(windows)
-    dial = dial_for(asked, expected) if name in DIALLED else None
+    dial = dial_for(asked, expected) if name == "tree" else None
     served = serve(compiled, asked, dial=dial, **how)
     assert list(served.ids) == expected
     (space,) = compiled.limits.pool.windows
@@ -157,15 +156,12 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     return served
 
 
-@pytest.mark.slow_cases("plain-windows1", "plain-windows2", "tree")
 @pytest.mark.parametrize(
     ("name", "windows", "depth", "chunk"),
     [
-        pytest.param("plain", SOME, 0, 32, marks=pytest.mark.slow),
         ("plain", ALL_LAYERS, 2, 8),
-        pytest.param("chain", SOME, 1, 8, marks=pytest.mark.slow),
-        ("tree", SOME, 2, 8),
-        ("tree", SOME, 0, 32),
+        pytest.param("tree", SOME, 2, 8, marks=pytest.mark.slow),
+        pytest.param("tree", SOME, 0, 32, marks=pytest.mark.slow),
     ],
 )
 def test_the_text_is_that_of_a_dense_forward(
@@ -190,15 +186,9 @@ def test_a_draft_with_windows_reads_its_own_pages() -> None:
     assert all(set(accepted[:-1]) == {3} for accepted in served.accepted)
 
 
-@pytest.mark.parametrize(
-    ("name", "windows"),
-    [("plain", ALL_LAYERS), pytest.param("tree", SOME, marks=pytest.mark.slow)],
-)
-def test_a_next_turn_begins_after_the_first_and_says_the_same(
-    name: str, windows: tuple[int | None, ...]
-) -> None:
+def test_a_next_turn_begins_after_the_first_and_says_the_same() -> None:
     """In the same few pages; `test_window_cache.py` looks closer."""
-    compiled, prompt_len = engine(name, windows), 37
+    compiled, prompt_len = engine("plain", ALL_LAYERS), 37
     first = make_request(0, prompt_len=prompt_len, seed=0, temperature=0.0, max_new_tokens=30)
     warm = Session(compiled, chunk_size=8, overlap_depth=2)
     again = next_turn(first, ids_of(warm.serve([first])[0]), turn=0)
