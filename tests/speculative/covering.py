@@ -1,10 +1,9 @@
-"""Few cases that show much: any two values of any two settings together, or every value once."""
+"""Few cases in which any two values of any two settings come together."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,27 +44,3 @@ def covering_array(factors: Factors, *, seed: int = 7) -> list[Case]:
         missing -= pairs_of(best)
         cases.append(best)
     return cases
-
-
-def every_level(cases: Sequence[Case], *, engine: tuple[str, ...] = ()) -> list[Case]:
-    """Few of the cases, which together show every value that all of them show; greedily.
-
-    engine: settings that an engine is compiled for. Of all cases with one value of the first, those
-    with the same values of the others come first: each engine more costs what many runs do.
-    """
-    missing = set().union(*(case.items() for case in cases))
-    few: list[Case] = []
-    while missing:
-        few.append(max(reversed(cases), key=partial(_gain, missing=missing, few=few, of=engine)))
-        missing -= few[-1].items()
-    return few
-
-
-def _gain(
-    case: Case, *, missing: set[tuple[str, Any]], few: Sequence[Case], of: tuple[str, ...]
-) -> tuple[bool, bool, int]:
-    """What a case adds: anything at all, without a second engine, and how much."""
-    num_new = len(case.items() & missing)
-    built = [other for other in few if of and other[of[0]] == case[of[0]]]
-    is_built = any(all(other[name] == case[name] for name in of) for other in built)
-    return num_new > 0, is_built or not built, num_new

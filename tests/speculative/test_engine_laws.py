@@ -34,7 +34,7 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
-from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
+from tests.speculative.covering import all_pairs, covering_array, pairs_of
 from tests.speculative.engines import (
     make_request,
     serve,
@@ -78,15 +78,34 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "shards": (1, 2, 4),
     **RUN_FACTORS,
 }
-EVERY_ENGINE = [
-    *(pytest.param(setting, id=setting.name) for setting in FAST),
-    *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST[:4:3]),
-    *(
-        pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-        for setting in REST
-        if setting not in REST[:4:3]
-    ),
-]
+# One of each algorithm, which together show every value of every setting of a run.
+RUNS: tuple[dict[str, Any], ...] = tuple(
+    dict(zip(RUN_FACTORS, values, strict=True))
+    for values in (
+        (8, 8, 1, 1.3, "mixed", False),
+        (5, 5, 2, 1.3, "top_k_top_p", True),
+        (8, 32, 0, 1.3, "mixed", True),
+        (2, 8, 2, 1.3, "min_p", True),
+        (8, 5, 1, 1.3, "mixed", False),
+        (1, 32, 0, 0.0, "none", False),
+    )
+)
+
+
+def every_engine(fast: tuple[Setting, ...] = FAST) -> list[Any]:
+    """As cases: `fast` ones, two that CI runs slowly, and those that are run by hand."""
+    by_hand = [setting for setting in REST if setting not in REST[:4:3]]
+    return [
+        *(pytest.param(setting, id=setting.name) for setting in fast),
+        *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST[:4:3]),
+        *(
+            pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for setting in by_hand
+        ),
+    ]
+
+
+EVERY_ENGINE = every_engine()
 
 
 def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 36) -> None:
@@ -118,22 +137,11 @@ def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 3
     assert told == set(range(setting.shape[0] + 1)), told
 
 
-RUNS = every_level(covering_array(RUN_FACTORS))
-
-
-@pytest.mark.slow_cases("eagle1", "multi_layer", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_the_text_depends_on_no_draft(setting: Setting) -> None:
-    """All engines together show every value of every setting of a run."""
+    """Filters that are mixed in a batch run on one, two and four shards."""
     place = (*FAST, *REST).index(setting)
     check_identity(setting, RUNS[place % len(RUNS)])
-
-
-@pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
-def test_filters_mixed_in_a_batch_change_no_text(setting: Setting) -> None:
-    """On as many shards as the engine has, beside rows without filters."""
-    run = {"batch": 8, "chunk": 8, "depth": 1, "temperature": 1.3, "penalty": False}
-    check_identity(setting, {**run, "filters": "mixed"}, num_tokens=48)
 
 
 ARRAY = covering_array(FACTORS)
@@ -149,7 +157,7 @@ def some(values: Iterable[Any], *, every: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", some(range(len(ARRAY)), every=20))
+@pytest.mark.parametrize("number", some(range(len(ARRAY)), every=25))
 def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
     case = ARRAY[number]
     names = [field.name for field in dataclasses.fields(Setting) if field.name in case]
@@ -162,10 +170,10 @@ def test_the_array_covers_every_pair() -> None:
     assert len(ARRAY) <= 70
     assert {setting.kind for setting in (*FAST, *REST)} == set(KINDS)
     assert {KINDS[setting.kind].algorithm for setting in FAST} == {k.algorithm for k in EVERY}
-    assert len(RUNS) <= len(FAST)
+    assert all({run[name] for run in RUNS} == {*levels} for name, levels in RUN_FACTORS.items())
+    assert len(RUNS) == len(FAST)
 
 
-@pytest.mark.slow_cases("eagle1", "multi_layer", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_weights_of_nothing_but_nan_change_no_text(setting: Setting) -> None:
     """Of the drafter's own; a lookup has none, and looks into a corpus of ids of no token."""
@@ -194,7 +202,6 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_one_that_is_always_right_emits_exactly_s_plus_1(setting: Setting) -> None:
     kind, (num_steps, _, nodes) = KINDS[setting.kind], setting.shape
@@ -232,8 +239,7 @@ def check_retraction(setting: Setting, *, num_tokens: int, num_pages: int) -> No
     assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
 
 
-@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "stand")
-@pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
+@pytest.mark.parametrize("setting", every_engine((FAST[1], *FAST[3:5])), scope="module")
 def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> None:
     num_pages = {1: 310, 4: 78, 16: 20, 64: 6}[setting.page_size]
     check_retraction(setting, num_tokens=110, num_pages=num_pages)
@@ -249,7 +255,6 @@ def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
     check_retraction(setting, num_tokens=120, num_pages=480 // page_size)
 
 
-@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
     """Of what rows keep: slot 0 and page 0 are where padding goes."""
