@@ -1,11 +1,7 @@
-"""The K best candidates of a level: the TPU's rounds choose what lax.top_k chooses.
-
-And a head of several layers that reads the last hidden, all the way through an engine.
-"""
+"""The K best candidates of a level: the TPU's rounds choose what lax.top_k chooses."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,26 +13,8 @@ from hypothesis import strategies as st
 
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
-from jspec.messages.step_options import StepOptions
-from jspec.models.heads.feature_head import FeatureHead
-from jspec.models.heads.head_params import head_params
-from jspec.models.placement import init_params
 from jspec.speculative.candidates import largest_in_rounds, top_candidates
 from jspec.speculative.tree import Level, beam_scores, build_tree
-from tests.speculative.engines import (
-    CONTEXT,
-    DIAL_ACCEPTANCE,
-    DRAFT,
-    NUM_SLOTS,
-    build,
-    dial_for,
-    make_request,
-    plain_ids,
-    serve,
-    spec_of,
-    tiny_params,
-)
-from tests.support.dial_drafter import DialDrafter, dial_head, dial_params
 
 
 @settings(deadline=None, max_examples=40)
@@ -128,39 +106,3 @@ def test_scores_that_are_not_finite_become_terms_of_a_path(bad: float) -> None:
     assert np.isfinite(scores).all()
     assert (np.asarray(scores) <= [[[0.0], [-1.0]]]).all()
     assert scores[0, :, 1].tolist() == [-2.0, -1.0]
-
-
-@pytest.mark.slow
-def test_a_head_of_two_layers_that_reads_the_last_hidden_changes_no_token() -> None:
-    """Two pools of drafts, features of another kind, and what is fed back normed."""
-    config = replace(
-        DRAFT,
-        layer=replace(DRAFT.layer, layers=DRAFT.layer.layers * 2),
-        aux_layer_ids=(),
-        feeds_back_normed=True,
-    )
-    spec = spec_of(3, 2, 7)
-    empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
-    compiled = build(
-        spec,
-        page_size=4,
-        params=(
-            tiny_params()[0],
-            {"head": init_params(head_params(config), seed=4), "dial": empty},
-        ),
-        variants=(StepOptions(),),
-        make=lambda ops, shard: DialDrafter(
-            dial_head(FeatureHead(config, ops, shard)), spec, acceptance=DIAL_ACCEPTANCE
-        ),
-    )
-    assert [group.num_layers for group in compiled.program.drafter.cache_groups] == [2]
-    requests = [
-        make_request(
-            i, prompt_len=9 + 7 * i, seed=60 + i, temperature=float(i % 2), max_new_tokens=40
-        )
-        for i in range(3)
-    ]
-    expected = [plain_ids(request) for request in requests]
-    served = serve(compiled, requests, chunk_size=8, dial=dial_for(requests, expected))
-    assert list(served.ids) == expected
-    assert all(served.counters.accept_histogram)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config.limits import Algorithm
 from jspec.engine.programs.compilation import Recipe, compile_all
 from jspec.engine.programs.program_keys import programs_on_demand
 from jspec.engine.programs.program_store import ProgramStore
@@ -76,8 +75,6 @@ def with_grammars(compiled: Compiled) -> Compiled:
 def engine_of(name: str) -> Compiled:
     if name == "plain":
         return with_grammars(plain_engine())
-    if name == "ngram":
-        return with_grammars(build(spec_of(3, 1, 4, Algorithm.NGRAM), page_size=16))
     if name == "two_rounds":
         return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
     if name == "two_shards":  # each has half of the vocabulary's logits between two programs
@@ -86,8 +83,7 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(
             build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
         )
-    shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
-    return with_grammars(engine(shape, 16, options=SAMPLING))
+    return with_grammars(engine((3, 2, 7), 16, options=SAMPLING))
 
 
 def constrained(i: int, grammar: FakeGrammar, **sampling: Any) -> Request:
@@ -164,22 +160,13 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
     assert END not in ids[:-1]
 
 
-@pytest.mark.slow_cases("1-tree]", "2-tree]")
 @pytest.mark.parametrize(
     "name",
-    [
-        "tree",
-        pytest.param("ngram", marks=pytest.mark.slow),
-        pytest.param("two_shards", marks=pytest.mark.slow),
-        pytest.param("chain", marks=pytest.mark.slow),
-        pytest.param("two_rounds", marks=pytest.mark.slow),
-    ],
+    ["tree", *(pytest.param(n, marks=pytest.mark.slow) for n in ("two_shards", "two_rounds"))],
 )
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth: int) -> None:
-    has_dial = name not in ("ngram", "two_shards")
-    dial = None if not has_dial else dial_for(list(mixed()), list(expected()))
-    served = serve(engine_of(name), list(mixed()), overlap_depth=depth, chunk_size=8, dial=dial)
+def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str) -> None:
+    dial = None if name == "two_shards" else dial_for(list(mixed()), list(expected()))
+    served = serve(engine_of(name), list(mixed()), overlap_depth=2, chunk_size=8, dial=dial)
     assert served.ids == expected()
     if dial is not None:
         assert served.counters.num_accepted > 0

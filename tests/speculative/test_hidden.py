@@ -47,8 +47,6 @@ TOLERANCE = 1e-4
 END = 5
 WIDTH = 128
 SHAPES = {
-    "plain": spec_of(0, 1, 1),
-    "chain": spec_of(3, 1, 4),
     "tree": spec_of(3, 2, 6),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
 }
@@ -132,13 +130,10 @@ def without(request: Request) -> tuple[int, ...]:
     return plain_ids(dataclasses.replace(request, sampling=plain))
 
 
-@pytest.mark.slow_cases("tree")
 @pytest.mark.parametrize(
     ("name", "chunk_size", "depth"),
     [
-        pytest.param("plain", 8, 1, marks=pytest.mark.slow),
-        pytest.param("chain", 7, 2, marks=pytest.mark.slow),
-        ("tree", 7, 1),
+        pytest.param("tree", 7, 1, marks=pytest.mark.slow),
         pytest.param("ngram", 8, 2, marks=pytest.mark.slow),
     ],
 )

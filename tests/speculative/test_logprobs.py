@@ -63,8 +63,6 @@ ASKED: tuple[tuple[int, dict[str, Any]], ...] = (
     (30, {"logprob_start_len": 1, "max_new_tokens": 0, "top_logprobs_num": 2}),
 )
 SHAPES = {
-    "plain": spec_of(0, 1, 1),
-    "chain": spec_of(3, 1, 4),
     "tree": spec_of(3, 2, 6),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
 }
@@ -160,9 +158,6 @@ def check_all(
 @pytest.mark.parametrize(
     ("name", "shards", "chunk_size", "depth"),
     [
-        pytest.param("plain", 1, 8, 1, marks=pytest.mark.slow),
-        pytest.param("chain", 1, 7, 2, marks=pytest.mark.slow),
-        pytest.param("chain", 2, 32, 0, marks=pytest.mark.slow),
         ("tree", 2, 7, 1),
         pytest.param("ngram", 1, 8, 2, marks=pytest.mark.slow),
     ],

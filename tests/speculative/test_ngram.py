@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,6 @@ import jspec
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
-from jspec.messages.request import Request
-from jspec.messages.step_options import StepOptions
-from jspec.models.decoder import Params
 from jspec.speculative.drafter import StepBatch, emitted_by
 from jspec.speculative.drafters.ngram import (
     BEFORE_START,
@@ -36,19 +31,9 @@ from jspec.speculative.drafters.ngram import (
     tree_of,
 )
 from tests.speculative.engines import (
-    TARGET,
-    Compiled,
-    ViewRunner,
-    build,
-    corpus_params,
-    make_request,
-    plain_ids,
-    serve,
-    serve_view,
     spec_of,
 )
 from tests.speculative.test_drafter import chunks
-from tests.support.flat_limits import with_limits
 
 WIDTH = 24  # of the histories in the unit tests
 CHAIN, TREE = (3, 1, 4), (3, 3, 8)
@@ -269,80 +254,6 @@ def test_a_row_without_anything_to_look_up_gets_a_valid_tree() -> None:
     assert (parents[1:] >= 0).all()
     assert (parents < np.arange(8)).all()
     assert tree.tokens.tolist() == [[5] + [0] * 7]
-
-
-@functools.cache
-def ngram_engine(spec: tuple[int, int, int]) -> Compiled:
-    return build(ngram(*spec), page_size=16 if spec is CHAIN else 4, variants=(StepOptions(),))
-
-
-def some_requests(batch: int, **sampling: Any) -> list[Request]:
-    return [
-        make_request(
-            i,
-            prompt_len=(11, 3, 40, 1, 17)[i],
-            seed=3000 + i,
-            temperature=float(i % 2),
-            max_new_tokens=70 - 5 * i,
-            **sampling,
-        )
-        for i in range(batch)
-    ]
-
-
-def nearly_true(requests: list[Request], *, copies: int) -> Params:
-    """A corpus of what the requests will say, every 7th id wrong, at other places in each copy."""
-    texts = []
-    for request in requests:
-        said = np.array(request.prompt_ids + plain_ids(request))
-        for copy in range(copies):
-            wrong = np.where(np.arange(said.size) % 7 == 3 + copy, 1, 0)
-            texts.append(tuple(((said + wrong) % TARGET.vocab_size).tolist()))
-    return corpus_params(texts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
-def test_lookup_changes_no_token(spec: tuple[int, int, int]) -> None:
-    """Greedy and sampled rows together, in every batch, chunk and depth that has its own path."""
-    histogram = np.zeros(spec[0] + 1, int)
-    for batch, chunk, depth in ((1, 5, 2), (5, 32, 1), (3, 8, 0)):
-        requests = some_requests(batch)
-        served = serve(
-            ngram_engine(spec),
-            requests,
-            chunk_size=chunk,
-            overlap_depth=depth,
-            draft=nearly_true(requests, copies=1 if spec is CHAIN else 2),
-        )
-        assert list(served.ids) == [plain_ids(request) for request in requests]
-        assert served.num_leaked_pages == 0
-        histogram += np.asarray(served.counters.accept_histogram)
-    assert histogram.all(), f"accepted counts {histogram}; expected each from 0 to S"
-
-
-@pytest.mark.slow
-def test_a_resumed_row_still_knows_what_it_said() -> None:
-    """A pool too small for all: rows are retracted and filled again, history included."""
-    requests = [
-        make_request(i, prompt_len=9 + i, seed=70 + i, temperature=i % 2, max_new_tokens=130)
-        for i in range(4)
-    ]
-    engine = ngram_engine(CHAIN)
-    limits = with_limits(engine.limits, num_pages=20, prefill_buckets=(8,))
-    view = ViewRunner(engine.runner(), limits)
-    served = asyncio.run(serve_view(view, requests))
-    assert list(served.ids) == [plain_ids(request) for request in requests]
-    assert served.num_retractions > 0
-    history = np.asarray(view.runner.state.draft.history)
-    admitted = [a for plan, _ in view.steps for a in plan.admissions]
-    tenants = {a.row.slot: a for a in admitted}
-    at_last = {a.request.request_id: a for a in admitted}
-    alive = [a for a in at_last.values() if tenants[a.row.slot] is a]  # not written over since
-    for a in alive:
-        said = a.request.prompt_ids + served.ids[requests.index(a.request)]
-        assert tuple(history[a.row.slot, : len(said)].tolist()) == said
-    assert any(len(a.fill_ids) > a.prompt_len for a in alive), "no resumed row to look at"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from tests.speculative.engines import (
 from tests.support.caches import empty_pools
 from tests.support.dial_drafter import dial_params
 
-TREE, PAGE = (2, 2, 4), 64
+TREE, PAGE = (2, 2, 4), 16
 IS_NAN, IS_INF = 311, 312  # of no prompt but those that say so
 
 
@@ -45,7 +45,7 @@ def poisoned_tables() -> tuple[Any, Any]:
     def poison(table: jax.Array) -> jax.Array:
         return table.at[IS_NAN].set(jnp.nan).at[IS_INF, 3].set(jnp.inf)
 
-    params = engine(TREE, PAGE, features=SAMPLING).params
+    params = engine(TREE, PAGE, options=SAMPLING).params
     return poison(params["target"]["embed"]["table"]), poison(
         params["draft"]["head"]["embed"]["table"]
     )
@@ -97,7 +97,7 @@ def test_a_prompt_that_overflows_changes_no_text_but_its_own(token: int) -> None
     assert len(set(texts[0])) > 5
     assert list(serve(poisoned(plain_engine()), requests).ids) == texts
     dial = dial_of(requests, texts)
-    served = serve(poisoned(engine(TREE, PAGE, features=SAMPLING)), requests, dial=dial)
+    served = serve(poisoned(engine(TREE, PAGE, options=SAMPLING)), requests, dial=dial)
     assert list(served.ids) == texts
     assert all(served.counters.accept_histogram)
 
@@ -108,7 +108,7 @@ def test_a_guess_that_overflows_changes_no_text(decoy: int) -> None:
     requests = [request_with(i, None, temperature=float(i % 2)) for i in range(3)]
     texts = [alone(request) for request in requests]
     dial = dial_of(requests, texts, decoy=decoy)
-    served = serve(poisoned(engine(TREE, PAGE, features=SAMPLING)), requests, dial=dial)
+    served = serve(poisoned(engine(TREE, PAGE, options=SAMPLING)), requests, dial=dial)
     assert list(served.ids) == texts
     assert all(served.counters.accept_histogram)
 
@@ -118,10 +118,10 @@ def test_pages_are_reused_after_a_tenant_that_overflowed() -> None:
     requests = [request_with(1, IS_NAN), request_with(2, None), request_with(3, None)]
     texts = [alone(request) for request in requests]
     served = serve(
-        poisoned(engine(TREE, PAGE, features=SAMPLING)),
+        poisoned(engine(TREE, PAGE, options=SAMPLING)),
         requests,
         num_slots=1,
-        num_pages=2,
+        num_pages=3,
         dial=dial_of(requests, texts, decoy=IS_NAN),
     )
     assert list(served.ids) == texts

@@ -19,7 +19,6 @@ from tests.speculative.engines import TARGET, Compiled, build, make_request, pla
 from tests.speculative.test_prefix_cache import Session, ids_of
 from tests.support.flat_limits import with_limits
 
-SLOW = ("plain", "tree")
 PAGE_SIZE = 4
 SHARING = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
 
@@ -49,7 +48,7 @@ class LeadersPages(Ops):
 
 @cache
 def engine(kind: str) -> Compiled:
-    shape = {"plain": (0, 1, 1), "chain": (3, 1, 4)}.get(kind, (3, 2, 7))
+    shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[kind]
     ops, variants = LeadersPages(), (SAMPLING,)
     spec = spec_of(*shape)
     return build(spec, page_size=PAGE_SIZE, dial=False, variants=variants, ops=ops, sharing=SHARING)
@@ -72,9 +71,9 @@ def prompts_after(prefixes: list[int], *, seed: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+    ("kind", "retract_after"),
+    [("chain", None), ("chain", 9), pytest.param("tree", 9, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("retract_after", [None, 9])
 def test_what_rows_share_is_in_their_leaders_pages(kind: str, retract_after: int | None) -> None:
     session = Session(engine(kind), overlap_depth=2)
     session.serve(prompts_after([0, 1], seed=1))  # their pages are cached from here on

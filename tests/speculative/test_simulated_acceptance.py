@@ -88,11 +88,7 @@ def settled(
     return after, verified, tree, rows
 
 
-SHAPES = [(3, 1, 4), (1, 1, 2), (3, 4, 16), (2, 2, 7), (4, 2, 3)]
-
-
-@pytest.mark.slow_cases("shape0", "shape2]", "shape3]")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (4, 2, 3)])
 def test_whole_numbers_are_exact_in_every_row(shape: tuple[int, int, int]) -> None:
     for num_emitted in range(1, shape[0] + 2):
         spec = replace(spec_of(*shape), simulate_acceptance=float(num_emitted))
@@ -228,9 +224,8 @@ def test_off_means_the_same_program_and_on_another(shape: tuple[int, int, int]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (3, 4, 16)])
-def test_every_verification_of_an_engine_emits_the_same_number(shape: tuple[int, int, int]) -> None:
-    spec = replace(spec_of(*shape), simulate_acceptance=3.0)
+def test_every_verification_of_an_engine_emits_the_same_number() -> None:
+    spec = replace(spec_of(3, 4, 16), simulate_acceptance=3.0)
     compiled = build(spec, page_size=16, dial=False, variants=(StepOptions(),))
     requests = [
         make_request(

@@ -88,7 +88,7 @@ def test_a_tree_of_one_node() -> None:
     )
 
 
-SHAPES = [(1, 3, 3), (2, 2, 4), (3, 1, 4), (3, 3, 8), (4, 2, 15), (4, 4, 16)]
+SHAPES = [(1, 3, 3), (3, 1, 4), (3, 3, 8), (4, 2, 15)]
 TERMS = (0.0, 0.0, -0.0, -0.5, -1.0, -7.0, 0.25, -np.inf)  # ties, and a term above 0
 
 
@@ -183,7 +183,7 @@ def forest(parents: list[list[int]]) -> DraftTree:
     return DraftTree(tokens=array, parents=array, depths=array)  # only parents are looked at
 
 
-@pytest.mark.parametrize(("num_nodes", "num_levels"), [(1, 0), (2, 1), (16, 15), (33, 4), (64, 8)])
+@pytest.mark.parametrize(("num_nodes", "num_levels"), [(1, 0), (16, 15), (33, 4)])
 def test_masks_are_the_ancestors(num_nodes: int, num_levels: int) -> None:
     rng = np.random.default_rng(num_nodes)
     trees = [random_parents(rng, num_nodes=num_nodes, num_levels=num_levels) for _ in range(20)]
