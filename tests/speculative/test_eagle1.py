@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from jspec.config.engine_args import EngineArgs
-from jspec.config.limits import Algorithm
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
-from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import save_target
 from jspec.models.files.stored import stored_tensors, value_at
-from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.speculative.engines import (
     TARGET,
-    build,
-    make_request,
     mesh_of,
-    plain_ids,
-    serve,
-    spec_of,
     tiny_params,
 )
 from tests.speculative.every_drafter import EAGLE1, eagle1_weights
@@ -66,14 +57,14 @@ def pair(tmp_path: Path) -> Path:
 HOT_IDS = np.sort(np.random.default_rng(2).choice(TARGET.vocab_size, 64, replace=False))
 
 
-def load(directory: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
+def load(directory: Path, **arguments: Any) -> LoadedModels:
     args = EngineArgs(
         model_path=str(directory / "target"),
         speculative_algorithm="EAGLE",
         speculative_draft_model_path=str(directory / "draft"),
         **arguments,
     )
-    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
+    return load_models(args, resolve_paths(args), mesh=mesh_of(1))
 
 
 def test_a_head_is_read_beside_its_target(pair: Path) -> None:
@@ -123,25 +114,3 @@ def test_what_does_not_fit_is_refused_before_the_target_is_read(pair: Path) -> N
 def test_a_map_belongs_to_an_eagle_head() -> None:
     with pytest.raises(ConfigError, match=r"speculative_token_map is 'x\.npy', .* EAGLE3; .* map"):
         EngineArgs(speculative_token_map="x.npy")
-
-
-@pytest.mark.slow
-def test_two_shards_with_frequent_ids_change_no_token(pair: Path) -> None:
-    """Draft, target and map split alike."""
-    models = load(pair, shards=2, speculative_token_map=str(pair / "freq.npy"))
-    config = spec_of(3, 2, 7, Algorithm.EAGLE)
-    hot = dataclasses.replace(EAGLE1, draft_vocab_size=len(HOT_IDS))
-    compiled = build(
-        config,
-        page_size=16,
-        shards=2,
-        params=(models.params["target"], models.params["draft"]),
-        variants=(StepOptions(),),
-        make=lambda ops, shard: EagleDrafter(FeatureHead(hot, ops, shard), config),
-    )
-    requests = [
-        make_request(i, prompt_len=7 * i + 1, seed=8800 + i, temperature=i % 2, max_new_tokens=40)
-        for i in range(5)
-    ]
-    served = serve(compiled, requests)
-    assert list(served.ids) == [plain_ids(request) for request in requests]

@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,15 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.device.batch import DecodeBatch, prefill_batch
-from jspec.engine.steps.step_def import ProgramKey
-from jspec.engine.transfer import layout_of
-from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
-from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 from tests.speculative.covering import all_pairs, covering_array, pairs_of
 from tests.speculative.engines import (
     make_request,
@@ -286,58 +279,3 @@ def kept_state(runner: Any) -> Iterator[list[Any]]:
     state = jax.tree.map(filled, runner.state)
     runner.replace_state(state)
     yield beyond_dummies(state)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An executable that keeps what it was given and what it gave, all on the host."""
-
-    key: ProgramKey
-    executable: Any
-    calls: list[tuple[ProgramKey, Any, Any, Any]]
-
-    def __call__(self, params: Any, state: Any, flat: jax.Array) -> Any:
-        before = jax.tree.map(np.asarray, state)  # the state is donated
-        out = self.executable(params, state, flat)
-        self.calls.append((self.key, before, np.asarray(flat), jax.tree.map(np.asarray, out)))
-        return out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", some([setting.name for setting in FAST if setting.shards == 1], every=6)
-)
-def test_a_whole_step_interpreted_is_what_it_is_compiled(name: str) -> None:
-    """Operation by operation (jax.disable_jit), from the same states: a prefill and a decode."""
-    (setting,) = (setting for setting in FAST if setting.name == name)
-    requests = requests_of(3, num_tokens=9, seed=500, longest=9, temperature=1.0, top_k=40)
-    compiled = with_script(engine(setting), scripted(requests, plain_texts(tuple(requests))))
-    calls: list[tuple[ProgramKey, Any, Any, Any]] = []
-    recorded = {key: Recorded(key, each, calls) for key, each in compiled.executables.items()}
-    serve(dataclasses.replace(compiled, executables=recorded), requests, overlap_depth=0)
-    kind = KINDS[setting.kind]
-    target: Any = compiled.program.target
-    target = dataclasses.replace(target, shard=Shard())
-    inner = kind.make(kind.spec(setting.shape), Ops(), Shard())
-    drafter: Any = compiled.program.drafter
-    drafter = dataclasses.replace(drafter, inner=inner)
-    prefills = [call for call in calls if call[0].kind is StepKind.PREFILL]
-    decodes = [call for call in calls if call[0].kind is StepKind.DECODE]
-    assert len(decodes) > 1
-    for key, before, flat, expected in (*prefills[:1], *decodes[:1]):
-        program = StepProgram(target, drafter, compiled.program.draft_shape, key.options)
-        fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat[0]))
-        with jax.disable_jit():
-            state = jax.tree.map(jnp.asarray, before)
-            if key.kind is StepKind.PREFILL:
-                found = prefill_step(program, compiled.params, state, prefill_batch(fields))
-            else:
-                batch = DecodeBatch(**fields)
-                found = speculative_rounds(
-                    program, compiled.params, state, batch, num_rounds=setting.rounds
-                )
-        state, output = found
-        np.testing.assert_array_equal(output, expected[1][0])
-        for own, other in zip(beyond_dummies(state), beyond_dummies(expected[0]), strict=True):
-            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
