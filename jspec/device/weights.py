@@ -12,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.device.fp8 import FP8Weight
 from jspec.device.mxfp4 import MXFP4Weight
-from jspec.spec.weight_format import MXFP4, ArraySpec, Shape, WeightFormat
+from jspec.spec.weight_format import FP8, MXFP4, ArraySpec, Shape, WeightFormat
 
-Weight = Any  # jax.Array | MXFP4Weight, or the same of numpy arrays, shapes, shardings, references
+# jax.Array, or one of PACKED; or the same of numpy arrays, shapes, shardings, references
+Weight = Any
+PACKED = (MXFP4Weight, FP8Weight)
 
 
 def weight_of(format: WeightFormat, shape: Shape, make: Callable[[ArraySpec], Any]) -> Weight:
@@ -23,6 +26,8 @@ def weight_of(format: WeightFormat, shape: Shape, make: Callable[[ArraySpec], An
     arrays = {name: make(spec) for name, spec in format.arrays(shape).items()}
     if isinstance(format, MXFP4):
         return MXFP4Weight(**arrays, length=shape[-2])
+    if isinstance(format, FP8):
+        return FP8Weight(**arrays)
     return arrays["values"]
 
 
@@ -32,5 +37,5 @@ def abstract_weight(format: WeightFormat, shape: Shape) -> Weight:
 
 def dense(weight: Weight, dtype: Any) -> jax.Array:
     """Return the weight as one array: itself, or unpacked to `dtype`."""
-    found: jax.Array = weight.dense(dtype) if isinstance(weight, MXFP4Weight) else weight
+    found: jax.Array = weight.dense(dtype) if isinstance(weight, PACKED) else weight
     return found

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.device import noise
+from jspec.device.fp8 import FP8Weight
 from jspec.pallas_kernels.add_norm import reference as add_norm
 from jspec.pallas_kernels.attention import reference, xla
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
@@ -23,6 +24,7 @@ from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.fp8_product import reference as fp8_product
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
@@ -170,6 +172,10 @@ class Ops:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
         return gated(*jnp.split(x @ kernel, 2, axis=-1))
+
+    def fp8_product(self, x: Float[Array, "*b K"], weight: FP8Weight) -> Float[Array, "*b N"]:
+        """Return x @ weight in x's dtype, with activations quantised per token."""
+        return fp8_product.fp8_product(x, weight, out_dtype=x.dtype)
 
     def experts(
         self,

@@ -62,8 +62,25 @@ class MXFP4:
         }
 
 
-WeightFormat = Dense | MXFP4
-FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4)
+@dataclass(frozen=True, slots=True)
+class FP8:
+    """8-bit floats (e4m3) with a float32 scale per output channel, or per block of 128 x 128."""
+
+    name: ClassVar[str] = "fp8"
+    size: ClassVar[int] = 128
+    has_blocks: bool = False
+
+    def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
+        *stack, length, width = shape
+        counts = (-(-length // self.size), -(-width // self.size)) if self.has_blocks else (width,)
+        return {
+            "codes": ArraySpec(shape, "float8_e4m3fn"),
+            "scales": ArraySpec((*stack, *counts), "float32"),
+        }
+
+
+WeightFormat = Dense | MXFP4 | FP8
+FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4, FP8)
 # How the weights of some products are resident; those of all others are dense.
 Formats = tuple[tuple[Op, WeightFormat], ...]
 
