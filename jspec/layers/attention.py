@@ -17,6 +17,7 @@ from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
@@ -32,6 +33,7 @@ def attention(
     spec: AttentionSpec,
     eps: float,
     shard: Shard,
+    ops: Ops,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
     """Run the projections of one layer around `attend`. spec counts the heads of all shards.
@@ -42,7 +44,7 @@ def attention(
     gates the heads' output (`HeadGate`).
     """
     num_heads = spec.num_heads // shard.size
-    heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
+    heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
     norms = None
     if "q_norm" in params:
         norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
@@ -53,9 +55,9 @@ def attention(
     if spec.value_dim < spec.head_dim:
         mixed = mixed[..., : spec.value_dim]
     if "gate" in params:
-        share = jax.nn.sigmoid(linear(params["gate"], x))
+        share = jax.nn.sigmoid(linear(params["gate"], x, ops=ops))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
-    return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
+    return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), ops=ops, reduce=shard)
 
 
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.attention import take_kept
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import DeltaNetSpec
 
 # (inputs[T, C], decay f32[T, Hv], beta f32[T, Hv], convolution[W, C]) -> out f32[T, Hv, Dv]
@@ -27,6 +28,7 @@ def delta_net(
     spec: DeltaNetSpec,
     eps: float,
     shard: Shard,
+    ops: Ops,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "_ E"]:
     """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
@@ -37,13 +39,15 @@ def delta_net(
     """
     del positions  # a recurrence knows the order
     num_heads = spec.num_heads // shard.size
-    step, rate = jnp.split(linear(params["steps"], x).astype(jnp.float32), 2, axis=-1)
+    step, rate = jnp.split(linear(params["steps"], x, ops=ops).astype(jnp.float32), 2, axis=-1)
     log_rate, dt_bias = (params["decay"][name].astype(jnp.float32) for name in ("log", "bias"))
     decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + dt_bias)
-    mixed = attend(linear(params["qkv"], x), decay, jax.nn.sigmoid(step), params["conv"]["kernel"])
+    mixed = attend(
+        linear(params["qkv"], x, ops=ops), decay, jax.nn.sigmoid(step), params["conv"]["kernel"]
+    )
     mixed, x = take_kept(mixed, kept), take_kept(x, kept)
-    gate = linear(params["gate"], x).astype(jnp.float32)
+    gate = linear(params["gate"], x, ops=ops).astype(jnp.float32)
     normed = norm(params["norm"], mixed, eps=eps)
     heads = normed * jax.nn.silu(gate).reshape(-1, num_heads, spec.value_dim)
     flat = heads.reshape(heads.shape[0], -1).astype(x.dtype)
-    return linear(params["out"], flat, reduce=shard)
+    return linear(params["out"], flat, ops=ops, reduce=shard)

@@ -18,6 +18,7 @@ from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.reference import rotate
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LatentAttentionSpec
 
 # (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank + rope]
@@ -33,6 +34,7 @@ def latent_attention(
     spec: LatentAttentionSpec,
     eps: float,
     shard: Shard,
+    ops: Ops,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "_ E"]:
     """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
@@ -43,9 +45,9 @@ def latent_attention(
     num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
     given = x
     if "q_a" in params:
-        given = norm(params["q_a_norm"], linear(params["q_a"], x), eps=eps)
-    queries = linear(params["q"], given).reshape(-1, num_heads, spec.head_dim)
-    latent, shared = jnp.split(linear(params["kv_a"], x), (rank,), axis=-1)
+        given = norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=eps)
+    queries = linear(params["q"], given, ops=ops).reshape(-1, num_heads, spec.head_dim)
+    latent, shared = jnp.split(linear(params["kv_a"], x, ops=ops), (rank,), axis=-1)
     latent = norm(params["kv_a_norm"], latent, eps=eps)
     cos, sin = angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
     plain, turned = jnp.split(queries, (spec.nope_dim,), axis=-1)
@@ -57,4 +59,4 @@ def latent_attention(
     )
     v_up = params["v_up"]["kernel"].reshape(rank, num_heads, spec.value_dim)
     heads = jnp.einsum("thr,rhv->thv", take_kept(mixed, kept)[..., :rank], v_up)
-    return linear(params["out"], heads.reshape(heads.shape[0], -1), reduce=shard)
+    return linear(params["out"], heads.reshape(heads.shape[0], -1), ops=ops, reduce=shard)

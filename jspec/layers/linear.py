@@ -14,6 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.device.fp8 import FP8Weight
+from jspec.device.weights import Weight
+from jspec.pallas_kernels.ops import Ops
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -27,10 +31,15 @@ class Shard:
 
 
 def linear(
-    params: Mapping[str, jax.Array], x: Float[Array, "*b I"], *, reduce: Shard | None = None
+    params: Mapping[str, Weight],
+    x: Float[Array, "*b I"],
+    *,
+    ops: Ops,
+    reduce: Shard | None = None,
 ) -> Float[Array, "*b O"]:
     """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards."""
-    y = x @ params["kernel"]
+    kernel = params["kernel"]
+    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else x @ kernel
     if reduce is not None:
         y = reduce.sum(y)
     return y + params["bias"] if "bias" in params else y

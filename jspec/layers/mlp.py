@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.device.fp8 import FP8Weight
 from jspec.layers.linear import Shard, linear
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.ops import Ops
@@ -24,8 +25,9 @@ def gated_mlp(
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
     limit: clip silu(gate) from above, and up to [-limit, limit].
     """
-    if "bias" in params["gate_up"] or limit is not None:
-        inner = gated(*jnp.split(linear(params["gate_up"], x), 2, axis=-1), limit=limit)
+    kernel = params["gate_up"]["kernel"]
+    if "bias" in params["gate_up"] or limit is not None or isinstance(kernel, FP8Weight):
+        inner = gated(*jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1), limit=limit)
     else:
-        inner = ops.gated_product(x, params["gate_up"]["kernel"], of_prompts=of_prompts)
-    return linear(params["down"], inner, reduce=shard)
+        inner = ops.gated_product(x, kernel, of_prompts=of_prompts)
+    return linear(params["down"], inner, ops=ops, reduce=shard)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
@@ -28,7 +28,8 @@ def route(
         logits = logits_of(x, params["kernel"])
         logits = logits + params["bias"] if "bias" in params else logits
         return _by_sigmoid(logits, params["correction"], spec=spec)
-    logits = linear(params, x).astype(jnp.float32)
+    logits = x @ params["kernel"]
+    logits = (logits + params["bias"] if "bias" in params else logits).astype(jnp.float32)
     if spec.routing is Routing.TOP_THEN_SOFTMAX:
         top, ids = jax.lax.top_k(logits, spec.top_k)
         return ids, jax.nn.softmax(top, axis=-1)

@@ -105,6 +105,7 @@ def run_sublayers(
         spec=spec.attention,
         eps=spec.eps,
         shard=shard,
+        ops=ops,
         kept=kept,
     )
     stream = Residual(x=take_kept(x, kept), delta=mixed)

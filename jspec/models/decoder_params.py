@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
+from jspec.spec.weight_format import Op
 
 
 def decoder_params(
@@ -126,6 +127,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
             shape=(size, spec.conv_dim),
             layouts=(channels("in_proj_qkv.weight", size),),
             axes=("embed", "heads"),
+            op=Op.LINEAR,
         ),
         *product(("gate",), size, (("in_proj_z", values, H),), axes=("embed", "heads")),
         *product(
@@ -133,6 +135,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
             size,
             (("in_proj_b", H, H), ("in_proj_a", H, H)),
             axes=("embed", "heads"),
+            op=None,
         ),
         ParamSpec(
             path=("conv", "kernel"),

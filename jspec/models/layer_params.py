@@ -41,12 +41,12 @@ def product(
     bias_is_optional: bool = False,
     column_major: bool = False,
     repeated: tuple[str, ...] = (),
-    op: Op = Op.LINEAR,
+    op: Op | None = Op.LINEAR,
 ) -> ParamTable:
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
     axes: of the kernel; the bias has the second. repeated: names of parts that may have fewer
-    blocks than there are shards.
+    blocks than there are shards. op: None for a small product that is never quantised.
     """
     parts = tuple(parts)
     size = sum(rows for _, rows, _ in parts)
@@ -149,6 +149,7 @@ def _with_gate_in_queries(
         shape=(in_size, H * D),
         layouts=((gate,),),
         axes=("embed", "heads"),
+        op=Op.LINEAR,
     )
     qkv, *others = table
     return [replace(qkv, layouts=((query, *qkv.layouts[0][1:]),)), *others, own]
@@ -214,7 +215,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
         format=FLOAT32,
     )
     table = (
-        *product(("router",), size, (("gate", X, 1),)),
+        *product(("router",), size, (("gate", X, 1),), op=None),
         *((biased,) if spec.has_router_bias else ()),
         ParamSpec(
             path=("experts", "gate_up"),

@@ -184,6 +184,7 @@ def _run_layer(
         spec=spec.softmax_attention,
         eps=spec.eps,
         shard=settings.shard,
+        ops=settings.ops,
     )
     x = x + drop(mixed, 2 * index)
     inner = feed_forward(

@@ -53,7 +53,8 @@ def run(
 ) -> tuple[Any, Any]:
     settings = LayerSettings(ops, queries_per_row=nodes)
     attend = attend_of(cache, rows, spec, settings)
-    out = MIXERS[type(spec)](params, x, rows.q_positions, attend, spec=spec, eps=EPS, shard=Shard())
+    how: dict[str, Any] = {"spec": spec, "eps": EPS, "shard": Shard(), "ops": ops}
+    out = MIXERS[type(spec)](params, x, rows.q_positions, attend, **how)
     return out, attend.cache
 
 

@@ -17,6 +17,7 @@ from jspec.models.layer_params import attention_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate, rotate_and_split
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec, HeadGate
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
@@ -52,7 +53,7 @@ def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> Non
         sinks_given.append(sinks)
         return answer
 
-    out = attention(params, x, positions, attend, spec=spec, eps=1e-2, shard=Shard())
+    out = attention(params, x, positions, attend, spec=spec, eps=1e-2, shard=Shard(), ops=Ops())
     heads = np.asarray(x @ params["qkv"]["kernel"] + params["qkv"]["bias"]).reshape(5, 8, 6)
     q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
     np.testing.assert_allclose(given[0], heads, atol=1e-5)  # their norms are still to come

@@ -27,7 +27,9 @@ def test_linear_multiplies_and_adds() -> None:
     params = {"kernel": jnp.asarray(kernel), "bias": jnp.arange(4.0)}
     x = rng.normal(size=(2, 3, 6)).astype(np.float32)
     expected = x @ kernel + np.arange(4)
-    np.testing.assert_allclose(linear(params, jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        linear(params, jnp.asarray(x), ops=Ops()), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -40,7 +42,7 @@ def test_row_parallel_sums_once_and_adds_its_bias_once(bias: bool) -> None:
 
     def half(x: jax.Array, kernel: jax.Array) -> jax.Array:
         params = {"kernel": kernel, **({"bias": jnp.asarray(offset)} if bias else {})}
-        return linear(params, x, reduce=shard)[None]
+        return linear(params, x, ops=Ops(), reduce=shard)[None]
 
     both = jax.jit(
         jax.shard_map(

@@ -108,7 +108,7 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
     gate_up, down = "experts.gate_up_proj", "experts.down_proj"
     packs = MXFP4() if size % MXFP4.group == inner % MXFP4.group == 0 else None
     declared = (
-        *product(("router",), size, (("router", X, 1),), bias=True),
+        *product(("router",), size, (("router", X, 1),), bias=True, op=None),
         ParamSpec(
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),

@@ -226,7 +226,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
     down = Part(name="down_proj.weight", shape=(X, size, inner), size=size)
     bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_HELD)
     experts = (
-        *product(("router",), size, (("gate", X, 1),)),
+        *product(("router",), size, (("gate", X, 1),), op=None),
         ParamSpec(
             path=("router", "correction"),
             shape=(X,),

@@ -70,7 +70,7 @@ def run_first_layer(
     if head.join is Join.WIDE:
         residual = hidden if head.norm_before_residual else feature
         return run(residual, joined, positions).sum()
-    x = linear(params["fuse"], joined)
+    x = linear(params["fuse"], joined, ops=settings.ops)
     if not head.input_norm:
         return run(x, x, positions).sum()
     return run_layer(
@@ -132,7 +132,7 @@ class FeatureHead:
             given = jnp.concatenate(
                 [norm(norms[f"norm_{i}"], x, eps=eps) for i, x in enumerate(each)], axis=-1
             )
-        return linear(params["fc"], given)
+        return linear(params["fc"], given, ops=self.ops)
 
     def forward(
         self,
