@@ -29,8 +29,10 @@ from benchmarks.step_profile import prepare, step_of
 from benchmarks.step_timing import on_mesh
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.config.engine_args import EngineArgs
-from jspec.models.files.checkpoint import load_model_spec, read_formats
+from jspec.engine.weights.resident_formats import Wanted, resident_formats
+from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.registry import table_of
 from jspec.pallas_kernels.shapes import MODELS
 from jspec.spec.model_spec import MoESpec
 
@@ -56,8 +58,9 @@ def test_workloads_are_what_the_loaders_read(workload: Workload, tmp_path: Path)
     workload.write_configs(tmp_path)
     target = load_model_spec(tmp_path / "target")
     assert target == workload.target
-    found = read_formats(tmp_path / "target", target, has_files=False)
-    assert found == dict(workload.formats)
+    wanted = Wanted(bundle="gpu", dtype="bfloat16", shards=1)
+    found = resident_formats(tmp_path / "target", table_of(target), wanted, has_files=False)
+    assert found == workload.formats
     assert load_eagle3_config(tmp_path / "draft", target=target) == workload.draft
     for mode, shape in MODES.items():
         args = EngineArgs.from_mapping(workload.arguments(mode, tmp_path, acceptance=3.0))

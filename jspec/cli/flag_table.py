@@ -121,12 +121,6 @@ _OTHER_MODEL = (
     _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
     _warns("--tokenizer-mode", _TEXT, "there is only the fast tokenizer"),
     _warns("--device", _TEXT, "JAX chooses the device; set JAX_PLATFORMS instead"),
-    _refused(
-        "--quantization",
-        _TEXT,
-        "nothing is quantized while loading; fp8 files need no flag",
-        neutral=("none",),
-    ),
     _refused("--kv-cache-dtype", _TEXT, "the KV cache has the model's dtype", neutral=("auto",)),
     _refused("--revision", _TEXT, "write --model-path org/name@REVISION"),
     _refused("--is-embedding", _SWITCH, "only generation is served"),
@@ -139,12 +133,6 @@ _OTHER_SPECULATIVE = (
     _refused("--speculative-accept-threshold-acc", _FLOAT, _EXACT, neutral=("1", "1.0")),
     _refused("--speculative-use-rejection-sampling", _SWITCH, _EXACT),
     _refused("--speculative-use-block-verification", _SWITCH, _EXACT),
-    _refused(
-        "--speculative-draft-model-quantization",
-        _TEXT,
-        "nothing is quantized while loading; fp8 files need no flag",
-        neutral=("none",),
-    ),
     _refused(
         "--speculative-draft-model-revision",
         _TEXT,

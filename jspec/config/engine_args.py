@@ -25,6 +25,10 @@ MAX_MATCH_WINDOW = 64  # comparisons of the whole context per step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 _FETCHED = {"is_local": True, "is_fetched": True}
 _CHECKPOINT = {**_FETCHED, "is_model": True}
+_QUANTIZATION = {
+    "choices": ("fp8", "none", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4"),
+    "translated": {"w8a8_fp8": "fp8", "modelopt_fp8": "modelopt", "unquant": "none"},
+}
 _GRAMMARS = {"choices": ("llguidance", "none"), "replaced": SGLANG_GRAMMARS}
 
 
@@ -66,6 +70,13 @@ class EngineArgs:
         _MODEL,
         choices=("auto", "dummy"),
         translated={"safetensors": "auto"},
+    )
+    quantization: str | None = argument(
+        None,
+        "Weights: fp8 (quantizes a checkpoint of 16 or 32 bits while loading), none (unpacks a "
+        "quantized one), or the checkpoint's own method; unset: as the checkpoint has them",
+        _MODEL,
+        **_QUANTIZATION,
     )
     skip_tokenizer_init: bool = argument(
         False, "Run without a tokenizer: token ids in, token ids out", _MODEL
@@ -122,6 +133,9 @@ class EngineArgs:
         _SPECULATION,
         aliases=("--speculative-draft-model",),
         **_CHECKPOINT,
+    )
+    speculative_draft_model_quantization: str | None = argument(
+        None, "The same for the draft model's weights", _SPECULATION, **_QUANTIZATION
     )
     speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
     speculative_eagle_topk: int | None = argument(

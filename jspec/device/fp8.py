@@ -6,8 +6,10 @@ memory, because matrix units for fp8 read both operands along the inputs: `codes
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,6 +17,12 @@ from jspec.device.pytree import pytree
 from jspec.spec.weight_format import FP8
 
 BLOCK = FP8.size
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0
+# A constant factor instead of a division, which XLA would rewrite to one, rounded differently.
+_PER_LARGEST = 1.0 / LARGEST
+# Below it a scale could be 0, and 0 / 0 is no number.
+_SMALLEST = 2.0**-100
 
 
 @pytree
@@ -44,3 +52,26 @@ class FP8Weight:
         *_, length, width = self.shape
         scales = self.scales.repeat(BLOCK, axis=-2).repeat(BLOCK, axis=-1)
         return scales[..., :length, :width]
+
+
+def scales_of(most: Float[Array, "*x"]) -> Float[Array, "*x"]:
+    """Return the scales of groups whose largest magnitudes are `most`."""
+    return jnp.maximum(most, _SMALLEST) * _PER_LARGEST
+
+
+def codes_of(x: Float[Array, "*x"], scales: Float[Array, "*x"]) -> Float[Array, "*x"]:
+    return jnp.clip(x / scales, -LARGEST, LARGEST).astype(E4M3)
+
+
+@partial(jax.jit, static_argnames="has_blocks")
+def quantised_weight(weight: Float[Array, "K N"], *, has_blocks: bool) -> FP8Weight:
+    """Quantise a weight; a scale is the largest magnitude of its channel or block / 448."""
+    numbers = weight.astype(jnp.float32)
+    if not has_blocks:
+        scales = scales_of(jnp.abs(numbers).max(axis=0))
+        return FP8Weight(codes=codes_of(numbers, scales), scales=scales)
+    whole = jnp.pad(numbers, [(0, -size % BLOCK) for size in weight.shape])
+    blocks = whole.reshape(whole.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scales = scales_of(jnp.abs(blocks).max(axis=(1, 3), keepdims=True))
+    codes = codes_of(blocks, scales).reshape(whole.shape)
+    return FP8Weight(codes=codes[: weight.shape[0], : weight.shape[1]], scales=scales[:, 0, :, 0])

@@ -131,9 +131,12 @@ ParamTable = tuple[ParamSpec, ...]
 
 def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
     found = dict(formats)
-    return tuple(
-        replace(spec, format=found[spec.op]) if spec.op in found else spec for spec in table
-    )
+
+    def own(spec: ParamSpec) -> ParamSpec:
+        of_product = None if spec.op is None else found.get(spec.op)
+        return replace(spec, format=found.get(spec.path, of_product) or spec.format)
+
+    return tuple(map(own, table))
 
 
 def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:

@@ -15,9 +15,11 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jspec.device.fp8 import FP8Weight
 from jspec.device.parallel import partition_spec
 from jspec.device.weights import abstract_weight
 from jspec.models.params import Init, ParamPath, ParamSpec, ParamTable
+from jspec.spec.weight_format import FP8
 
 Tables = Mapping[str, ParamTable]
 
@@ -29,20 +31,31 @@ def nested(values: Iterable[tuple[ParamPath, Any]]) -> dict[str, Any]:
 
 
 def param_specs(tables: Tables, params: Any) -> Any:
-    known = {
-        (model, *spec.path): partition_spec(spec.axes) for model in tables for spec in tables[model]
-    }
+    known = {(model, *spec.path): _partition_of(spec) for model in tables for spec in tables[model]}
     return _by_path(known, params, other=PartitionSpec())
 
 
-def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> NamedSharding | Format:
-    """Return where a weight is placed, for jax.device_put and jax.jit.
+def _partition_of(spec: ParamSpec) -> Any:
+    """Return the PartitionSpec of a weight's arrays; an FP8Weight of them if they differ."""
+    split = partition_spec(spec.axes)
+    if isinstance(spec.format, FP8):
+        return FP8Weight(codes=split, scales=partition_spec(spec.format.scale_axes(spec.axes)))
+    return split
+
+
+def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
+    """Return where a weight is placed (NamedSharding or Format, or an FP8Weight of them), for
+    jax.device_put and jax.jit.
 
     column_major: a weight marked in the table gets a Format that stores it as [out, in]. Embedding
     tables are always row-major: a TPU would transpose [201088, 2880], which then needs less
     padding, and transpose all of it back in every step.
     """
-    split = NamedSharding(mesh, partition_spec(spec.axes))
+    partition = _partition_of(spec)
+    if isinstance(partition, FP8Weight):
+        codes, scales = (NamedSharding(mesh, x) for x in (partition.codes, partition.scales))
+        return FP8Weight(codes=Format(Layout(major_to_minor=(1, 0)), codes), scales=scales)
+    split = NamedSharding(mesh, partition)
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)
     if not (column_major and spec.column_major):
@@ -64,7 +77,8 @@ def _by_path(known: Mapping[ParamPath, Any], params: Any, *, other: Any) -> Any:
 
     def value(keys: tuple[Any, ...], _: Any) -> Any:
         path = path_of(keys)
-        return known.get(path, known.get(path[:-1], other))
+        found = known.get(path, known.get(path[:-1], other))
+        return getattr(found, str(path[-1])) if isinstance(found, FP8Weight) else found
 
     return jax.tree_util.tree_map_with_path(value, params)
 

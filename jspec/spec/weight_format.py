@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from jspec.spec.axes import Axes
+
 Shape = tuple[int, ...]
 
 
@@ -70,6 +72,10 @@ class FP8:
     size: ClassVar[int] = 128
     has_blocks: bool = False
 
+    def scale_axes(self, axes: Axes) -> Axes:
+        """Return the axes of the scales of a weight with these axes: shards have their own."""
+        return axes if self.has_blocks else (*axes[:-2], *axes[-1:])
+
     def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
         *stack, length, width = shape
         counts = (-(-length // self.size), -(-width // self.size)) if self.has_blocks else (width,)
@@ -81,8 +87,8 @@ class FP8:
 
 WeightFormat = Dense | MXFP4 | FP8
 FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4, FP8)
-# How the weights of some products are resident; those of all others are dense.
-Formats = tuple[tuple[Op, WeightFormat], ...]
+# How some weights are resident: all of a product, or one by its path. All others are dense.
+Formats = tuple[tuple[Op | tuple[str | int, ...], WeightFormat], ...]
 
 
 def num_bytes(format: WeightFormat, shape: Shape) -> int:

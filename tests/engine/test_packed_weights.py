@@ -45,7 +45,7 @@ def test_without_a_kernel_they_are_unpacked_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_packed(tmp_path / "packed")
-    with caplog.at_level(logging.INFO, "jspec.engine.weights.loading"):
+    with caplog.at_level(logging.INFO, "jspec.engine.weights.resident_formats"):
         models = loaded(tmp_path / "packed")
     (said,) = caplog.messages
     assert said.endswith("experts: mxfp4, unpacked to float32: xla has no kernel for it")
@@ -59,7 +59,7 @@ def test_packed_they_take_the_bytes_of_their_format(
     load_format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_packed(tmp_path / "packed")
-    with caplog.at_level(logging.INFO, "jspec.engine.weights.loading"):
+    with caplog.at_level(logging.INFO, "jspec.engine.weights.resident_formats"):
         models = loaded(tmp_path / "packed", load_format=load_format)
     assert [said.endswith("experts: mxfp4, kept packed") for said in caplog.messages] == [True]
     specs = [spec for spec in models.target.table if spec.op is Op.EXPERTS]

@@ -18,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import GPT_OSS_20B_JSON, PACKED
 from jspec.device.weights import dense
+from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.decoder import Params
 from jspec.models.families.gpt_oss import expert_params
 from jspec.models.files.checkpoint import (
     load_model_spec,
     load_target,
-    read_formats,
     save_target,
 )
 from jspec.models.files.mxfp4 import E2M1
@@ -32,7 +32,7 @@ from jspec.models.files.stored import check_names, on_host, param_reads, stored_
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.params import with_formats
 from jspec.models.placement import nested
-from jspec.models.registry import family_named
+from jspec.models.registry import family_named, table_of
 from jspec.spec.model_spec import (
     AttentionSpec,
     Gate,
@@ -42,6 +42,7 @@ from jspec.spec.model_spec import (
     Routing,
 )
 from jspec.spec.rope import RopeConfig, YarnConfig
+from jspec.spec.weight_format import Formats
 from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
@@ -227,14 +228,19 @@ def test_the_headers_tell_what_is_packed_and_without_files_the_config(tmp_path: 
     published = json.loads((GOLDEN / "config.json").read_text())
     config = published | {"quantization_config": {"quant_method": "mxfp4"}}
     spec = read(tmp_path, config)
-    assert read_formats(tmp_path, spec, has_files=False) == dict(PACKED)
+    assert formats_of(tmp_path, spec, has_files=False) == PACKED
     shutil.copy(GOLDEN / "model.safetensors", tmp_path)  # unpacked
-    assert not read_formats(tmp_path, spec, has_files=True)
-    assert not read_formats(GOLDEN, spec, has_files=False)
+    assert not formats_of(tmp_path, spec, has_files=True)
+    assert not formats_of(GOLDEN, spec, has_files=False)
     odd = read(tmp_path, config | {"intermediate_size": 48})
-    assert not read_formats(tmp_path, odd, has_files=False)
+    assert not formats_of(tmp_path, odd, has_files=False)
     write_packed(tmp_path / "packed")
-    assert read_formats(tmp_path / "packed", spec, has_files=True) == dict(PACKED)
+    assert formats_of(tmp_path / "packed", spec, has_files=True) == PACKED
+
+
+def formats_of(path: Path, spec: ModelSpec, *, has_files: bool) -> Formats:
+    wanted = Wanted(bundle="gpu", dtype="bfloat16", shards=1)
+    return resident_formats(path, table_of(spec), wanted, has_files=has_files)
 
 
 def write_packed(path: Path, *, seed: int = 1) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.device.fp8 import FP8Weight
+from jspec.device.fp8 import LARGEST, FP8Weight
 from jspec.device.weights import weight_of
-from jspec.pallas_kernels.fp8_product.reference import LARGEST, quantise
+from jspec.pallas_kernels.fp8_product.reference import quantise
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.weight_format import FP8, ArraySpec
 

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jspec.device.fp8 import FP8Weight
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
 from jspec.device.parallel import Parallel
@@ -25,6 +26,7 @@ from jspec.models.placement import Tables, abstract_params, nested, place_of
 
 # Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
+CODES_STD = 40.0  # of fp8 codes, whose largest is 448
 SMALL_SCALE = 120  # 2 ** (120 - 127): mxfp4 numbers of random bits deviate by 0.023
 
 
@@ -73,10 +75,14 @@ class _Maker:
         self,
         spec: ParamSpec,
         like: Weight,
-        place: NamedSharding | Format,
+        place: Any,
         *,
         name: str,
     ) -> Weight:
+        if isinstance(like, FP8Weight):
+            codes = self._drawn(hashed_codes, like.codes, place.codes, name=f"{name}['codes']")
+            scales = jnp.full(like.scales.shape, STD / CODES_STD, device=place.scales)
+            return FP8Weight(codes=codes, scales=scales)
         if isinstance(like, MXFP4Weight):
             codes = self._drawn(hashed_bits, like.codes, place, name=f"{name}['codes']")
             small = jnp.full(like.scales.shape, SMALL_SCALE, like.scales.dtype, device=place)
@@ -115,6 +121,11 @@ def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
     return (STD * drawn).astype(dtype)
+
+
+def hashed_codes(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    drawn = hashed_normal(seed, shape=shape, dtype=jnp.float32)
+    return (drawn * jnp.float32(CODES_STD / STD)).astype(dtype)
 
 
 def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:

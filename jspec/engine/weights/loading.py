@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
+from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.errors import ConfigError
@@ -31,23 +31,19 @@ from jspec.models.files.checkpoint import (
     check_target,
     load_model_spec,
     load_target,
-    read_formats,
     warn_of_ends,
 )
 from jspec.models.files.stored import on_host
 from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
-from jspec.pallas_kernels.formats import resident_format
-from jspec.pallas_kernels.ops import Ops
+from jspec.models.registry import table_of
 from jspec.spec.axes import TENSOR, Axis
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec
-from jspec.spec.weight_format import Formats, Op, WeightFormat
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 
@@ -147,11 +143,27 @@ def _place_models(
     spec = request.target
     shard = Shard(request.shards, TENSOR)
     ops = ops_of(config)
-    formats = _formats(config, spec, ops, shards=mesh.size)
+    has_files = config.load_format != "dummy"
+    wanted = Wanted(
+        value=config.quantization, bundle=ops.name, dtype=config.dtype, shards=mesh.size
+    )
+    formats = resident_formats(request.target_path, table_of(spec), wanted, has_files=has_files)
     target = Decoder(spec, ops, shard, source.aux_layer_ids, formats)
+    drafter = source.make(ops, shard)
+    if request.path is not None:
+        name = "speculative_draft_model_quantization"
+        wanted = replace(wanted, name=name, value=config.speculative_draft_model_quantization)
+        table = (own for own in drafter.table if own.path[0] not in source.shares)
+        canonical = source.canonical
+        of_draft = resident_formats(
+            request.path, tuple(table), wanted, has_files=has_files, canonical=canonical
+        )
+        if of_draft:
+            request = replace(request, formats=of_draft)
+            source = read_source(request)
+            drafter = source.make(ops, shard)
     placed = _target_params(config, target, mesh=mesh)
     try:
-        drafter = source.make(ops, shard)
         draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
     except BaseException:
         for array in jax.tree.leaves(placed):
@@ -167,17 +179,6 @@ def _place_models(
         read_source=read_source,
         draft_layer=source.specs[0] if source.specs else None,
     )
-
-
-def _formats(config: ResolvedConfig, spec: ModelSpec, ops: Ops, *, shards: int) -> Formats:
-    path, has_files = Path(config.model_path), config.load_format != "dummy"
-    found: list[tuple[Op, WeightFormat]] = []
-    for op, stored in read_formats(path, spec, has_files=has_files).items():
-        how = {"bundle": ops.name, "dtype": config.dtype}
-        resident, decision = resident_format(stored, op, **how, shards=shards)
-        log.info("%s: %s", path, decision)
-        found += [(op, resident)] if resident == stored else []
-    return tuple(found)
 
 
 def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Params:

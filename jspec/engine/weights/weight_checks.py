@@ -16,8 +16,12 @@ from jspec.errors import CheckpointError, shown
 from jspec.models.files.tensor_files import LISTED, HostArray
 from jspec.models.params import ParamSpec
 
-# Exponent bits of 16-bit types; a value with all of them set is infinite or NaN.
-EXPONENTS = {np.dtype(np.float16): np.uint16(0x7C00), np.dtype(jnp.bfloat16): np.uint16(0x7F80)}
+# The bits that are all set in a value that is infinite or NaN, of short types.
+EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
+    np.dtype(np.float16): np.uint16(0x7C00),
+    np.dtype(jnp.bfloat16): np.uint16(0x7F80),
+    np.dtype(jnp.float8_e4m3fn): np.uint8(0x7F),  # NaN alone: it has no infinity
+}
 
 
 class Finite:
@@ -57,8 +61,8 @@ def _all_finite(rows: HostArray) -> bool:
     exponent = EXPONENTS.get(rows.dtype)
     if exponent is None:
         return bool(np.isfinite(rows).all())
-    # Integers are several times faster than 16-bit floats here.
-    return not bool(((rows.view(np.uint16) & exponent) == exponent).any())
+    # Integers are several times faster than short floats here.
+    return not bool(((rows.view(exponent.dtype) & exponent) == exponent).any())
 
 
 def _named(spec: ParamSpec) -> str:

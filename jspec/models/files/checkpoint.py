@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ from jspec.models.files.stored import (
     on_host,
     packed_bytes,
     param_reads,
-    stored_formats,
     stored_tensors,
 )
-from jspec.models.files.tensor_files import write_checkpoint
-from jspec.models.params import ParamSpec, Part, with_formats
+from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.params import ParamTable, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
-from jspec.spec.weight_format import Formats, Op, WeightFormat
+from jspec.spec.weight_format import FP8, Formats
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
@@ -94,23 +92,6 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
         )
 
 
-def read_formats(path: Path, spec: ModelSpec, *, has_files: bool) -> dict[Op, WeightFormat]:
-    """Return the packed formats in which `path` stores the weights of products.
-
-    has_files: the headers decide, since a model that was saved again can have unpacked experts.
-    """
-    if has_files:
-        with open_tensors(path) as tensors:
-            return stored_formats(table_of(spec), partial(chosen_layout, tensors))
-    method = read_fields(path / "config.json").table("quantization_config").get("quant_method")
-
-    def named(weight: ParamSpec) -> tuple[Part, ...]:
-        layouts = (x for x in weight.layouts if x[0].format and x[0].format.name == method)
-        return next(layouts, weight.layouts[0])
-
-    return stored_formats(table_of(spec), named)
-
-
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
     """Return generation_config.json's sampling parameters by SamplingParams' names; {} without it.
 
@@ -163,7 +144,7 @@ def load_target(
                 np.dtype(dtype).name,
                 unpacked / GIB,
             )
-        if coded := coded_bytes(tensors):
+        if coded := coded_bytes(tensors, without=_kept_packed(tensors, table)):
             log.info(
                 "%s: weights in fp8 of %.2f GiB are unpacked to %s and take %.2f GiB",
                 path,
@@ -173,6 +154,11 @@ def load_target(
             )
         placed = place(param_reads(tensors, table, dtype=dtype, shards=shards))
         return nested(placed.items())
+
+
+def _kept_packed(tensors: Tensors, table: ParamTable) -> set[str]:
+    kept = (spec for spec in table if isinstance(spec.format, FP8))
+    return {name for spec in kept for part in chosen_layout(tensors, spec) for name in part.names}
 
 
 def check_target(path: Path, spec: ModelSpec, *, formats: Formats = ()) -> None:

@@ -1,11 +1,13 @@
 """Weights in fp8 (e4m3) with scales, presented as float32 weights. Read, never written.
 
+`fp8_weights` reads the codes themselves, for weights that stay packed.
+
 A weight X [.., O, I] is the stored value times the scale of its block. The scales are one of:
 
     X_scale_inv [.., ceil(O / 128), ceil(I / 128)]   per block of 128 x 128: DeepSeek's form, also
                                                      of MiMo-V2, Step-3.5 and Qwen3
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
-                                                     fbgemm_fp8, vLLM's fp8
+                                                     fbgemm_fp8, vLLM's fp8, ModelOpt's
 
 (Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations, K and V are ignored.
 """
@@ -13,7 +15,8 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,14 +30,20 @@ from jspec.files.json_files import Fields, exists, read_fields
 from jspec.models.files.array_tensors import LazyHeader, LazyTensor
 from jspec.models.files.tensor_files import FP8, HostArray, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored
+from jspec.spec import weight_format
 from jspec.spec.weight_format import Shape
 
 SCALES = ("_scale_inv", "_scale")
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
+MODELOPT = "modelopt"
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT)
 BLOCK = (128, 128)  # the default of config.json
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
+STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # of products
+_OF_ACTIVATIONS = (*STATIC, "q_scale", "k_scale", "v_scale")
+# Lists of modules, in config.json, that are not quantised.
+_KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _FLOAT32 = "F32"
+Form = weight_format.FP8 | str  # in which a tensor is stored; text: why it cannot stay so
 
 
 def check_quantization(fields: Fields) -> tuple[int, int]:
@@ -51,6 +60,11 @@ def check_quantization(fields: Fields) -> tuple[int, int]:
         )
     if method == "compressed-tensors":
         return _compressed_block(table)
+    if method == MODELOPT:
+        inner = table.table("quantization") if table.get("quantization") else table
+        why = "fp8 with a scale per tensor or row is all that is read of it"
+        inner.refuse("quant_algo", allowed=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), why=why)
+        return BLOCK
     table.refuse("fmt", allowed=("e4m3",), why="fp8 is read in this form alone")
     return _block(table, "weight_block_size")
 
@@ -88,6 +102,45 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def quantization_method(path: Path) -> str | None:
+    """Return the quantisation method that a checkpoint's configs name."""
+    method = read_fields(path / "config.json").table("quantization_config").get("quant_method")
+    if method is None and exists(path / "hf_quant_config.json"):
+        return MODELOPT  # older exports of ModelOpt have no key in config.json
+    return None if method is None else str(method)
+
+
+def declared_forms(path: Path) -> Callable[[str], Form | None]:
+    """Return the form of a tensor by its name, from config.json alone."""
+    fields = read_fields(path / "config.json")
+    table = fields.table("quantization_config")
+    if table.get("quant_method") not in METHODS:
+        return lambda _: None
+    block, form = check_quantization(fields), weight_format.FP8()
+    groups = table.table("config_groups")
+    strategies = {groups.table(x).table("weights").get("strategy") for x in groups.values}
+    if table.get("weight_block_size") is not None or "block" in strategies:
+        form = weight_format.FP8(has_blocks=True)
+    found: Form = form if block == BLOCK else _odd_block(*block)
+    kept = [str(x) for key in _KEPT for x in (table.get(key) or ())]
+
+    def form_of(name: str) -> Form | None:
+        return None if any(_names(entry, name) for entry in ("lm_head", *kept)) else found
+
+    return form_of
+
+
+def _names(entry: str, tensor: str) -> bool:
+    """Return whether a list's entry, a module or a pattern after "re:", names a tensor's module."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], tensor.removesuffix(".weight")) is not None
+    return tensor.startswith(f"{entry}.") or f".{entry}." in tensor
+
+
+def _odd_block(rows: int, columns: int) -> str:
+    return f"a scale's block is {rows} x {columns}, not 128 x 128"
+
+
 @contextmanager
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
@@ -111,17 +164,17 @@ def unscaled(tensors: Tensors) -> Tensors:
                 f"{tensors.path}: {name} has dtype {FP8} but no scales; expected "
                 f"{' or '.join(name + end for end in SCALES)}"
             )
-        scaled = _Scaled.of(tensors, name, scales, block)
+        scaled = Scaled.of(tensors, name, scales, block)
         sources[name] = scaled, scaled.name
         del sources[scales]
     kept = {name: file for name, file in sources.items() if not _is_of_activations(name)}
     return replace(tensors, sources=kept)
 
 
-def coded_bytes(tensors: Tensors) -> int:
-    """Return the bytes of the weights that are stored in fp8, without their scales."""
-    files = ((name, file) for name, (file, _) in tensors.sources.items())
-    return sum(math.prod(tensors.shape(name)) for name, file in files if isinstance(file, _Scaled))
+def coded_bytes(tensors: Tensors, *, without: Collection[str]) -> int:
+    """Return the bytes of other weights that are stored in fp8, without their scales."""
+    files = ((name, file) for name, (file, _) in tensors.sources.items() if name not in without)
+    return sum(math.prod(tensors.shape(name)) for name, file in files if isinstance(file, Scaled))
 
 
 def _is_of_activations(name: str) -> bool:
@@ -129,7 +182,7 @@ def _is_of_activations(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
+class Scaled:
     """One weight whose values are computed on read. shape: (*X, O, I); block: of one scale.
 
     The scales are [num, columns] in row-major order, with as many rows for each [O, I] of the X.
@@ -144,7 +197,7 @@ class _Scaled:
     block: tuple[int, int]
 
     @classmethod
-    def of(cls, tensors: Tensors, name: str, scales: str, block: tuple[int, int]) -> _Scaled:
+    def of(cls, tensors: Tensors, name: str, scales: str, block: tuple[int, int]) -> Scaled:
         (codes, stored), (file, stored_scales) = tensors.sources[name], tensors.sources[scales]
         shape = tensors.shape(name)
         return cls(
@@ -160,6 +213,26 @@ class _Scaled:
     @property
     def path(self) -> Path:
         return self.codes.path
+
+    @property
+    def form(self) -> Form:
+        """Return the packed form that has the same numbers."""
+        (rows, columns), size = self.block, weight_format.FP8.size
+        if columns >= self.shape[-1]:
+            return weight_format.FP8()
+        if columns == size and rows in (size, min(size, self.shape[-2])):
+            return weight_format.FP8(has_blocks=True)
+        return _odd_block(rows, columns)
+
+    def rows(self, chosen: HostArray) -> tuple[HostArray, HostArray]:
+        """Return (codes [n, I], scales [n, columns of blocks]) of ascending rows of one matrix."""
+        first, count = int(chosen[0]), int(chosen[-1]) - int(chosen[0]) + 1
+        codes = np.empty((count, self.shape[-1]), ml_dtypes.float8_e4m3fn)
+        self.codes.read_into(codes, self.name, offset=first * self.shape[-1])
+        factors = self._factors(first, count)
+        if len(chosen) == count:
+            return codes, factors
+        return codes[chosen - first], factors[chosen - first]
 
     @property
     def header(self) -> LazyHeader:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jspec.device.fp8 import BLOCK, FP8Weight
+from jspec.device.weights import dense
 from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
 from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
 from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import Shape
+from jspec.spec.weight_format import FP8, Shape
 
 ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]
@@ -49,10 +52,16 @@ def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
 
 
 def published_tensor(
-    spec: ParamSpec, layout: Layout, name: str, served: ServedArray, *, shards: int
+    spec: ParamSpec,
+    layout: Layout,
+    name: str,
+    served: ServedArray,
+    *,
+    dtype: npt.DTypeLike,
+    shards: int,
 ) -> HostArray:
-    """Return one tensor as a checkpoint would store it, in the served dtype."""
-    host = unsharded(spec, np.asarray(served(spec.path)), shards=shards)
+    """Return one tensor as a checkpoint would store it unpacked, in the served dtype."""
+    host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
     if spec.is_integer:  # a vocabulary map, which is stored as offsets
         host = host.astype(np.int64) - np.arange(len(host))
     whole: HostArray | None = None
@@ -95,12 +104,33 @@ def changed_reads(
     for spec in specs:
         layout = layouts.get(spec.path, ())
         for name in (name for part in layout for name in part.names if name not in given):
-            all_tensors[name] = LazyTensor(
-                _shape(name, layout),
-                dtype_name(np.dtype(served(spec.path).dtype)),
-                partial(published_tensor, spec, layout, name, served, shards=shards),
-            )
-    return param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
+            weight = served(spec.path)
+            own = np.dtype(dtype if isinstance(weight, FP8Weight) else weight.dtype)
+            fetch = partial(published_tensor, spec, layout, name, served, dtype=own, shards=shards)
+            all_tensors[name] = LazyTensor(_shape(name, layout), dtype_name(own), fetch)
+    reads = param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
+    return [
+        replace(
+            each, read=partial(_with_kept, each, layouts[each.spec.path], given, served, shards)
+        )
+        if isinstance(each.spec.format, FP8)
+        else each
+        for each in reads
+    ]
+
+
+def _with_kept(
+    each: ParamRead, layout: Layout, given: Collection[str], served: ServedArray, shards: int
+) -> FP8Weight:
+    """Quantise the given parts of a weight; the others keep their codes to the bit."""
+    new, old = each.read(), served(each.spec.path)
+    pieces = shard_columns(layout, each.spec.column_shards(shards))
+    is_given = np.concatenate([np.full(n, layout[i].name in given) for i, _, n in pieces])
+    of_scales = is_given if new.block is None else is_given[::BLOCK]
+    return FP8Weight(
+        codes=np.where(is_given, new.codes, np.asarray(old.codes)),
+        scales=np.where(of_scales, new.scales, np.asarray(old.scales)),
+    )
 
 
 def _shape(name: str, layout: Layout) -> Shape:

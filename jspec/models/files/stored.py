@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
+from jspec.device.fp8 import quantised_weight
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
+from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import Dense, Op, Shape, WeightFormat, num_bytes
+from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
 
 
 def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
@@ -70,7 +73,7 @@ def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -
     unpacked = 0
     for spec in (spec for spec in table if spec.layouts):
         layout = chosen_layout(tensors, spec)
-        if layout[0].format not in (None, spec.format):
+        if layout[0].format is not None and layout[0].format != spec.format:
             for part in layout:
                 packed |= part.tensors
             unpacked += num_bytes(spec.format_in(dtype), spec.shape)
@@ -150,10 +153,13 @@ def _made(
 
 
 def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> int:
-    format = spec.format_in(dtype)
+    format, layout = spec.format_in(dtype), chosen_layout(tensors, spec)
     own = num_bytes(format, spec.physical_shape(shards))
     beside = 2 * BLOCK_BYTES
-    for part in chosen_layout(tensors, spec):
+    if isinstance(format, FP8):  # the largest part's codes, or all of it in float32
+        is_kept = stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(format)
+        return own + beside + (own if is_kept else 8 * math.prod(spec.physical_shape(shards)))
+    for part in layout:
         if part.format is not None:  # one unpacked matrix, in float32 at most
             beside = max(beside, 4 * math.prod(spec.shape[1:]))
         elif part.names[0] in tensors and not _is_by_rows(part):
@@ -174,6 +180,11 @@ def _is_whole(part: Part, spec: ParamSpec) -> bool:
 
 def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> Weight:
     layout = chosen_layout(tensors, spec)
+    if isinstance(spec.format, FP8):
+        if stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(spec.format):
+            return read_codes(tensors, spec, layout, spec.format, shards=shards)
+        numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
+        return jax.tree.map(np.array, quantised_weight(numbers, has_blocks=spec.format.has_blocks))
     part = layout[0]
     if len(layout) == 1 and _is_whole(part, spec):
         whole = tensors.weight(part.name)

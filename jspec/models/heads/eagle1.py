@@ -38,6 +38,7 @@ from jspec.models.params import ParamTable
 from jspec.models.registry import family_named
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import ModelSpec
+from jspec.spec.weight_format import Formats
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -126,6 +127,7 @@ def load_eagle1(
     dtype: npt.DTypeLike,
     shards: int = 1,
     place: Place = on_host,
+    formats: Formats = (),
 ) -> Params:
     """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
@@ -149,6 +151,7 @@ def load_eagle1(
             dtype=dtype,
             shards=shards,
             place=place,
+            formats=formats,
         )
     return params if hot_ids is None else with_hot_columns(hot_ids, target_params, params)
 

@@ -28,6 +28,7 @@ from jspec.models.heads.head_files import (
 from jspec.models.heads.head_params import HEAD, head_params
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec
+from jspec.spec.weight_format import Formats
 
 # Tensors of variants, and how config.json declares them; the last ones are not served at all.
 VARIANTS = {
@@ -51,6 +52,7 @@ def load_eagle3(
     dtype: npt.DTypeLike,
     shards: int = 1,
     place: Place = on_host,
+    formats: Formats = (),
 ) -> Params:
     """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
 
@@ -74,6 +76,7 @@ def load_eagle3(
             dtype=dtype,
             shards=shards,
             place=place,
+            formats=formats,
         )
 
 

@@ -40,11 +40,12 @@ from jspec.models.decoder import (
     shard_ids,
 )
 from jspec.models.heads.head_params import HeadNames, head_params
-from jspec.models.params import ParamTable
+from jspec.models.params import ParamTable, with_formats
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, Join
 from jspec.spec.model_spec import LayerSpec
+from jspec.spec.weight_format import Formats
 
 
 def run_first_layer(
@@ -108,16 +109,20 @@ def _paged_first_layer(
 
 @dataclass(frozen=True, slots=True)
 class FeatureHead:
-    """A draft head over its own KV pools, one per layer. names: of its weights in files."""
+    """A draft head over its own KV pools, one per layer.
+
+    names: of its weights in files. formats: of weights that are not dense.
+    """
 
     spec: HeadSpec
     ops: Ops
     shard: Shard = field(default_factory=Shard)
     names: HeadNames | None = None
+    formats: Formats = ()
 
     @property
     def table(self) -> ParamTable:
-        return head_params(self.spec, self.names)
+        return with_formats(head_params(self.spec, self.names), self.formats)
 
     def features(self, params: Params, given: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
         """Return h from what was captured of the target, once before an advance."""

@@ -20,10 +20,11 @@ from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.stored import ParamRead, Place, param_reads, value_at
 from jspec.models.files.tensor_files import HostArray, Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
-from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part
+from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, with_formats
 from jspec.models.placement import nested
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import ModelSpec
+from jspec.spec.weight_format import Formats
 
 LAYER = "layers.0."
 Params = dict[str, Any]
@@ -167,12 +168,13 @@ def read_head(
     dtype: npt.DTypeLike,
     shards: int,
     place: Place,
+    formats: Formats,
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
 
     ids: i32[U], the head's `draft_ids`, if it has them
     """
-    reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
+    reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)
     if ids is not None:
         reads.append(ParamRead(spec=draft_ids(ids.size), host_bytes=ids.nbytes, read=lambda: ids))
     own_params = nested(place(reads).items())

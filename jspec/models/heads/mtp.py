@@ -34,6 +34,7 @@ from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
+from jspec.spec.weight_format import Formats
 
 HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
 COUNT = "num_nextn_predict_layers"
@@ -124,6 +125,7 @@ def load_mtp(
     dtype: npt.DTypeLike,
     shards: int = 1,
     place: Place = on_host,
+    formats: Formats = (),
 ) -> Params:
     """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
 
@@ -141,6 +143,7 @@ def load_mtp(
             dtype=dtype,
             shards=shards,
             place=place,
+            formats=formats,
         )
 
 

@@ -17,14 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jspec.device.fp8 import FP8Weight
-
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0
-# A constant factor instead of a division, which XLA would rewrite to one, rounded differently.
-_PER_LARGEST = 1.0 / LARGEST
-# Below it a scale could be 0, and 0 / 0 is no number.
-_SMALLEST = 2.0**-100
+from jspec.device.fp8 import FP8Weight, codes_of, scales_of
 
 
 def quantise(
@@ -38,9 +31,8 @@ def quantise(
     size = length if block is None else block
     groups = _padded(x.astype(jnp.float32), size, axis=-1)
     groups = groups.reshape(*x.shape[:-1], -1, size)
-    most = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    scales = jnp.maximum(most, _SMALLEST) * _PER_LARGEST
-    codes = jnp.clip(groups / scales, -LARGEST, LARGEST).astype(E4M3)
+    scales = scales_of(jnp.max(jnp.abs(groups), axis=-1, keepdims=True))
+    codes = codes_of(groups, scales)
     return codes.reshape(*x.shape[:-1], -1)[..., :length], scales[..., 0]
 
 

@@ -148,11 +148,12 @@ def _source_of(
 
     def make(ops: Ops, shard: Shard) -> Drafter:
         kind = MultiLayerDrafter if spec.per_level else EagleDrafter
-        head = FeatureHead(spec, ops, shard, names)
+        head = FeatureHead(spec, ops, shard, names, request.formats)
         return kind(head, speculation, draft_noise=args.speculative_draft_noise)
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
-        return load(target_params=target_params, dtype=np.dtype(dtype), shards=shards, place=place)
+        how: dict[str, Any] = {"shards": shards, "place": place, "formats": request.formats}
+        return load(target_params=target_params, dtype=np.dtype(dtype), **how)
 
     return DraftSource(
         make=make,

@@ -21,6 +21,7 @@ from jspec.models.heads.target_copies import Copies
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec
+from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.target import Params
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # its help texts do not affect programs (engine/programs/sour
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """The input of a drafter's plan."""
+    """The input of a drafter's plan. formats: of the draft's weights that are not dense."""
 
     args: EngineArgs
     path: Path | None  # the draft's checkpoint; None for an algorithm without one
@@ -38,6 +39,7 @@ class DraftRequest:
     target_path: Path
     tokenizer: Path  # the directory of the target's tokenizer
     shards: int
+    formats: Formats = ()
 
     @property
     def checkpoint(self) -> Path:

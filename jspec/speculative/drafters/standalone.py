@@ -46,7 +46,7 @@ def standalone_source(request: DraftRequest) -> DraftSource:
         check_target(path, spec)  # before the slower read of the target
 
     def make(ops: Ops, shard: Shard) -> StandaloneDrafter:
-        model = Decoder(spec, ops, shard)
+        model = Decoder(spec, ops, shard, formats=request.formats)
         return StandaloneDrafter(model, args.speculative, draft_noise=args.speculative_draft_noise)
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
@@ -57,6 +57,7 @@ def standalone_source(request: DraftRequest) -> DraftSource:
             dtype=np.dtype(dtype),
             shards=request.shards,
             place=place,
+            formats=request.formats,
         )
 
     return DraftSource(make=make, read=read, specs=(spec,))

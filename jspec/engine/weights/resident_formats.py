@@ -1,0 +1,171 @@
+"""How a model's weights are resident: decided once, by what is stored, asked for and read packed.
+
+The log has a line for each decision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from jspec.errors import ConfigError
+from jspec.models.files.fp8 import (
+    METHODS,
+    STATIC,
+    declared_forms,
+    quantization_method,
+    unscaled,
+)
+from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
+from jspec.models.files.stored import chosen_layout, stored_formats
+from jspec.models.files.tensor_files import open_tensors
+from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
+from jspec.pallas_kernels.formats import resident_format
+from jspec.spec.weight_format import FP8, MXFP4, Formats, Op, WeightFormat
+
+UNPACKED, QUANTISED = "none", "fp8"  # values of the argument
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """name, value: of the argument. bundle, dtype, shards: of the model that is loaded."""
+
+    name: str = "quantization"
+    value: str | None = None
+    bundle: str
+    dtype: str
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a checkpoint has: formats of whole products, and fp8 weights by path."""
+
+    of_products: dict[Op, WeightFormat]
+    of_weights: dict[ParamPath, StoredFP8]
+    method: str | None
+    has_static_scales: bool = False
+
+
+def resident_formats(
+    path: Path,
+    table: ParamTable,
+    wanted: Wanted,
+    *,
+    has_files: bool = True,
+    canonical: Callable[[str], str] = str,
+) -> Formats:
+    """Choose the formats of `table`'s weights and log each choice. Raise ConfigError for a method
+    that is not the checkpoint's.
+
+    has_files: read headers; else config.json alone, for random weights.
+    """
+    table = tuple(spec for spec in table if spec.layouts and spec.op is not None)
+    read = _read_headers if has_files else _read_config
+    stored = read(path, table, shards=wanted.shards, canonical=canonical)
+    _check_method(path, wanted, stored)
+    if wanted.value == UNPACKED:
+        return ()
+    if wanted.value == QUANTISED and stored.method is None:
+        stored = _all_quantised(table, stored)
+    if stored.has_static_scales:
+        log.info(
+            "%s: scales of activations (input_scale) are ignored: each token gets its own", path
+        )
+    found: dict[Op | ParamPath, WeightFormat] = {}
+    how = {"bundle": wanted.bundle, "dtype": wanted.dtype}
+    for op, format in stored.of_products.items():
+        resident, decision = resident_format(format, op, **how, shards=wanted.shards)
+        log.info("%s: %s", path, decision)
+        found |= {op: resident} if resident == format else {}
+    decisions: Counter[str] = Counter()
+    for spec in (spec for spec in table if spec.path in stored.of_weights):
+        each = stored.of_weights[spec.path]
+        assert spec.op is not None
+        resident, decision = resident_format(each.format, spec.op, **how, shards=wanted.shards)
+        if each.problem is not None:
+            decision = f"{spec.op.value}: fp8, unpacked to {wanted.dtype}: {each.problem}"
+        elif resident == each.format:
+            found[spec.path] = resident
+        decisions[decision] += 1
+    for decision, count in decisions.items():
+        log.info("%s: %s (%d weights)", path, decision, count)
+    return tuple(found.items())
+
+
+def _read_headers(
+    path: Path, table: ParamTable, *, shards: int, canonical: Callable[[str], str]
+) -> _Stored:
+    """The headers decide, since a model that was saved again can have unpacked weights."""
+    with open_tensors(path, canonical=canonical) as opened:
+        tensors = unscaled(opened)
+        layout_of = partial(chosen_layout, tensors)
+        weights = _fp8_weights(table, layout_of, forms_in(tensors), shards=shards)
+        products = stored_formats(table, layout_of)
+        method = quantization_method(path)
+        if not weights and not products:
+            method = None
+        elif method is None:
+            method = QUANTISED if weights else MXFP4.name
+        is_static = any(name.rsplit(".", 1)[-1] in STATIC for name in opened.sources)
+        return _Stored(products, weights, method, bool(weights) and is_static)
+
+
+def _read_config(
+    path: Path, table: ParamTable, *, shards: int, canonical: Callable[[str], str]
+) -> _Stored:
+    del canonical
+    method = quantization_method(path)
+
+    def layout_of(spec: ParamSpec) -> tuple[Part, ...]:
+        layouts = (x for x in spec.layouts if x[0].format and x[0].format.name == method)
+        return next(layouts, spec.layouts[0])
+
+    weights = _fp8_weights(table, layout_of, declared_forms(path), shards=shards)
+    return _Stored(stored_formats(table, layout_of), weights, method)
+
+
+def _fp8_weights(
+    table: ParamTable,
+    layout_of: Callable[[ParamSpec], tuple[Part, ...]],
+    form_of: Callable[[str], FP8 | str | None],
+    *,
+    shards: int,
+) -> dict[ParamPath, StoredFP8]:
+    each = (
+        (spec.path, stored_fp8(spec, layout_of(spec), form_of, shards=shards)) for spec in table
+    )
+    return {path: stored for path, stored in each if stored is not None}
+
+
+def _check_method(path: Path, wanted: Wanted, stored: _Stored) -> None:
+    value, method = wanted.value, stored.method
+    are_fp8 = method in METHODS and value == QUANTISED
+    if value in (None, UNPACKED, method or QUANTISED) or are_fp8:
+        return
+    if method is None:
+        raise ConfigError(
+            f"{wanted.name} is {value!r}, but {path} is not quantized; expected "
+            f"{QUANTISED!r}, which quantizes while loading, or unset"
+        )
+    raise ConfigError(
+        f"{wanted.name} is {value!r}, but {path} is quantized by {method!r}; expected that, "
+        f"{UNPACKED!r}, or unset"
+    )
+
+
+def _all_quantised(table: ParamTable, stored: _Stored) -> _Stored:
+    """Let products be quantised while loading, with a scale per channel."""
+    ops = (Op.LINEAR, Op.GATED)
+    weights = {
+        spec.path: found
+        for spec in table
+        if spec.op in ops
+        and (found := stored_fp8(spec, spec.layouts[0], lambda _: FP8(), shards=1))
+    }
+    return _Stored(stored.of_products, weights, QUANTISED)

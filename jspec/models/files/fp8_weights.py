@@ -1,0 +1,95 @@
+"""FP8 weights that stay packed: in which form a checkpoint has them, and reading their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jspec.device.fp8 import E4M3, FP8Weight
+from jspec.models.files.fp8 import Form, Scaled
+from jspec.models.files.tensor_files import Tensors
+from jspec.models.params import Form as Layout
+from jspec.models.params import ParamSpec, Part, shard_columns
+from jspec.spec.axes import TENSOR, mesh_axis
+from jspec.spec.weight_format import FP8
+
+FormOf = Callable[[str], Form | None]  # of a tensor by its name; None: not in fp8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFP8:
+    """problem: why the weight cannot stay in its codes."""
+
+    format: FP8
+    problem: str | None = None
+
+
+def forms_in(tensors: Tensors) -> FormOf:
+    def form_of(name: str) -> Form | None:
+        file = tensors.sources[name][0] if name in tensors else None
+        return file.form if isinstance(file, Scaled) else None
+
+    return form_of
+
+
+def stored_fp8(
+    spec: ParamSpec, layout: tuple[Part, ...], form_of: FormOf, *, shards: int
+) -> StoredFP8 | None:
+    """Return the form in which a weight is stored; None if no part of it is in fp8.
+
+    In blocks a weight stays only if every block of 128 columns on its shard is one of the file.
+    """
+    forms = {form_of(name) for part in layout for name in part.names}
+    if forms == {None}:
+        return None
+    if len(forms) > 1:
+        return StoredFP8(FP8(), "its parts are stored in several forms")
+    (form,) = forms
+    if not isinstance(form, FP8):
+        return StoredFP8(FP8(), str(form))
+    if any(part.stack or part.form is not Layout.OUT_IN for part in layout):
+        return StoredFP8(form, None if len(spec.shape) > 2 else "it is not stored as [out, in]")
+    if form.has_blocks and _are_cut(spec, layout, shards=shards):
+        return StoredFP8(form, "a block of 128 x 128 would be cut between parts or shards")
+    return StoredFP8(form)
+
+
+def _are_cut(spec: ParamSpec, layout: tuple[Part, ...], *, shards: int) -> bool:
+    column_shards = spec.column_shards(shards)
+    is_split = len(spec.axes) > 1 and mesh_axis(spec.axes[-2]) == TENSOR
+    if is_split and shards > 1 and spec.shape[-2] % (shards * FP8.size):
+        return True
+    blocks: list[tuple[str, int]] = []  # the stored block of each column
+    for i, first, count in shard_columns(layout, column_shards):
+        part = layout[i]
+        blocks += [(part.name, int(row) // FP8.size) for row in _rows(part, first, count)]
+    if column_shards > 1 and len(blocks) % (column_shards * FP8.size):
+        return True
+    starts = range(0, len(blocks), FP8.size)
+    return any(len(set(blocks[start : start + FP8.size])) > 1 for start in starts)
+
+
+def _rows(part: Part, first: int, count: int) -> np.ndarray:
+    """Return the stored rows of a part's entries first, first + 1, ..."""
+    chosen: np.ndarray = np.arange(part.shape[0])[part.rows][first : first + count]
+    return chosen
+
+
+def read_codes(
+    tensors: Tensors, spec: ParamSpec, layout: tuple[Part, ...], format: FP8, *, shards: int
+) -> FP8Weight:
+    """Read a weight over all shards in its stored form (`stored_fp8`), without unpacking it."""
+    length, width = spec.physical_shape(shards)
+    codes = np.empty((width, length), E4M3)  # as stored, and as on the device: [out, in]
+    scales = np.empty((width, -(-length // FP8.size) if format.has_blocks else 1), np.float32)
+    column = 0
+    for i, first, count in shard_columns(layout, spec.column_shards(shards)):
+        part, place = layout[i], slice(column, column + count)
+        source = tensors.sources[part.name][0]
+        assert isinstance(source, Scaled)
+        codes[place], scales[place] = source.rows(_rows(part, first, count))
+        column += count
+    own = scales[:: FP8.size].T if format.has_blocks else scales[:, 0]
+    return FP8Weight(codes=codes.T, scales=np.ascontiguousarray(own))
