@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec.device.weights import PACKED, Weight, dense
 from jspec.errors import ConfigError
 from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
@@ -62,12 +63,20 @@ def with_lm_head(params: Params) -> Params:
 
 
 def compute_view(params: Params, dtype: DTypeLike) -> Params:
-    """Cast matrices to `dtype`, but not norms and the embedding table; add a tied lm_head.
+    """Cast matrices to `dtype`, but not norms and the embedding table; unpack packed weights, add a
+    tied lm_head.
 
     The table's gradient sums over all occurrences of a token and needs float32.
     """
     full = with_lm_head(params)
-    cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, full)
+
+    def cast_one(x: Weight) -> jax.Array:
+        if isinstance(x, PACKED):
+            return dense(x, dtype)
+        found: jax.Array = x.astype(dtype) if x.ndim >= 2 else x
+        return found
+
+    cast = jax.tree.map(cast_one, full, is_leaf=lambda x: isinstance(x, PACKED))
     return {**cast, "embed": full["embed"]}
 
 

@@ -56,6 +56,7 @@ from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
 from jspec.spec.axes import TENSOR
 from jspec.spec.model_spec import ModelSpec
+from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter, sort_corpus
 from jspec.speculative.drafters.ranked import EagleDrafter
@@ -173,6 +174,7 @@ def build(
     windows: tuple[WindowSpace, ...] = (),
     sharing: SharingLimits | None = None,
     snapshots: SnapshotLimits | None = None,
+    formats: Formats = (),
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
@@ -181,7 +183,8 @@ def build(
     target_spec: of TARGET's hidden size, with a head of its vocabulary too; the head reads the
     inputs of its first and last layer and what comes out. shapes: smaller ones. windows: page
     spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
-    program for each of variants. snapshots: of recurrent states, with a prefix cache.
+    program for each of variants. snapshots: of recurrent states, with a prefix cache. formats: of
+    the target's weights.
     """
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
@@ -189,7 +192,8 @@ def build(
     ops = ops or Ops()
     depth = target_spec.num_layers
     draft = dataclasses.replace(DRAFT, aux_layer_ids=(0, depth - 1, depth))
-    target = Decoder(target_spec, ops, shard, draft.aux_layer_ids if has_model else aux_layer_ids)
+    aux_layer_ids = draft.aux_layer_ids if has_model else aux_layer_ids
+    target = Decoder(target_spec, ops, shard, aux_layer_ids, formats)
     drafter: Drafter = NoDrafter()
     draft_params: Params = {}
     if draft_shape.algorithm is Algorithm.NGRAM:

@@ -12,16 +12,20 @@ from typing import Any
 
 from jspec.config.drafting import DEFAULT_STEPS
 from jspec.config.engine_args import EngineArgs
+from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import ConfigError, JspecError
 from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.array_tensors import DTYPES
 from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
+from jspec.models.params import with_formats
 from jspec.models.registry import architectures, draft_algorithm, family_named, table_of
+from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups
+from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 
@@ -181,9 +185,12 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         words.append("--speculative-algorithm NEXTN")
     try:
         check_target(path, spec)
+        wanted = Wanted(bundle=Ops.name, dtype=info.dtype, shards=1)
+        served = with_formats(table, resident_formats(path, table, wanted))
     except JspecError as error:
         return _with_problem(info, error)
-    return replace(info, serve=" ".join(words))
+    resident = sum(num_bytes(param.format_in(info.dtype), param.shape) for param in served)
+    return replace(info, serve=" ".join(words), weight_bytes=resident)
 
 
 def _brings_draft(path: Path, spec: ModelSpec) -> bool:

@@ -1,0 +1,206 @@
+"""fp8 weights in a model: what stays packed, what it computes, and how it changes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jspec.device.fp8 import FP8Weight
+from jspec.device.weights import dense
+from jspec.engine.memory.memory_report import held_bytes
+from jspec.engine.weights.checkpoint_info import describe
+from jspec.engine.weights.loading import LoadedModels
+from jspec.errors import CheckpointError, ConfigError
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
+from jspec.models.files.stored import value_at
+from jspec.spec.weight_format import Op, num_bytes
+from tests.models.dense_forward import dense_forward
+from tests.models.fp8_checkpoints import (
+    LAYOUTS,
+    numbers_of,
+    per_block,
+    per_row,
+    wide_spec,
+    write_fp8,
+    write_plain,
+)
+from tests.support.tiny_models import write_tiny_pair
+
+from .test_served_weights import load, same, serving
+
+SPEC = wide_spec()
+TOKENS = np.arange(40) * 7 % 320
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("plain") / "target", SPEC)
+
+
+@pytest.fixture(scope="module")
+def blocks(plain: Path) -> Path:
+    write_fp8(plain, plain.with_name("blocks"), "blocks")
+    return plain.with_name("blocks")
+
+
+def loaded(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
+    return load(shards, model_path=str(path), skip_tokenizer_init=True, **arguments)
+
+
+def packed_in(models: LoadedModels) -> dict[tuple[str | int, ...], FP8Weight]:
+    target = models.params["target"]
+    each = {spec.path: value_at(target, spec.path) for spec in models.target.table}
+    return {path: weight for path, weight in each.items() if isinstance(weight, FP8Weight)}
+
+
+def logits(models: LoadedModels) -> np.ndarray:
+    params = jax.device_get(models.params["target"])
+    return np.asarray(dense_forward(models.target.spec, params, TOKENS, aux_layer_ids=())[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_published_layout_stays_packed(
+    layout: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = write_fp8(plain, tmp_path / "packed", layout)
+    with caplog.at_level(logging.INFO, "jspec"):
+        models = loaded(tmp_path / "packed")
+    assert f"linear: fp8, kept packed ({3 * 2} weights)" in caplog.text
+    assert f"gated: fp8, kept packed ({2} weights)" in caplog.text
+    assert ("input_scale) are ignored" in caplog.text) is ("modelopt" in layout)
+    assert "unpacked" not in caplog.text
+    exact = loaded(numbers)
+    found = packed_in(models)
+    assert len(found) == 4 * 2
+    for path, weight in found.items():
+        assert (weight.block is not None) is ("block" in layout)
+        assert weight.codes.format.layout.major_to_minor == (1, 0)
+        expected = value_at(exact.params["target"], path)
+        np.testing.assert_array_equal(dense(weight, jnp.float32), expected)
+    if layout in ("blocks", "fbgemm"):
+        said, wanted = logits(models), logits(exact)
+        assert 1e-4 < np.abs(said - wanted).max() < 0.15 * np.abs(wanted).max()
+        same(loaded(tmp_path / "packed", quantization="none").params, exact.params)
+
+
+def test_random_weights_and_info_have_the_bytes_of_the_packed_ones(blocks: Path) -> None:
+    models, dummy = loaded(blocks), loaded(blocks, load_format="dummy")
+    assert dummy.target == models.target
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(models.params)]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(dummy.params)] == shapes
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(dummy.params))
+    whole = sum(num_bytes(s.format_in("float32"), s.shape) for s in models.target.table)
+    assert held_bytes(models.params, shares=())["the target's weights"] == whole
+    assert describe(blocks, dtype="float32").weight_bytes == whole
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_by_name_are_the_numbers_also_of_weights_whose_blocks_the_shards_would_cut(
+    shards: int, blocks: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """384 inner columns are three blocks: one and a half a shard."""
+    with caplog.at_level(logging.INFO, "jspec"):
+        models = loaded(blocks, shards=shards)
+    cut = "fp8, unpacked to float32: a block of 128 x 128 would be cut between parts or shards"
+    assert (f"gated: {cut} (2 weights)" in caplog.text) is (shards == 2)
+    assert len(packed_in(models)) == (8 if shards == 1 else 4)
+    weights, _ = serving(models)
+    for name, value in load_file(numbers_beside(blocks)).items():
+        np.testing.assert_array_equal(weights.tensor(name, None), value, strict=True)
+
+
+def numbers_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}_numbers") / "model.safetensors"
+
+
+def test_the_flag_quantises_each_channel_of_a_plain_checkpoint(plain: Path) -> None:
+    models, exact = loaded(plain, quantization="fp8"), loaded(plain)
+    found = packed_in(models)
+    assert len(found) == 4 * 2
+    for path, weight in found.items():
+        numbers = np.asarray(value_at(exact.params["target"], path))
+        np.testing.assert_allclose(
+            weight.scales, np.abs(numbers).max(axis=0) / np.float32(448), rtol=1e-6
+        )
+        error = np.abs(np.asarray(dense(weight, jnp.float32)) - numbers)
+        assert (error <= np.abs(numbers) / 16 + np.asarray(weight.scales) * 2.0**-10).all()
+    assert isinstance(models.params["target"]["lm_head"]["kernel"], jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "message"),
+    [
+        (
+            "plain",
+            "modelopt",
+            "quantization is 'modelopt', but .* is not quantized; expected 'fp8'",
+        ),
+        ("blocks", "fbgemm_fp8", "quantization is 'fbgemm_fp8', but .* by 'fp8'; expected that"),
+        ("blocks", "awq", "quantization is 'awq'; expected one of fp8, none"),
+    ],
+)
+def test_a_method_that_is_not_the_checkpoint_s_is_refused(
+    path: str, method: str, message: str, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(request.getfixturevalue(path), quantization=method)
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["beside", "in_place"])
+def test_an_update_from_disk_keeps_the_format(
+    has_room: bool, plain: Path, blocks: Path, tmp_path: Path
+) -> None:
+    other = write_plain(tmp_path / "plain", SPEC, seed=1)
+    write_fp8(other, tmp_path / "blocks", "blocks")
+    weights, runner = serving(loaded(blocks), has_room=lambda _: has_room)
+    weights.switch(weights.prepare(DiskUpdate(target=str(tmp_path / "blocks"))))
+    same(runner.params, loaded(tmp_path / "blocks").params)
+    weights, runner = serving(loaded(plain, quantization="fp8"), has_room=lambda _: has_room)
+    weights.switch(weights.prepare(DiskUpdate(target=str(other))))
+    same(runner.params, loaded(other, quantization="fp8").params)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("layout", ["blocks", "compressed tensor"])
+def test_an_update_of_a_part_quantises_it_and_no_other(
+    layout: str, shards: int, plain: Path, tmp_path: Path
+) -> None:
+    write_fp8(plain, tmp_path / "packed", layout)
+    weights, runner = serving(loaded(tmp_path / "packed", shards=shards))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    before = load_file(numbers_beside(tmp_path / "packed"))
+    change = np.random.default_rng(0).standard_normal(before[name].shape).astype(np.float32)
+    weights.switch(weights.prepare(ArrayUpdate(arrays={name: change})))
+    assert isinstance(runner.params["target"]["layers"][0]["attention"]["qkv"]["kernel"], FP8Weight)
+    changed = numbers_of(*(per_block if layout == "blocks" else per_row)(change))
+    np.testing.assert_allclose(weights.tensor(name, None), changed, rtol=1e-6, atol=1e-9)
+    for each in before.keys() - {name}:
+        np.testing.assert_array_equal(weights.tensor(each, None), before[each])
+    with pytest.raises(CheckpointError, match="values that are not finite"):
+        weights.prepare(ArrayUpdate(arrays={name: np.full_like(change, np.nan)}))
+
+
+def test_a_draft_is_quantised_by_a_flag_of_its_own(plain: Path) -> None:
+    pair = write_tiny_pair(plain.with_name("pair"))
+    models = load(
+        model_path=str(pair.target_path),
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(pair.draft_path),
+        speculative_draft_model_quantization="fp8",
+    )
+    kernels = {spec.path for spec in models.drafter.table if spec.op in (Op.LINEAR, Op.GATED)}
+    found = {
+        path for path in kernels if isinstance(value_at(models.params["draft"], path), FP8Weight)
+    }
+    assert found == kernels
+    assert not packed_in(models)
+    weights, runner = serving(models)
+    weights.switch(weights.prepare(DiskUpdate(draft=str(pair.draft_path))))
+    same(runner.params["draft"], models.params["draft"])

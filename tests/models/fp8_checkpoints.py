@@ -1,0 +1,136 @@
+"""Small checkpoints with products in fp8, in each published layout, and their unpacked numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jspec.models.files.checkpoint import save_target
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
+
+E4M3 = ml_dtypes.float8_e4m3fn
+LARGEST = 448.0
+Packed = tuple[np.ndarray, np.ndarray]  # codes and scales of a weight [out, in]
+
+
+def per_row(weight: np.ndarray) -> Packed:
+    scales = (np.abs(weight).max(axis=1, keepdims=True) / LARGEST).astype(np.float32)
+    return (weight / scales).astype(E4M3), scales
+
+
+def per_row_flat(weight: np.ndarray) -> Packed:
+    codes, scales = per_row(weight)
+    return codes, scales[:, 0]
+
+
+def per_tensor(weight: np.ndarray) -> Packed:
+    scale = np.float32(np.abs(weight).max() / LARGEST)
+    return (weight / scale).astype(E4M3), np.array(scale)
+
+
+def per_block(weight: np.ndarray, *, size: int = 128) -> Packed:
+    counts = [-(-length // size) for length in weight.shape]
+    padded = np.zeros([count * size for count in counts], np.float32)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.reshape(counts[0], size, counts[1], size)
+    scales = np.abs(blocks).max(axis=(1, 3)).astype(np.float32) / np.float32(LARGEST)
+    codes = (blocks / scales[:, None, :, None]).reshape(padded.shape).astype(E4M3)
+    return codes[: weight.shape[0], : weight.shape[1]].copy(), scales
+
+
+def numbers_of(codes: np.ndarray, scales: np.ndarray, *, size: int = 128) -> np.ndarray:
+    numbers = codes.astype(np.float32)
+    if scales.size in (1, len(codes)):
+        return numbers * scales.reshape(-1, 1)
+    each = scales.repeat(size, axis=0).repeat(size, axis=1)
+    return numbers * each[: codes.shape[0], : codes.shape[1]]
+
+
+_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+
+def _compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = _WEIGHTS | {"strategy": strategy} | more
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+# Name: (quantization_config, how a weight is packed, the end of its scales' name).
+LAYOUTS: dict[str, tuple[dict[str, Any] | None, Callable[[np.ndarray], Packed], str]] = {
+    "blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        per_block,
+        "_scale_inv",
+    ),
+    "compressed channel": (_compressed("channel"), per_row, "_scale"),
+    "compressed tensor": (_compressed("tensor"), per_tensor, "_scale"),
+    "compressed block": (
+        _compressed("block", block_structure=[128, 128]),
+        per_block,
+        "_scale",
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, per_row, "_scale"),
+    "modelopt, older": (None, per_tensor, "_scale"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, per_tensor, "_scale"),
+}
+
+
+def wide_spec(*, inner: int = 384) -> ModelSpec:
+    """Every part of a product, and both shards' shares, end with a block."""
+    return uniform_decoder(
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=inner,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position=320,
+        eos_token_ids=(256,),
+        bos_token_id=256,
+    )
+
+
+def write_plain(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
+    save_target(path, spec, init_params(table_of(spec), seed=seed), dtype=np.float32)
+    return path
+
+
+def write_fp8(plain: Path, path: Path, layout: str) -> Path:
+    """Write the checkpoint with its projections in fp8 to `path`, and their numbers, as float32, to
+    a directory beside it, which is returned."""
+    config, pack, end = LAYOUTS[layout]
+    shutil.copytree(plain, path)
+    tensors = load_file(plain / "model.safetensors")
+    numbers = dict(tensors)
+    for name in [name for name in tensors if "proj" in name]:
+        codes, scales = pack(tensors[name])
+        tensors |= {name: codes, f"{name}{end}": scales}
+        numbers[name] = numbers_of(codes, scales)
+        if "modelopt" in layout:
+            before = name.removesuffix("weight")
+            tensors |= {f"{before}input_scale": np.array(np.float32(0.5))}
+    save_file(tensors, path / "model.safetensors")
+    if config is None:
+        quantization = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+        (path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    else:
+        whole = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+        (path / "config.json").write_text(json.dumps(whole))
+    unpacked = path.with_name(f"{path.name}_numbers")
+    shutil.copytree(plain, unpacked)
+    save_file(numbers, unpacked / "model.safetensors")
+    return unpacked

@@ -1,0 +1,98 @@
+"""Speculative decoding equals plain decoding with fp8 weights: a token's codes are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.fp8 import FP8Weight
+from jspec.engine.weights.resident_formats import Wanted, resident_formats
+from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
+from jspec.models.files.checkpoint import load_target
+from jspec.models.registry import table_of
+from jspec.spec.model_spec import uniform_decoder
+from tests.models.fp8_checkpoints import write_fp8, write_plain
+from tests.speculative.engines import (
+    PLAIN,
+    build,
+    dial_for,
+    make_request,
+    serve,
+    spec_of,
+    tiny_params,
+)
+
+NEW_TOKENS, CHUNK = 50, 8
+CHAIN, TREE = spec_of(3, 1, 4), spec_of(3, 4, 16)
+# Every part has whole blocks on each of two shards; the head of the tests reads 32 numbers.
+SPEC = uniform_decoder(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position=256,
+    eos_token_ids=(256,),
+    bos_token_id=256,
+)
+
+
+def requests_of(temperature: float) -> list[Request]:
+    return [
+        make_request(
+            i,
+            prompt_len=length,
+            seed=i + 40,
+            temperature=temperature,
+            max_new_tokens=NEW_TOKENS,
+            ignore_eos=True,
+        )
+        for i, length in enumerate((29, 5, 18))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "shards", "shapes"),
+    [("fbgemm", 1, [TREE]), ("blocks", 2, [CHAIN, TREE])],
+    ids=["channels", "blocks on two shards"],
+)
+def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
+    layout: str, shards: int, shapes: list[SpeculativeConfig], tmp_path: Path
+) -> None:
+    write_fp8(write_plain(tmp_path / "plain", SPEC), tmp_path / "packed", layout)
+    wanted = Wanted(bundle="xla", dtype="float32", shards=shards)
+    formats = resident_formats(tmp_path / "packed", table_of(SPEC), wanted)
+    how = {"dtype": np.float32, "shards": shards, "formats": formats}
+    params = load_target(tmp_path / "packed", SPEC, **how)  # type: ignore[arg-type]
+    kernel = params["layers"][1]["mlp"]["gate_up"]["kernel"]
+    assert isinstance(kernel, FP8Weight)
+    engines = [
+        build(
+            shape,
+            page_size=4,
+            shards=shards,
+            variants=(StepOptions(),),
+            params=(params, tiny_params()[1]),
+            target_spec=SPEC,
+            formats=formats,
+        )
+        for shape in (PLAIN, *shapes)
+    ]
+    plain, *drafting = engines
+    for temperature in (0.0, 1.0):
+        requests = requests_of(temperature)
+        expected = [serve(plain, [each], overlap_depth=0).ids[0] for each in requests]
+        assert [len(ids) for ids in expected] == [NEW_TOKENS] * 3
+        assert len({*expected}) == 3
+        for engine in drafting:
+            dial = dial_for(requests, expected)
+            served = serve(engine, requests, chunk_size=CHUNK, dial=dial)
+            assert list(served.ids) == expected
+            assert all(served.counters.accept_histogram)
