@@ -338,6 +338,9 @@ class EngineArgs:
                 )
         elif path is not None:
             raise unset_error("speculative_draft_model_path", path, algorithm.name)
+        of_draft = self.speculative_draft_model_quantization
+        if of_draft is not None and not algorithm.has_model:
+            raise unset_error("speculative_draft_model_quantization", of_draft, algorithm.name)
         token_map = self.speculative_token_map
         if token_map is not None and algorithm != Algorithm.EAGLE:
             hint = " (an EAGLE-3 head has a map of its own)" * (algorithm == Algorithm.EAGLE3)

@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What a checkpoint has: formats of whole products, and fp8 weights by path."""
+    """The formats of a checkpoint: of whole products, and of fp8 weights by path."""
 
     of_products: dict[Op, WeightFormat]
     of_weights: dict[ParamPath, StoredFP8]
