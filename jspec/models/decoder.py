@@ -27,7 +27,7 @@ from jspec.layers.norm import Residual, norm_of_sum
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
-from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers
@@ -141,6 +141,14 @@ def feed_forward(
     )
 
 
+def kv_scales_of(params: Params) -> KVScales | None:
+    """Return the scales of an attention's cached values; a latent, which is K and V, has one."""
+    if "k_scale" not in params:
+        return None
+    k: jax.Array = params["k_scale"]
+    return KVScales(k=k, v=params.get("v_scale", k))
+
+
 class PagedAttend:
     """An `attend` for one layer; after its single call (while tracing), `cache` is the new one."""
 
@@ -150,9 +158,10 @@ class PagedAttend:
         rows: AttentionMetadata,
         spec: AttentionSpec,
         settings: LayerSettings,
+        scales: KVScales | None = None,
     ) -> None:
         self.cache = pages
-        self._rows = rows
+        self._rows, self._scales = rows, scales
         self._ops = settings.ops
         self._call = AttentionCall(
             queries_per_row=settings.queries_per_row, scale=spec.softmax_scale, window=spec.window
@@ -160,7 +169,7 @@ class PagedAttend:
 
     def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
         out, self.cache = self._ops.rotate_write_and_attend(
-            heads, rotation, self.cache, self._rows, self._call, sinks
+            heads, rotation, self.cache, self._rows, self._call, sinks, self._scales
         )
         return out
 
@@ -174,9 +183,10 @@ class LatentAttend:
         rows: AttentionMetadata,
         spec: LatentAttentionSpec,
         settings: LayerSettings,
+        scales: KVScales | None = None,
     ) -> None:
         self.cache = pages
-        self._rows = rows
+        self._rows, self._scales = rows, scales
         self._ops = settings.ops
         self._call = AttentionCall(
             queries_per_row=settings.queries_per_row, scale=spec.softmax_scale
@@ -184,7 +194,7 @@ class LatentAttend:
 
     def __call__(self, queries: jax.Array, records: jax.Array) -> jax.Array:
         out, self.cache = self._ops.attend_latent(
-            queries, records, self.cache, self._rows, self._call
+            queries, records, self.cache, self._rows, self._call, self._scales
         )
         return out
 
@@ -215,14 +225,14 @@ class DeltaAttend:
 
 
 def attend_of(
-    cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
+    params: Params, cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
 ) -> PagedAttend | LatentAttend | DeltaAttend:
-    """Return an `attend` for a layer's kind of attention."""
+    """Return an `attend` for a layer's kind of attention. params: of that attention."""
     if isinstance(spec, DeltaNetSpec):
         return DeltaAttend(cache, rows, settings)
     if isinstance(spec, LatentAttentionSpec):
-        return LatentAttend(cache, rows, spec, settings)
-    return PagedAttend(cache, rows, spec, settings)
+        return LatentAttend(cache, rows, spec, settings, kv_scales_of(params))
+    return PagedAttend(cache, rows, spec, settings, kv_scales_of(params))
 
 
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
@@ -237,7 +247,7 @@ def paged_layer(
     settings: LayerSettings,
 ) -> tuple[Residual, Any]:
     """Run a layer over its cache: (stream, updated cache). Identical layers share one trace."""
-    attend = attend_of(cache, rows, spec.attention, settings)
+    attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
     stream = run_layer(
         params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
     )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
+from jspec.models.layer_params import (
+    attention_params,
+    ffn_params,
+    kv_scales,
+    lm_head,
+    norm,
+    product,
+)
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
 from jspec.spec.weight_format import Op
@@ -91,6 +98,7 @@ def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
         norm("kv_a_norm", "kv_a_layernorm", rank),
         *ups,
         *product(("out",), H * spec.value_dim, (("o_proj", size, 1),), axes=("heads", "embed")),
+        *kv_scales(spec),
     )
     return prefixed(table, path=("attention",), stored="self_attn.")
 

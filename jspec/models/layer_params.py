@@ -21,6 +21,7 @@ from jspec.spec.model_spec import (
     DenseSpec,
     FeedForward,
     HeadGate,
+    LatentAttentionSpec,
     MoESpec,
 )
 from jspec.spec.weight_format import Op
@@ -125,7 +126,29 @@ def attention_params(
                 path=("sinks",), shape=(H,), layouts=layouts, axes=("heads",), init=Init.ZEROS
             )
         )
+    table += kv_scales(spec)
     return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def kv_scales(spec: AttentionSpec) -> ParamTable:
+    """Declare the scales of K and V cached in FP8, 1 without a stored tensor (files/kv_scales.py).
+
+    A latent has only that of K.
+    """
+    if not spec.has_kv_scales:
+        return ()
+    names = ("k_scale",) if isinstance(spec, LatentAttentionSpec) else ("k_scale", "v_scale")
+    return tuple(
+        ParamSpec(
+            path=(name,),
+            shape=(1,),
+            layouts=((Part(name=name, shape=(1,), size=1, form=Form.AS_HELD),),),
+            init=Init.ONES,
+            optional=True,
+            format=FLOAT32,
+        )
+        for name in names
+    )
 
 
 def _with_gate_in_queries(

@@ -96,7 +96,7 @@ class ParamSpec:
     init: Init = Init.FAN_IN
     tied_to: ParamPath | None = None  # without a stored tensor, the weight is this one, transposed
     column_major: bool = False  # column-major where the backend reads weights along their inputs
-    optional: bool = False  # zeros without a stored tensor
+    optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype
 

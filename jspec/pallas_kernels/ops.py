@@ -26,8 +26,12 @@ from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product import reference as fp8_product
 from jspec.pallas_kernels.gated_mlp.reference import gated
-from jspec.pallas_kernels.kv_write.api import Rotation
-from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
+from jspec.pallas_kernels.kv_write.reference import (
+    rotate_and_split,
+    scaled_outputs,
+    scaled_queries,
+)
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.sample import reference as sample
 from jspec.spec.model_spec import Gate, MoESpec
@@ -64,6 +68,10 @@ class Ops:
         del queries_per_row, group
         return 1
 
+    def xla_for_fp8(self) -> tuple[str, ...]:
+        """Return the operations that use XLA because their kernel reads no FP8 cache."""
+        return ()
+
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill."""
         del decode_tokens
@@ -77,9 +85,12 @@ class Ops:
         rows: AttentionMetadata,
         *,
         queries_per_row: int | None,
+        scales: KVScales | None = None,
     ) -> Float[Array, "NP S G2 D"]:
         """Write K and V as `attend` does, for tokens that attend to nothing."""
-        return reference.write_new(k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row)
+        return reference.write_new(
+            k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row, scales=scales
+        )
 
     def attend(
         self,
@@ -90,13 +101,14 @@ class Ops:
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
         """Write k_new and v_new, then attend, as attention/api.py specifies."""
         check_call(q, kv_pages, rows, call)
         if k_new is not None and v_new is not None:
-            per_row = call.queries_per_row
-            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
-        return self.attend_written(q, kv_pages, rows, call, sinks), kv_pages
+            how: Any = {"queries_per_row": call.queries_per_row, "scales": scales}
+            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, **how)
+        return self.attend_written(q, kv_pages, rows, call, sinks, scales), kv_pages
 
     def attend_written(
         self,
@@ -105,11 +117,12 @@ class Ops:
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
+        scales: KVScales | None = None,
     ) -> Float[Array, "T H D"]:
         """Attend to a KV or a latent pool that has this call's tokens."""
-        return xla.attend(
-            q, pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
-        )
+        how: Any = {"sinks": sinks, "queries_per_row": call.queries_per_row, **call.settings}
+        out = xla.attend(scaled_queries(q, scales), pages, rows, **how)
+        return scaled_outputs(out, scales, q.dtype)
 
     def attend_latent(
         self,
@@ -118,11 +131,13 @@ class Ops:
         pages: Float[Array, "NP S D"],
         rows: AttentionMetadata,
         call: AttentionCall,
+        scales: KVScales | None = None,
     ) -> tuple[Float[Array, "T H Dq"], Float[Array, "NP S D"]]:
         """Write the records, then attend, as latent_attention/reference.py specifies."""
         check_call(q, pages, rows, call)
-        pages = latent_attention.write_new(records, pages, rows, call)
-        return self.attend_written(q, pages, rows, call)[..., : q.shape[-1]], pages
+        pages = latent_attention.write_new(records, pages, rows, call, scales)
+        out = self.attend_written(q, pages, rows, call, scales=scales)
+        return out[..., : q.shape[-1]], pages
 
     def delta_rule(
         self,
@@ -149,10 +164,11 @@ class Ops:
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
         """Run a layer's attention from heads (q, k, v), before norms and RoPE, to its output."""
         q, k, v = rotate_and_split(heads, rotation)
-        out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks)
+        out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks, scales)
         return out[..., : heads.shape[-1]], kv_pages  # a pool may be wider than a head
 
     def add_norm(
@@ -341,10 +357,11 @@ class ReferenceOps(Ops):
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
     ) -> jax.Array:
-        return reference.attend(
-            q, pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
-        )
+        how: Any = {"sinks": sinks, "queries_per_row": call.queries_per_row, **call.settings}
+        out = reference.attend(scaled_queries(q, scales), pages, rows, **how)
+        return scaled_outputs(out, scales, q.dtype)
 
 
 def without_nan(logits: jax.Array) -> jax.Array:

@@ -29,11 +29,12 @@ from jspec.pallas_kernels.experts.tuning import (
 )
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
-from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
+from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import Gate, MoESpec
 
 # Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
@@ -70,6 +71,9 @@ class GpuOps(Ops):
     def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
+    def xla_for_fp8(self) -> tuple[str, ...]:
+        return ("attention of prompts", "attention of decodes", "RoPE and writing K and V")
+
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
@@ -82,11 +86,13 @@ class GpuOps(Ops):
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         check_call(q, kv_pages, rows, call)
         per_row = call.queries_per_row
-        if per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES:
-            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
+        is_wide = per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES
+        if is_wide or kv_pages.dtype == FP8:
+            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks, scales)
         if k_new is not None and v_new is not None:
             kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
         if per_row is None:
@@ -113,6 +119,7 @@ class GpuOps(Ops):
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
@@ -125,7 +132,9 @@ class GpuOps(Ops):
                 )
         serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
         if not (is_whole and serves):
-            return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
+            return Ops.rotate_write_and_attend(
+                self, heads, rotation, kv_pages, rows, call, sinks, scales
+            )
         return fused_attention_gpu.rotate_write_and_attend(
             heads,
             rotation,

@@ -13,8 +13,10 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata,
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 from jspec.pallas_kernels.compaction import tpu as compaction_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu
+from jspec.pallas_kernels.kv_write.api import KVScales
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
+from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import Gate
 
 
@@ -28,6 +30,9 @@ class TpuOps(Ops):
     default_page_size: ClassVar[int] = 64  # one DMA per page; large, as page tables are in SMEM
     lanes: ClassVar[int] = 128  # whole vectors, which the kernels read and a TPU pads to
 
+    def xla_for_fp8(self) -> tuple[str, ...]:
+        return ("attention of prompts", "attention of decodes", "compaction of trees")
+
     def attend(
         self,
         q: jax.Array,
@@ -37,11 +42,13 @@ class TpuOps(Ops):
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         check_call(q, kv_pages, rows, call)
         per_row = call.queries_per_row
-        if per_row is not None and per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW:
-            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
+        is_wide = per_row is not None and per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW
+        if is_wide or kv_pages.dtype == FP8:
+            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks, scales)
         if per_row is None:
             return paged_prefill_tpu.attend_packed(
                 q,
@@ -89,6 +96,8 @@ class TpuOps(Ops):
         node_path: jax.Array,
         num_accepted: jax.Array,
     ) -> tuple[jax.Array, ...]:
+        if any(pages.dtype == FP8 for pages in kv):
+            return Ops.commit(self, kv, page_table, seq_lens, node_path, num_accepted)
         return compaction_tpu.compact_paths(
             kv, page_table, seq_lens, node_path, num_accepted, interpret=self.interpret
         )

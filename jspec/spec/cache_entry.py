@@ -17,6 +17,8 @@ from jspec.errors import ConfigError
 from jspec.spec.axes import TENSOR, Axes, mesh_axis
 from jspec.spec.weight_format import Shape, itemsize
 
+FP8 = "float8_e4m3fn"  # a stored dtype whose values are divided by scales (kv_write/reference.py)
+
 
 class Unit(enum.Enum):
     """The unit in which a cache is allocated."""
@@ -70,12 +72,13 @@ class KV:
     """K and V of one token: num_heads kv heads (G), of dimensions qk_dim and v_dim.
 
     Both are in one pool [num_pages, page_size, 2G, D] (kv_write/reference.py), as wide as K; a
-    narrower V is padded.
+    narrower V is padded. dtype: of the stored values; None: the engine's.
     """
 
     num_heads: int
     qk_dim: int
     v_dim: int
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_sizes(num_heads=self.num_heads, qk_dim=self.qk_dim, v_dim=self.v_dim)
@@ -92,7 +95,8 @@ class KV:
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
         heads = kv_heads_per_shard(self.num_heads, layout.shards) * layout.shards
         shape = (num_units, layout.page_size, 2 * heads, layout.width(self.qk_dim))
-        return {"kv": CacheArray(shape, layout.dtype, (None, None, "kv_heads", None))}
+        dtype = self.dtype or layout.dtype
+        return {"kv": CacheArray(shape, dtype, (None, None, "kv_heads", None))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +104,12 @@ class Latent:
     """The latent vector of one token, from which all heads' K and V follow (MLA, DeepSeek-V2).
 
     A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of K
-    that all heads share. Every shard has all of it.
+    that all heads share. Every shard has all of it. dtype: as in KV.
     """
 
     rank: int
     rope_dim: int
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_sizes(rank=self.rank, rope_dim=self.rope_dim)
@@ -115,7 +120,7 @@ class Latent:
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
         shape = (num_units, layout.page_size, layout.width(self.rank + self.rope_dim))
-        return {"latent": CacheArray(shape, layout.dtype, (None, None, "latent"))}
+        return {"latent": CacheArray(shape, self.dtype or layout.dtype, (None, None, "latent"))}
 
 
 class Record(NamedTuple):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import KV, CacheEntry, Latent, Record, State, Unit
+from jspec.spec.cache_entry import FP8, KV, CacheEntry, Latent, Record, State, Unit
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.rope import RopeConfig
 
@@ -37,6 +37,8 @@ class AttentionSpec:
     rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
     gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
     normed input.
+    kv_dtype: in which K and V (or a latent) are cached; None: the engine's dtype. The engine
+    decides it (`cached_in`); no config reader sets it.
     """
 
     num_heads: int  # H
@@ -53,6 +55,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     rotary_dim: int | None = None
     gate: HeadGate | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -85,8 +88,13 @@ class AttentionSpec:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def has_kv_scales(self) -> bool:
+        """True if the layer has k_scale and v_scale, by which cached values are divided."""
+        return self.kv_dtype == FP8
+
+    @property
     def cache_entry(self) -> CacheEntry:
-        return KV(self.num_kv_heads, self.head_dim, self.value_dim)
+        return KV(self.num_kv_heads, self.head_dim, self.value_dim, self.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +140,7 @@ class LatentAttentionSpec(AttentionSpec):
 
     @property
     def cache_entry(self) -> CacheEntry:
-        return Latent(self.kv_rank, self.rope_dim)
+        return Latent(self.kv_rank, self.rope_dim, self.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +314,17 @@ def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
         CacheGroup(name if len(runs) == 1 else f"{name} {i}", count, entry, window)
         for i, ((entry, window), count) in enumerate(runs)
     )
+
+
+def cached_in(spec: ModelSpec, dtype: str | None) -> ModelSpec:
+    """Return the model with K, V and latents cached in `dtype`. Recurrent states keep theirs."""
+
+    def layer_in(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.attention, AttentionSpec):
+            return layer
+        return replace(layer, attention=replace(layer.attention, kv_dtype=dtype))
+
+    return replace(spec, layers=tuple(map(layer_in, spec.layers)))
 
 
 def uniform_decoder(

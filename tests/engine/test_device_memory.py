@@ -15,7 +15,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits, SnapshotLimits
 from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
 from jspec.errors import ConfigError
-from jspec.spec.cache_entry import KV, CacheLayout, Record, State
+from jspec.spec.cache_entry import FP8, KV, CacheLayout, Record, State
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import cache_groups
 from tests.support.limits import limits_for
@@ -226,6 +226,12 @@ def spaces_of(
 def test_windows_of_all_slots_fit_and_the_rest_is_for_what_keeps_everything() -> None:
     assert spaces_of(FULL, APART, room=1000) == (80, [(8, 4 * 2 + 20)])
     assert spaces_of(FULL, APART, room=120) == (120 - 2 * 28, [(8, 28)])  # 40 of each as one
+
+
+def test_an_fp8_cache_has_four_times_the_tokens_of_float32() -> None:
+    halves = [replace(group, entry=KV(1, 8, 8, FP8)) for group in (FULL, APART)]
+    assert spaces_of(*halves, room=30) == spaces_of(FULL, APART, room=120)
+    assert spaces_of(halves[0], room=5) == (20, [])
 
 
 def test_no_window_gets_more_than_it_had_in_one_space() -> None:

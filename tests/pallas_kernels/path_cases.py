@@ -25,6 +25,7 @@ SHAPES = pytest.mark.parametrize(
         (3, 4, 6, (2, 64), jnp.bfloat16),
         (6, 64, 2, (16, 128), jnp.float32),
         (3, 128, 8, (6, 32), jnp.float32),
+        (5, 16, 4, (4, 64), jnp.float8_e4m3fn),
     ],
 )
 

@@ -16,6 +16,7 @@ import pytest
 
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.kv_write.api import KVScales
 
 ATTEND = {name: jax.jit(OPS[name].attend, static_argnames="call") for name in ("reference", "xla")}
 
@@ -228,8 +229,16 @@ def query_places(case: Case, rows: list[Row]) -> list[np.ndarray]:
     return [start + np.arange(n) for start, n in zip(starts, lengths, strict=False)]
 
 
-def call(case: Case, rows: list[Row], *, ops: str, sinks: np.ndarray | None) -> Any:
-    """Runs one bundle; whatever is padding holds NaN (K, V) or 7 (q)."""
+def call(
+    case: Case,
+    rows: list[Row],
+    *,
+    ops: str,
+    sinks: np.ndarray | None,
+    pool: np.ndarray | None = None,
+    scales: KVScales | None = None,
+) -> Any:
+    """Runs one bundle; whatever is padding holds NaN (K, V) or 7 (q). pool: another than f32."""
     (heads, groups), (k_width, v_width, _) = case.heads, case.widths
     q = np.full((case.num_queries, heads, k_width), 7, np.float32)
     k = np.full((case.num_queries, groups, k_width), np.nan, np.float32)
@@ -255,7 +264,7 @@ def call(case: Case, rows: list[Row], *, ops: str, sinks: np.ndarray | None) -> 
     return ATTEND[ops](
         jnp.asarray(q),
         *new,
-        jnp.asarray(pool_of(case, rows, with_new=not case.writes)),
+        jnp.asarray(pool_of(case, rows, with_new=not case.writes) if pool is None else pool),
         AttentionMetadata(
             page_table=jnp.asarray(table),
             prefix_lens=jnp.asarray(prefixes, jnp.int32),
@@ -266,6 +275,7 @@ def call(case: Case, rows: list[Row], *, ops: str, sinks: np.ndarray | None) -> 
         ),
         AttentionCall(queries_per_row=queries_per_row, scale=0.3, **case.options),
         None if sinks is None else jnp.asarray(sinks),
+        scales,
     )
 
 

@@ -55,7 +55,7 @@ from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
 from jspec.spec.axes import TENSOR
-from jspec.spec.model_spec import ModelSpec
+from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter, sort_corpus
@@ -175,6 +175,7 @@ def build(
     sharing: SharingLimits | None = None,
     snapshots: SnapshotLimits | None = None,
     formats: Formats = (),
+    kv_dtype: str | None = None,
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
@@ -184,14 +185,18 @@ def build(
     inputs of its first and last layer and what comes out. shapes: smaller ones. windows: page
     spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
     program for each of variants. snapshots: of recurrent states, with a prefix cache. formats: of
-    the target's weights.
+    the target's weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8
+    cache.
     """
+    target_spec = cached_in(target_spec, kv_dtype)
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3
     ops = ops or Ops()
     depth = target_spec.num_layers
-    draft = dataclasses.replace(DRAFT, aux_layer_ids=(0, depth - 1, depth))
+    draft = dataclasses.replace(
+        DRAFT, layer=cached_in(DRAFT.layer, kv_dtype), aux_layer_ids=(0, depth - 1, depth)
+    )
     aux_layer_ids = draft.aux_layer_ids if has_model else aux_layer_ids
     target = Decoder(target_spec, ops, shard, aux_layer_ids, formats)
     drafter: Drafter = NoDrafter()

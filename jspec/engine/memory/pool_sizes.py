@@ -203,6 +203,7 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     mixers = (layer.attention for layer in target.layers)
     full = {own for own in mixers if type(own) is AttentionSpec and own.window is None}
+    is_off |= any(own.has_kv_scales for own in full)  # its kernels read no FP8 pool
     if is_off or ops.sharing_pays_from is None or not full:
         return None
     shards, token = config.tp_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)
@@ -212,7 +213,7 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
         group = attention.num_heads // shards // heads
         nodes = config.speculative.num_draft_tokens
         packs.append(ops.rows_a_pack(queries_per_row=nodes, group=group))
-        entry = KV(heads, attention.head_dim, attention.value_dim)
+        entry = KV(heads, attention.head_dim, attention.value_dim, attention.kv_dtype)
         num_bytes.append(bytes_per_unit(entry, token))
     if min(packs) < 2:
         return None

@@ -19,7 +19,7 @@ from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
-from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, shard_columns
+from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
 
 
@@ -132,7 +132,8 @@ def _read(
     shards: int,
 ) -> Weight:
     if spec.optional and all(part.names[0] not in tensors for part in spec.layouts[0]):
-        return _made(np.zeros, spec, dtype=dtype, shards=shards)
+        make = np.ones if spec.init is Init.ONES else np.zeros
+        return _made(make, spec, dtype=dtype, shards=shards)
     value = read_param(tensors, spec, dtype=dtype, shards=shards)
     name = tied.layouts[0][0].name if tied is not None else ""
     if name in tensors:

@@ -34,6 +34,7 @@ from jspec.models.decoder import (
     LayerSettings,
     PagedAttend,
     Params,
+    kv_scales_of,
     paged_layer,
     run_layer,
     run_sublayers,
@@ -92,7 +93,8 @@ def _paged_first_layer(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, spec.softmax_attention, settings)
+    scales = kv_scales_of(params["attention"])
+    attend = PagedAttend(pages, rows, spec.softmax_attention, settings, scales)
     out = run_first_layer(
         params,
         embedded,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, visible_keys
+from jspec.pallas_kernels.kv_write.api import KVScales
 from jspec.pallas_kernels.kv_write.reference import (
     page_slots,
     pool_rows,
@@ -30,12 +31,13 @@ def write_new(
     rows: AttentionMetadata,
     *,
     queries_per_row: int | None,
+    scales: KVScales | None = None,
 ) -> jax.Array:
     """Write new token j of each row at slot prefix_len + j; padding goes to page 0."""
     page, offset = new_slots(
         rows, k_new.shape[0], page_size=kv_pages.shape[1], queries_per_row=queries_per_row
     )
-    values = pool_rows(k_new, v_new, width=kv_pages.shape[3], dtype=kv_pages.dtype)
+    values = pool_rows(k_new, v_new, width=kv_pages.shape[3], dtype=kv_pages.dtype, scales=scales)
     return write_rows(kv_pages, page, offset, values)
 
 

@@ -1,4 +1,4 @@
-"""The steps between projected heads and attention: q and k norms (Qwen3), then RoPE."""
+"""The steps between projected heads and attention: q and k norms (Qwen3), RoPE, and storing."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ class Rotation:
     sin: jax.Array  # f32[*b, half]
     num_heads: int = field(metadata={"static": True})  # H
     norms: HeadNorms | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVScales:
+    """Divisors of a layer's K and V when they are stored in FP8.
+
+    Stored values are not multiplied again: queries are multiplied by k_scale and outputs by v_scale
+    (`scaled_queries`, `scaled_outputs`).
+    """
+
+    k: jax.Array  # f32[1]
+    v: jax.Array  # f32[1]

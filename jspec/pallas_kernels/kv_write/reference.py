@@ -8,6 +8,10 @@ is the dummy, which takes all writes that must go nowhere else. Indices are neve
 
 Written values are finite: 0 times NaN is NaN, so one row's overflow would reach every query whose
 product includes that slot, visible or not.
+
+An FP8 pool (e4m3) holds K and V divided by the layer's scales, in float32, then rounded to the
+nearest, ties to even. Values beyond the largest number become it. Every query sees the stored
+values, also of tokens of its own step, so what a step verifies at once does not matter.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
+from jspec.pallas_kernels.kv_write.api import HeadNorms, KVScales, Rotation
 
 # Replaces infinities: the largest float16. The maximum of a wider type would overflow in the next
 # product.
 LARGE = 65504.0
+LARGEST_FP8 = 448.0  # of e4m3
 
 
 def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -32,6 +37,28 @@ def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     wide = x.astype(jnp.float32)
     stand_in = jnp.where(wide > 0, LARGE, jnp.where(wide < 0, -LARGE, 0.0))
     return jnp.where(jnp.abs(wide) < jnp.inf, x, stand_in.astype(x.dtype))
+
+
+def stored(x: Float[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
+    """Round to a pool's dtype: finite, and saturated in FP8, whose conversion makes NaN of more.
+
+    In:  [300 500 -inf NaN]    Out: [288 448 -448 0] in e4m3
+    """
+    if jnp.dtype(dtype).itemsize > 1:
+        return finite(x.astype(dtype))
+    return jnp.clip(finite(x.astype(jnp.float32)), -LARGEST_FP8, LARGEST_FP8).astype(dtype)
+
+
+def scaled_queries(q: Float[Array, "*n"], scales: KVScales | None) -> Float[Array, "*n"]:
+    """Return the queries to multiply with stored K: in float32 with scales, else as they are."""
+    return q if scales is None else q.astype(jnp.float32) * scales.k
+
+
+def scaled_outputs(
+    out: Float[Array, "*n"], scales: KVScales | None, dtype: DTypeLike
+) -> Float[Array, "*n"]:
+    """Return the attention's output of its sum of stored V."""
+    return out if scales is None else (out.astype(jnp.float32) * scales.v).astype(dtype)
 
 
 def records_of(pages: Float[Array, "NP S *G2 D"]) -> tuple[int, int]:
@@ -48,10 +75,17 @@ def interleave_kv(
 
 
 def pool_rows(
-    k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int, dtype: DTypeLike
+    k: Float[Array, "T G Dk"],
+    v: Float[Array, "T G Dv"],
+    *,
+    width: int,
+    dtype: DTypeLike,
+    scales: KVScales | None = None,
 ) -> Float[Array, "T G2 D"]:
-    """Return the values to store in a pool: interleaved, rounded to dtype and finite."""
-    return finite(interleave_kv(k, v, width=width).astype(dtype))
+    """Return the values to store in a pool: interleaved, divided by scales, and `stored`."""
+    if scales is not None:
+        k, v = k.astype(jnp.float32) / scales.k, v.astype(jnp.float32) / scales.v
+    return stored(interleave_kv(k, v, width=width), dtype)
 
 
 def page_slots(
@@ -146,8 +180,9 @@ def rotate_and_write(
     *,
     num_heads: int,
     norms: HeadNorms | None = None,
+    scales: KVScales | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
     """Return (rotated q, the pool with each token's K and V at [page, offset]). heads: q, k, v."""
     q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms))
-    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype)
+    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype, scales=scales)
     return q, write_rows(kv_pages, page, offset, values)

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
-from jspec.pallas_kernels.kv_write.reference import finite, write_rows
+from jspec.pallas_kernels.kv_write.api import KVScales
+from jspec.pallas_kernels.kv_write.reference import stored, write_rows
 
 
 def write_new(
@@ -23,10 +24,11 @@ def write_new(
     pages: Float[Array, "NP S Dp"],
     rows: AttentionMetadata,
     call: AttentionCall,
+    scales: KVScales | None = None,
 ) -> Float[Array, "NP S Dp"]:
     """Write the record of new token j of each row at slot prefix_len + j; padding goes to page 0.
 
-    Stored values are finite, as those of K and V.
+    Stored values are finite, and in FP8 divided by a scale, as those of K and V.
     """
     page, offset = new_slots(
         rows,
@@ -34,5 +36,7 @@ def write_new(
         page_size=pages.shape[1],
         queries_per_row=call.queries_per_row,
     )
+    if scales is not None:
+        records = records.astype(jnp.float32) / scales.k
     wide = jnp.pad(records, ((0, 0), (0, pages.shape[2] - records.shape[1])))
-    return write_rows(pages, page, offset, finite(wide.astype(pages.dtype)))
+    return write_rows(pages, page, offset, stored(wide, pages.dtype))

@@ -1,0 +1,145 @@
+"""FP8 pools: what is written is the reference's rounding, and attention reads just that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.kv_write.api import KVScales
+from jspec.pallas_kernels.kv_write.reference import pool_rows, stored
+from tests.pallas_kernels.test_attention import (
+    ATTEND,
+    CASES,
+    Row,
+    attend_densely,
+    call,
+    draw_rows,
+    pool_of,
+    query_places,
+)
+
+E4M3 = ml_dtypes.float8_e4m3fn
+SCALES = KVScales(k=jnp.full(1, 0.013, jnp.float32), v=jnp.full(1, 0.0071, jnp.float32))
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """float64 values of the nearest numbers of e4m3, found by distance; ties to even codes."""
+    codes = np.arange(127)  # 0 to 448; 127 is NaN
+    numbers = codes.astype(np.uint8).view(E4M3).astype(np.float64)
+    size = np.minimum(np.abs(x.astype(np.float64)), 448)
+    above = np.minimum(np.searchsorted(numbers, size), 126)
+    below = np.maximum(above - 1, 0)
+    distances = numbers[above] - size, size - numbers[below]
+    up = (distances[0] < distances[1]) | ((distances[0] == distances[1]) & (above % 2 == 0))
+    return np.copysign(np.where(up, numbers[above], numbers[below]), x)
+
+
+def test_values_are_rounded_to_the_nearest_and_saturate() -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    steps = np.linspace(-2, 2, 20_001, dtype=np.float32)  # with ties, and next to them
+    ties = np.arange(4096, dtype=np.float32) / 1024
+    x = np.concatenate((every, steps, ties, np.nextafter(ties, 9), np.nextafter(ties, -9)))
+    found = np.asarray(stored(jnp.asarray(x), E4M3)).astype(np.float64)
+    expected = rounded(np.where(np.isnan(x), 0, x))
+    np.testing.assert_array_equal(found, expected)
+    assert np.isfinite(found).all()
+
+
+def as_stored(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what the pool holds, f64 what it stands for) of K and V [.., 2, D] in their last axes."""
+    scales = np.stack([np.asarray(SCALES.k), np.asarray(SCALES.v)])
+    held = np.asarray((kv.astype(np.float32) / scales).clip(-448, 448)).astype(E4M3)
+    return held, held.astype(np.float64) * scales.astype(np.float64)
+
+
+@pytest.mark.parametrize("ops", ATTEND)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed, page 4, several blocks",
+        "packed, window and sinks",
+        "rows, sinks, soft cap",
+        "tree, window, sinks, soft cap",
+        "nothing written",
+    ],
+)
+def test_every_query_sees_the_stored_values_and_no_poison(name: str, ops: str) -> None:
+    """Also of the call's own tokens; unwritten slots and page 0 hold NaN."""
+    case = CASES[name]
+    rng = np.random.default_rng(len(name))
+    rows = draw_rows(rng, case)
+    sinks = rng.normal(0, 1, case.heads[0]).astype(np.float32) if case.sinks else None
+
+    def pool(*, with_new: bool) -> Any:
+        whole = pool_of(case, rows, with_new=with_new)
+        pairs = whole.reshape(*whole.shape[:2], -1, 2, whole.shape[3])
+        return as_stored(pairs)[0].reshape(whole.shape)
+
+    before = pool(with_new=not case.writes)
+    out, after = call(case, rows, ops=ops, sinks=sinks, pool=before, scales=SCALES)
+    options = {"window": None, "soft_cap": None, **case.options}
+    for row, places in zip(rows, query_places(case, rows), strict=True):
+        seen: Row = replace(row, prefix=as_stored(row.prefix)[1], new=as_stored(row.new)[1])
+        expected = attend_densely(seen, scale=0.3, sinks=sinks, **options)
+        np.testing.assert_allclose(np.asarray(out)[places], expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(
+        np.asarray(after)[1:].astype(np.float32), pool(with_new=True)[1:].astype(np.float32)
+    )
+
+
+ONE_EACH = AttentionCall(queries_per_row=1, scale=1.0)
+
+
+def one_row() -> AttentionMetadata:
+    return AttentionMetadata(
+        page_table=jnp.ones((1, 1), jnp.int32),
+        prefix_lens=jnp.zeros(1, jnp.int32),
+        cu_q_lens=jnp.asarray([0, 1], jnp.int32),
+        q_positions=jnp.zeros(1, jnp.int32),
+    )
+
+
+def test_a_latent_is_stored_by_its_only_scale() -> None:
+    record = jnp.asarray(np.random.default_rng(0).normal(0, 1, (1, 6)), jnp.float32)
+    pool = jnp.zeros((2, 4, 8), E4M3)
+    scales = KVScales(k=SCALES.k, v=SCALES.k)
+    q = jnp.ones((1, 2, 6))
+    out, after = OPS["xla"].attend_latent(q, record, pool, one_row(), ONE_EACH, scales)
+    held = (np.asarray(record) / np.asarray(SCALES.k)).clip(-448, 448).astype(E4M3)
+    np.testing.assert_array_equal(np.asarray(after)[1, 0, :6], held[0])
+    expected = held.astype(np.float32) * np.asarray(SCALES.k)
+    np.testing.assert_allclose(out, np.stack([expected, expected], axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpu_interpret", "tpu_interpret"])
+def test_a_bundle_without_a_kernel_for_it_runs_xlas_path(name: str) -> None:
+    """Bit by bit; and the bundle says for which operations it does."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(0, 1, (1, n, 64)), jnp.bfloat16) for n in (4, 2, 2))
+    pool = jnp.zeros((2, 64, 4, 64), E4M3)
+    for call_ in (ONE_EACH, replace(ONE_EACH, queries_per_row=None)):
+        found, wanted = (
+            jax.jit(OPS[each].attend, static_argnames="call")(
+                q, k, v, pool, one_row(), call_, None, SCALES
+            )
+            for each in (name, "xla")
+        )
+        for mine, right in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (mine, right)))
+    assert "attention of prompts" in OPS[name].xla_for_fp8()
+    assert OPS["xla"].xla_for_fp8() == ()
+
+
+def test_scales_of_one_change_no_bit() -> None:
+    kv = jnp.asarray(np.random.default_rng(2).normal(0, 1, (2, 3, 1, 8)), jnp.float32)
+    ones = KVScales(k=jnp.ones(1), v=jnp.ones(1))
+    with_ones = pool_rows(*kv, width=8, dtype=E4M3, scales=ones)
+    np.testing.assert_array_equal(with_ones, pool_rows(*kv, width=8, dtype=E4M3))
