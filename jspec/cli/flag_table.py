@@ -121,7 +121,6 @@ _OTHER_MODEL = (
     _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
     _warns("--tokenizer-mode", _TEXT, "there is only the fast tokenizer"),
     _warns("--device", _TEXT, "JAX chooses the device; set JAX_PLATFORMS instead"),
-    _refused("--kv-cache-dtype", _TEXT, "the KV cache has the model's dtype", neutral=("auto",)),
     _refused("--revision", _TEXT, "write --model-path org/name@REVISION"),
     _refused("--is-embedding", _SWITCH, "only generation is served"),
     _refused("--lora-paths", _MANY, _NO_ADAPTER),

@@ -52,11 +52,20 @@ class EngineArgs:
     )
     dtype: str = argument(
         "auto",
-        "Data type of weights, activations and KV cache: auto (float32 on a CPU, else "
-        "bfloat16), float32, bfloat16, float16",
+        "Data type of weights and activations: auto (float32 on a CPU, else bfloat16), float32, "
+        "bfloat16, float16",
         _MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
         translated={"half": "float16", "float": "float32"},
+    )
+    kv_cache_dtype: str = argument(
+        "auto",
+        "Data type of the KV cache, of target and draft: fp8_e4m3 (half the bytes of bfloat16, "
+        "with the checkpoint's k_scale and v_scale, else 1), bfloat16, or auto (fp8_e4m3 if "
+        "config.json has an FP8 kv_cache_scheme, else --dtype)",
+        _MODEL,
+        choices=("auto", "fp8_e4m3", "bfloat16"),
+        translated={"fp8": "fp8_e4m3", "bf16": "bfloat16"},
     )
     context_length: int | None = argument(
         None,

@@ -21,6 +21,7 @@ from jspec.errors import ConfigError
 from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
+from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
@@ -29,6 +30,7 @@ DEFAULT_QUEUE = 1024
 # An engine with at most this many prefills and decodes compiles all at the start: always on a CPU,
 # where a later compilation would compete with serving for the same cores.
 FEW_PROGRAMS = 10
+KV_NAMES = {FP8: "fp8_e4m3", "bfloat16": "bfloat16"}  # the flag's values by dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class CheckpointFacts:
     max_position: longest context of the target.
     head_dims: of all models that run, target first.
     algorithm: the drafting algorithm, if the files decide it.
+    kv_dtype: of the KV cache, by argument or files; None: the model's.
     """
 
     model_path: str
@@ -47,6 +50,7 @@ class CheckpointFacts:
     max_position: int
     head_dims: tuple[int, ...]
     algorithm: Algorithm | None = None
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "tokenizer_path": checkpoint.tokenizer_path,
         "speculative_draft_model_path": checkpoint.draft_path,
         "dtype": dtype,
+        "kv_cache_dtype": KV_NAMES.get(checkpoint.kv_dtype or dtype, dtype),
         "attention_backend": "xla" if ops.name == "xla" else "pallas",
         "context_length": _context_length(args, checkpoint.max_position),
         "speculative_algorithm": args.speculative_algorithm or speculation.algorithm.name,

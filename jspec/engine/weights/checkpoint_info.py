@@ -17,6 +17,7 @@ from jspec.errors import ConfigError, JspecError
 from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.array_tensors import DTYPES
 from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
+from jspec.models.files.kv_scales import AUTO, cached_dtype
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
 from jspec.models.params import with_formats
@@ -24,7 +25,7 @@ from jspec.models.registry import architectures, draft_algorithm, family_named, 
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
-from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups
+from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -164,6 +165,7 @@ def _count(tensors: Tensors, *, without: Collection[str] = ()) -> dict[str, Any]
 def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     try:
         spec = load_model_spec(path)
+        cached = cached_in(spec, cached_dtype(AUTO, path))
     except JspecError as error:
         return _with_problem(info, error)
     table = table_of(spec)
@@ -175,7 +177,7 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         parameters=total - tied,
         weight_bytes=total * _itemsize(info.dtype),
         tied_bytes=tied * _itemsize(info.dtype),
-        cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
+        cache_bytes_per_token=_cache_bytes(cache_groups(cached, name="target"), info.dtype),
     )
     if info.problems:
         return info
@@ -252,6 +254,7 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
             target_path=target,
             tokenizer=target,
             shards=1,
+            kv_dtype=cached_dtype(AUTO, target),
         )
         try:
             source = DRAFTERS[args.algorithm.name](request)

@@ -33,12 +33,14 @@ from jspec.models.files.checkpoint import (
     load_target,
     warn_of_ends,
 )
+from jspec.models.files.kv_scales import cached_dtype
 from jspec.models.files.stored import on_host
 from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
 from jspec.models.registry import table_of
 from jspec.spec.axes import TENSOR, Axis
-from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec
+from jspec.spec.cache_entry import FP8
+from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
@@ -104,7 +106,8 @@ def load_models(
     """
     parallel = Parallel.of(mesh)
     parallel.check_served()
-    spec = load_model_spec(paths.target)
+    kv_dtype = cached_dtype(args.kv_cache_dtype, paths.target)
+    spec = cached_in(load_model_spec(paths.target), kv_dtype)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, parallel)
     if args.load_format != "dummy":
@@ -116,6 +119,7 @@ def load_models(
         target_path=paths.target,
         tokenizer=paths.tokenizer,
         shards=parallel.tensor,
+        kv_dtype=kv_dtype,
     )
     source = drafters[args.algorithm.name](request)
     for draft_spec in source.specs:
@@ -127,6 +131,7 @@ def load_models(
         max_position=spec.max_position,
         head_dims=head_dims_of((spec, *source.specs)),
         algorithm=source.algorithm,
+        kv_dtype=kv_dtype,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
     return _place_models(config, source, request, drafters[args.algorithm.name], mesh=mesh)
@@ -143,6 +148,8 @@ def _place_models(
     spec = request.target
     shard = Shard(request.shards, TENSOR)
     ops = ops_of(config)
+    if request.kv_dtype == FP8 and ops.xla_for_fp8():
+        log.info("XLA reads and writes the KV cache in FP8 for %s", ", ".join(ops.xla_for_fp8()))
     has_files = config.load_format != "dummy"
     wanted = Wanted(
         value=config.quantization, bundle=ops.name, dtype=config.dtype, shards=mesh.size

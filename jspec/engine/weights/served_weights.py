@@ -54,6 +54,7 @@ from jspec.models.files.stored import ParamRead
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.params import ParamPath, ParamSpec, ParamTable
 from jspec.models.placement import nested
+from jspec.spec.model_spec import cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.source import DraftSource
 
@@ -266,7 +267,7 @@ class ServedWeights:
     def _check_target(self, path: Path) -> None:
         check_directory("model_path", path)
         served, formats = self._models.target.spec, self._models.target.formats
-        spec = load_model_spec(path)
+        spec = cached_in(load_model_spec(path), self._models.request.kv_dtype)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
         other = differences(served, dataclasses.replace(spec, **ends))
         lines = [f"config.json: {line}" for line in other]

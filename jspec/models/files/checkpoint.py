@@ -19,6 +19,7 @@ from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
 from jspec.models.family import eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
+from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored import (
     Place,
     check_names,
@@ -183,7 +184,7 @@ def save_target(
 
 def _stray_of(spec: ModelSpec) -> Callable[[str], bool]:
     family = family_named(spec.family)
-    return lambda name: is_inv_freq(name) or family.is_draft(spec, name)
+    return lambda name: is_inv_freq(name) or is_kv_scale(name) or family.is_draft(spec, name)
 
 
 def is_inv_freq(name: str) -> bool:

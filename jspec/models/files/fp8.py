@@ -9,7 +9,8 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8, ModelOpt's
 
-(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations, K and V are ignored.
+(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations are ignored; those of
+K and V are for an FP8 cache (kv_scales.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields, exists, read_fields
 from jspec.models.files.array_tensors import LazyHeader, LazyTensor
+from jspec.models.files.kv_scales import with_kv_scales
 from jspec.models.files.tensor_files import FP8, HostArray, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored
 from jspec.spec import weight_format
@@ -38,7 +40,7 @@ MODELOPT = "modelopt"
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT)
 BLOCK = (128, 128)  # the default of config.json
 STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # of products
-_OF_ACTIVATIONS = (*STATIC, "q_scale", "k_scale", "v_scale")
+_OF_ACTIVATIONS = (*STATIC, "q_scale")
 # Lists of modules, in config.json, that are not quantised.
 _KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -147,7 +149,7 @@ def open_tensors(
 ) -> Iterator[Tensors]:
     """Open a checkpoint (tensor_files.open_tensors) with fp8 weights as float32, without scales."""
     with open_stored(path, canonical=canonical) as tensors:
-        yield unscaled(tensors)
+        yield unscaled(with_kv_scales(tensors))
 
 
 def unscaled(tensors: Tensors) -> Tensors:

@@ -17,6 +17,7 @@ from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.family import read_attention, read_decoder, read_dense
 from jspec.models.files.checkpoint import is_inv_freq
+from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored import ParamRead, Place, param_reads, value_at
 from jspec.models.files.tensor_files import HostArray, Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
@@ -134,8 +135,10 @@ def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_
 
 
 def is_stray(name: str) -> bool:
-    """Match RoPE tables, and speculators' copies of the verifier's norm and lm_head."""
-    return is_inv_freq(name) or name.startswith("verifier_")
+    """Match RoPE tables, scales of a cache, and speculators' copies of the verifier's norm and
+    lm_head.
+    """
+    return is_inv_freq(name) or is_kv_scale(name) or name.startswith("verifier_")
 
 
 def stored_embed(spec: ParamSpec) -> ParamSpec:

@@ -20,6 +20,7 @@ from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import Family, MtpFamily
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored import (
     Place,
     check_names,
@@ -272,7 +273,10 @@ def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
         tensors,
         _own_table(whole, names),
         is_stray=lambda name: (
-            is_inv_freq(name) or name in copies or (has_target and not names.is_layers(name))
+            is_inv_freq(name)
+            or is_kv_scale(name)
+            or name in copies
+            or (has_target and not names.is_layers(name))
         ),
     )
     return _own_table(spec, names)

@@ -41,6 +41,7 @@ from jspec.models.heads.target_copies import TargetCopy
 from jspec.models.heads.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter
@@ -63,6 +64,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         draft_rope_theta=args.speculative_draft_rope_theta,
         reads_names=not is_dummy,
     )
+    spec = _cached(spec, request)
     _check_draft_vocabulary(spec, request)
     # Before the slower read of the target.
     shares_embed = is_dummy or check_eagle1(path, spec)
@@ -93,6 +95,7 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
         draft_rope_theta=args.speculative_draft_rope_theta,
         reads_names=not is_dummy,
     )
+    spec = _cached(spec, request)
     _check_draft_vocabulary(spec, request)
     return _source_of(
         spec,
@@ -119,6 +122,7 @@ def mtp_source(request: DraftRequest) -> DraftSource:
     spec, names = load_mtp_config(
         path, target=request.target, num_layers=args.speculative.num_steps
     )
+    spec = _cached(spec, request)
     _check_draft_vocabulary(spec, request)
     if args.load_format != "dummy":
         check_mtp(path, spec, names)  # before the slower read of the target
@@ -131,6 +135,10 @@ def mtp_source(request: DraftRequest) -> DraftSource:
         shares=shared(spec),
         copies=copies_of_target(spec, names),
     )
+
+
+def _cached(spec: HeadSpec, request: DraftRequest) -> HeadSpec:
+    return replace(spec, layer=cached_in(spec.layer, request.kv_dtype))
 
 
 def _source_of(

@@ -40,6 +40,7 @@ class DraftRequest:
     tokenizer: Path  # the directory of the target's tokenizer
     shards: int
     formats: Formats = ()
+    kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
     @property
     def checkpoint(self) -> Path:
