@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jspec.pallas_kernels.gated_mlp.tuning import SHARED_BYTES
+from jspec.spec.cache_entry import FP8
 
 LOG2E = math.log2(math.e)
 SWIZZLE = 128  # bytes: a row of 64 bf16 in a swizzled tile, without bank conflicts
@@ -66,11 +67,12 @@ def check_attention(
     shared_bytes: int,
     scale: float,
     soft_cap: float | None,
+    reads_fp8: bool = False,
 ) -> None:
-    """Raise ValueError for what neither attention kernel supports. shared_bytes: per program."""
+    """Raise ValueError for what an attention kernel does not support. shared_bytes: per program."""
     require_mosaic_gpu()
     _, page_size, two_g, width = kv_pages.shape
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
+    if not (kv_pages.dtype in (jnp.bfloat16, jnp.float16) or (reads_fp8 and kv_pages.dtype == FP8)):
         raise ValueError(f"the pool is {kv_pages.dtype}; expected bfloat16 or float16")
     if width not in (64, 128):
         raise ValueError(f"head_dim is {width}; expected 64 or 128")

@@ -30,6 +30,7 @@ from jspec.pallas_kernels.experts.tuning import (
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
+from jspec.pallas_kernels.kv_write.reference import scaled_outputs, scaled_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
@@ -72,7 +73,7 @@ class GpuOps(Ops):
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def xla_for_fp8(self) -> tuple[str, ...]:
-        return ("attention of prompts", "attention of decodes", "RoPE and writing K and V")
+        return ("attention of prompts",)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
@@ -90,18 +91,21 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array]:
         check_call(q, kv_pages, rows, call)
         per_row = call.queries_per_row
-        is_wide = per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES
-        if is_wide or kv_pages.dtype == FP8:
+        is_served = kv_pages.dtype != FP8
+        if per_row is not None:
+            is_served = per_row <= paged_attention_gpu.MAX_QUERIES
+        if not is_served:
             return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks, scales)
         if k_new is not None and v_new is not None:
-            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
+            how: Any = {"queries_per_row": per_row, "scales": scales}
+            kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, **how)
         if per_row is None:
             out = paged_prefill_gpu.attend_packed(
                 q, kv_pages, rows, sinks=sinks, interpret=self.interpret, **call.settings
             )
             return out, kv_pages
         out = paged_attention_gpu.attend_rows(
-            q,
+            scaled_queries(q, scales),
             kv_pages,
             rows,
             sinks=sinks,
@@ -109,7 +113,7 @@ class GpuOps(Ops):
             interpret=self.interpret,
             **call.settings,
         )
-        return out, kv_pages
+        return scaled_outputs(out, scales, q.dtype).astype(q.dtype), kv_pages
 
     def rotate_write_and_attend(
         self,
@@ -130,7 +134,9 @@ class GpuOps(Ops):
                 return gpu_one_row.rotate_write_and_attend(
                     heads, rotation, kv_pages, rows, **settings
                 )
-        serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
+        serves = fused_attention_gpu.serves(
+            heads, kv_pages, queries_per_row=call.queries_per_row, scales=scales
+        )
         if not (is_whole and serves):
             return Ops.rotate_write_and_attend(
                 self, heads, rotation, kv_pages, rows, call, sinks, scales
@@ -141,6 +147,7 @@ class GpuOps(Ops):
             kv_pages,
             rows,
             queries_per_row=call.queries_per_row,
+            scales=scales,
             **settings,
         )
 

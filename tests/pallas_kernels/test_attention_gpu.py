@@ -200,6 +200,26 @@ def test_equals_the_dense_oracle_and_reads_no_poison(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+E4M3 = jnp.float8_e4m3fn
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree, window, sinks, soft cap",
+        pytest.param("direct, two tiles, window", marks=pytest.mark.slow),
+        pytest.param("decode, shares, wide heads", marks=pytest.mark.slow),
+        pytest.param("blocks of 128", marks=pytest.mark.slow),
+        pytest.param("two consumers", marks=pytest.mark.slow),
+        pytest.param("producer, two consumers", marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_pools_equal_the_dense_oracle(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    check(dataclasses.replace(CASES[name], dtype=E4M3), seed=2, interpret=True)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 @needs_mosaic_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -214,7 +234,7 @@ def test_equals_the_dense_oracle_under_every_tuning(
 
 
 @needs_hopper
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, E4M3], ids=["bf16", "f16", "fp8"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_dense_oracle_on_the_chip(name: str, dtype: Any) -> None:
     for weights in ("registers", "shared"):

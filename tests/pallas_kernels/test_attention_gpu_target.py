@@ -27,7 +27,13 @@ PRODUCER = Tuning(loader="producer", consumers=2)
 
 
 def llama_shapes(
-    batch: int, queries: int, page_size: int, *, tail: int | None, context: int = 8192
+    batch: int,
+    queries: int,
+    page_size: int,
+    *,
+    tail: int | None,
+    context: int = 8192,
+    pool_dtype: Any = jnp.bfloat16,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
     array = jax.ShapeDtypeStruct
@@ -41,7 +47,7 @@ def llama_shapes(
     if tail is not None:
         fields["tail_mask"] = array((total, -(-tail // 32)), jnp.uint32)
         fields["tail_positions"] = array((batch, tail), jnp.int32)
-    pool = array((batch * pages + 1, page_size, 2 * G, D), jnp.bfloat16)
+    pool = array((batch * pages + 1, page_size, 2 * G, D), pool_dtype)
     return array((total, H, D), jnp.bfloat16), pool, fields
 
 
@@ -76,6 +82,15 @@ def test_lowers_for_hopper(
 ) -> None:
     text = lower(llama_shapes(batch, queries, page_size, tail=tail), queries=queries, tuning=tuning)
     assert text.count("@mosaic_gpu_v2") == 1
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize(
+    ("queries", "tuning"), [(1, Tuning()), (16, Tuning(stages=3)), (4, PRODUCER)], ids=str
+)
+def test_fp8_pools_lower_for_hopper(queries: int, tuning: Tuning) -> None:
+    args = llama_shapes(8, queries, 64, tail=queries, pool_dtype=jnp.float8_e4m3fn)
+    assert lower(args, queries=queries, tuning=tuning).count("@mosaic_gpu_v2") == 1
 
 
 @needs_mosaic_gpu

@@ -13,8 +13,9 @@ import pytest
 
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.kv_write.api import KVScales
+from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import pool_rows, stored
+from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.pallas_kernels.test_attention import (
     ATTEND,
     CASES,
@@ -119,13 +120,20 @@ def test_a_latent_is_stored_by_its_only_scale() -> None:
     np.testing.assert_allclose(out, np.stack([expected, expected], axis=1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpu_interpret", "tpu_interpret"])
-def test_a_bundle_without_a_kernel_for_it_runs_xlas_path(name: str) -> None:
+PACKED = replace(ONE_EACH, queries_per_row=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("gpu_interpret", (PACKED,)), ("tpu_interpret", (PACKED, ONE_EACH))]
+)
+def test_a_bundle_without_a_kernel_for_it_runs_xlas_path(
+    name: str, calls: tuple[AttentionCall, ...]
+) -> None:
     """Bit by bit; and the bundle says for which operations it does."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, n, 64)), jnp.bfloat16) for n in (4, 2, 2))
     pool = jnp.zeros((2, 64, 4, 64), E4M3)
-    for call_ in (ONE_EACH, replace(ONE_EACH, queries_per_row=None)):
+    for call_ in calls:
         found, wanted = (
             jax.jit(OPS[each].attend, static_argnames="call")(
                 q, k, v, pool, one_row(), call_, None, SCALES
@@ -136,6 +144,36 @@ def test_a_bundle_without_a_kernel_for_it_runs_xlas_path(name: str) -> None:
             np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (mine, right)))
     assert "attention of prompts" in OPS[name].xla_for_fp8()
     assert OPS["xla"].xla_for_fp8() == ()
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("rotary", [64, 32])
+def test_the_gpus_kernels_are_xlas_path_on_a_chain(rotary: int) -> None:
+    """Fused with RoPE, and not where RoPE turns a part of each head."""
+    rng = np.random.default_rng(5)
+    heads = jnp.asarray(rng.normal(0, 1, (3, 8, 64)), jnp.bfloat16)
+    angle = jnp.asarray(rng.normal(0, 1, (3, rotary // 2)), jnp.float32)
+    rotation = Rotation(cos=jnp.cos(angle), sin=jnp.sin(angle), num_heads=4)
+    pool = jnp.asarray(rng.normal(0, 60, (3, 64, 4, 64)), jnp.float32).astype(E4M3)
+    rows = AttentionMetadata(
+        page_table=jnp.asarray([[1, 2]], jnp.int32),
+        prefix_lens=jnp.asarray([62], jnp.int32),
+        cu_q_lens=jnp.asarray([0, 3], jnp.int32),
+        q_positions=62 + jnp.arange(3, dtype=jnp.int32),
+    )
+    call_ = AttentionCall(queries_per_row=3, scale=0.1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found, wanted = (
+            jax.jit(OPS[name].rotate_write_and_attend, static_argnames="call")(
+                heads, rotation, pool, rows, call_, None, SCALES
+            )
+            for name in ("gpu_interpret", "xla")
+        )
+    assert found[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*(np.asarray(x[1]).view(np.uint8)[1:] for x in (found, wanted)))
+    np.testing.assert_allclose(
+        *(np.asarray(x[0], np.float32) for x in (found, wanted)), rtol=0.02, atol=0.004
+    )
 
 
 def test_scales_of_one_change_no_bit() -> None:

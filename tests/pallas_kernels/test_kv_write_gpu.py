@@ -22,7 +22,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.kv_write import gpu as kv_write_gpu
-from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
+from jspec.pallas_kernels.kv_write.api import HeadNorms, KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import (
     LARGE,
     interleave_kv,
@@ -189,6 +189,31 @@ def test_what_is_not_finite_enters_no_pool(dtype: Any) -> None:
     np.testing.assert_array_equal(written, np.asarray(expected[page, page % 4], np.float32))
     large = float(jnp.asarray(LARGE, dtype))
     assert [written[3, 1, 0], written[3, 3, 63], written[4, 3, 1]] == [0, large, -large]
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_an_fp8_pool_holds_what_the_reference_stores(has_norms: bool) -> None:
+    """Bit by bit; q is in f16, times K's scale. What is not finite enters no pool."""
+    heads, positions, pool = draw(6, 2, 64, tokens=5, page_size=4, dtype=jnp.bfloat16)
+    heads = heads.at[1, 6, 7].set(jnp.nan).at[1, 7, 40].set(-jnp.inf).at[3, 9, 63].set(jnp.inf)
+    heads = heads.at[4, 8].multiply(99)  # beyond 448 of its scale
+    pool = pool.astype(jnp.float8_e4m3fn)
+    page = jnp.asarray([3, 1, 6, 2, 5], jnp.int32)
+    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
+    arrays = (heads, cos, sin, pool, page, page % 4)
+    how: dict[str, Any] = {
+        "num_heads": 6,
+        "norms": norms_of(64, dtype=jnp.bfloat16) if has_norms else None,
+        "scales": KVScales(k=jnp.full(1, 0.013), v=jnp.full(1, 0.0071)),
+    }
+    q, pages = KERNEL(*arrays, **how, interpret=True)
+    expected_q, expected = REFERENCE(*arrays, **how)
+    found, wanted = (np.asarray(x[1:]).view(np.uint8) for x in (pages, expected))
+    np.testing.assert_array_equal(found, wanted)
+    assert q.dtype == jnp.float16
+    np.testing.assert_allclose(
+        np.asarray(q, np.float32), np.asarray(expected_q, np.float32) * 0.013, rtol=1e-3, atol=1e-7
+    )
 
 
 def test_heads_that_do_not_fit_the_pool_are_named() -> None:

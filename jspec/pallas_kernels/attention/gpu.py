@@ -1,4 +1,4 @@
-"""Paged attention for Hopper GPUs: rows of equal length, bf16 or f16 pools (Pallas Mosaic GPU).
+"""Paged attention for Hopper GPUs (Mosaic GPU): rows of equal length, pools in bf16, f16 or FP8.
 
 A program handles one row, one kv head, up to 64 packed queries (group x R, the M of a wgmma
 product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared memory,
@@ -6,13 +6,15 @@ K_g and V_g of a token in one box, and keeps an online softmax in float32 regist
 merges the shares; a single share is written directly to the output.
 
 Rounding: P is cast to the pool's type before the second product, and each share's result before the
-merge.
+merge. Of an FP8 pool (e4m3) all of this is f16, in which every e4m3 number is exact: a consumer
+converts each block on its way from the ring to the products.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +42,10 @@ from jspec.pallas_kernels.hopper import (
     check_attention,
     fold_scores,
     interpret_options,
+    swizzled,
     zero_unwritten,
 )
+from jspec.spec.cache_entry import FP8
 
 MAX_QUERIES = 64  # R
 
@@ -60,7 +64,8 @@ class Shape:
     stored: int  # queries of a tile, rounded up to 8
     splits: int
     tuning: Tuning
-    dtype: Any
+    pool_dtype: Any
+    dtype: Any  # of both products' operands and of the results
     scale: float
     soft_cap: float | None
     windowed: bool
@@ -71,6 +76,10 @@ class Shape:
     def copies(self) -> int:
         """Copies per block: one per page, or one if a block is part of a page."""
         return max(self.tuning.block_tokens // self.page_size, 1)
+
+    @property
+    def widens(self) -> bool:
+        return bool(self.pool_dtype != self.dtype)
 
     @property
     def num_words(self) -> int:
@@ -107,10 +116,11 @@ def attend_rows(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. plan: may be
-    shared by all layers with the same rows, window and block_tokens. packed_heads: H, if q is in
-    the layout of gpu_plan.pack_queries, in the pool's D and dtype. Raises ValueError for
-    unsupported shapes, NotImplementedError with a jax before 0.11.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (read as it is stored; the
+    result is f16), D 64 or 128. plan: may be shared by all layers with the same rows, window and
+    block_tokens. packed_heads: H, if q is in the layout of gpu_plan.pack_queries, in the pool's D
+    and dtype (f16 for FP8). Raises ValueError for unsupported shapes, NotImplementedError with a
+    jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
     if interpret:  # the interpreter's wgmma takes no operand from registers
@@ -167,10 +177,12 @@ def shape_of(
     """Check the static arguments and choose the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
-    used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
+    wide = jnp.dtype(jnp.float16 if kv_pages.dtype == FP8 else kv_pages.dtype)
+    ring = tuning.stages * kv_pages.dtype.itemsize + 2 * (wide != kv_pages.dtype)
+    used = tuning.consumers * (ring * block * 2 + TILE_ROWS * 2) * width
     used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
     limits = {name: fixed[name] for name in ("scale", "soft_cap")}
-    check_attention(q, kv_pages, block_tokens=block, shared_bytes=used, **limits)
+    check_attention(q, kv_pages, block_tokens=block, shared_bytes=used, reads_fp8=True, **limits)
     if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
         raise ValueError(
             f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
@@ -193,7 +205,8 @@ def shape_of(
         stored=stored,
         splits=splits,
         tuning=tuning,
-        dtype=kv_pages.dtype,
+        pool_dtype=kv_pages.dtype,
+        dtype=wide,
         **fixed,
     )
 
@@ -217,21 +230,27 @@ def launch(
         array((shape.parts, programs, shape.stored, shape.width), shape.dtype),
         array((shape.parts, programs, TILE_ROWS), jnp.float32),
     ]
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    of_pool, of_wide = swizzled(shape.pool_dtype), swizzled(shape.dtype)
     rings = tuning.consumers * tuning.stages
     scratch: dict[str, Any] = {
         "ring": plgpu.SMEM(
-            (rings, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=swizzled
+            (rings, tuning.block_tokens, 2 * shape.width), shape.pool_dtype, transforms=of_pool
         ),
         "queries": plgpu.SMEM(
-            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=swizzled
+            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=of_wide
         ),
         "arrived": plgpu.Barrier(num_barriers=tuning.consumers),
         "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=rings),
     }
     if tuning.weights == "shared":
         scratch["weights"] = plgpu.SMEM(
-            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
+            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=of_wide
+        )
+    if shape.widens:
+        scratch["wide"] = plgpu.SMEM(
+            (tuning.consumers, tuning.block_tokens, 2 * shape.width),
+            shape.dtype,
+            transforms=of_wide,
         )
     if tuning.loader == "producer":
         scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
@@ -240,7 +259,7 @@ def launch(
         results = [array((shape.batch, shape.queries, num_heads, shape.width), shape.dtype)]
         # The result uses tiles that can be cut between any two queries. It reuses the queries'
         # memory: with memory of its own, two programs would not fit on a multiprocessor.
-        cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), swizzled[1])
+        cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), of_wide[1])
         mean = plgpu.SMEM((1, TILE_ROWS, shape.width), shape.dtype, transforms=cut)
         scratch["queries"] = plgpu.RefUnion(scratch["queries"], mean)
     kernel = plgpu.kernel(
@@ -311,6 +330,7 @@ class _Refs:
     filled: Any  # a slot of a ring has been filled
     emptied: Any = None  # a slot may be filled again (producer)
     weights: Any = None  # [consumers, 64, block], P if it passes through shared memory
+    wide: Any = None  # [consumers, block, 2 D], a converted block (FP8)
     mean: Any = None  # [1, 64, D], in the queries' memory (direct)
 
 
@@ -411,18 +431,19 @@ def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
         pages = _pages_of(shape, refs, work, block) if refills else []
         rule = _rule(shape, refs, work, block_of(i), masked=masked)
         plgpu.barrier_wait(refs.filled.at[slot])
-        if masked:
+        if masked and not shape.widens:
             _clean(shape, refs, work, slot, block_of(i))
-        carry = _absorb(shape, refs, warpgroup, slot, block_of(i), rule, carry, masked=masked)
 
-        @pl.when(i + stages < num_steps)
-        def _release() -> None:
-            if refills:
-                _load(shape, refs, work, block, slot, pages)
-            else:
-                plgpu.barrier_arrive(refs.emptied.at[slot])
+        def release() -> None:
+            @pl.when(i + stages < num_steps)
+            def _release() -> None:
+                if refills:
+                    _load(shape, refs, work, block, slot, pages)
+                else:
+                    plgpu.barrier_arrive(refs.emptied.at[slot])
 
-        return carry
+        absorb = functools.partial(_absorb, shape, refs, work, warpgroup, slot, block_of(i), rule)
+        return absorb(carry, release, masked=masked)
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     carry = (
@@ -481,25 +502,38 @@ def _place(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -
 def _absorb(
     shape: Shape,
     refs: _Refs,
+    work: _Work,
     warpgroup: Any,
     slot: Any,
     block: Any,
     rule: list[Any],
     carry: Any,
+    release: Callable[[], None],
     *,
     masked: bool,
 ) -> Any:
-    """Add one block of keys to the online softmax."""
+    """Add one block of keys to the online softmax, and release its slot of the ring."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
-    keys = refs.ring.at[slot, :, pl.ds(0, width)]
-    values = refs.ring.at[slot, :, pl.ds(width, width)]
+    held = refs.wide.at[warpgroup] if shape.widens else refs.ring.at[slot]
+    keys, values = held.at[:, pl.ds(0, width)], held.at[:, pl.ds(width, width)]
+    if shape.widens:
+        # No warp reads these keys any more, since its values of the last block followed that; and
+        # none the last values once all warps have converted these keys.
+        keys[...] = _widened(shape, refs, slot, 0)
+        plgpu.commit_smem()
 
     def score(acc: Any) -> Any:
         plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
+        if shape.widens:  # meanwhile
+            written = work.keys - block * tokens
+            values[...] = _widened(shape, refs, slot, width, written=written if masked else None)
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
+    if shape.widens:
+        plgpu.commit_smem()
+        release()
     scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
     scores = _mask(shape, block, scores, rule, masked=masked)
     new_top, fade, weights, total = fold_scores(scores, factor, top, total)
@@ -514,7 +548,20 @@ def _absorb(
         return acc[...]
 
     added = pl.run_scoped(mix, plgpu.WGMMAAccumulatorRef((TILE_ROWS, width), jnp.float32))
+    if not shape.widens:
+        release()
     return new_top, total, mixed * lax.broadcast_in_dim(fade, mixed.shape, [0]) + added
+
+
+def _widened(shape: Shape, refs: _Refs, slot: Any, start: int, *, written: Any = None) -> Any:
+    """Load K or V of a block in f16. written: zeros from there on, since 0 times NaN is NaN."""
+    half = refs.ring.at[slot, :, pl.ds(start, shape.width)]
+    load: Any = plgpu.load
+    found = load(half, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(shape.dtype)
+    if written is None:
+        return found
+    token = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    return jnp.where(token < written, found, jnp.zeros_like(found))
 
 
 def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:

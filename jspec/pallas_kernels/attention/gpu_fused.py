@@ -14,15 +14,26 @@ from jspec.pallas_kernels.attention import gpu_shared
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
-from jspec.pallas_kernels.kv_write.api import Rotation
+from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
+from jspec.pallas_kernels.kv_write.reference import scaled_outputs
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
+from jspec.spec.cache_entry import FP8
 
 
-def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
+def serves(
+    heads: jax.Array,
+    kv_pages: jax.Array,
+    *,
+    queries_per_row: int | None,
+    scales: KVScales | None = None,
+) -> bool:
     """Return whether the kernels support heads[T, H + 2G, D] and this pool."""
+    reads = heads.dtype == kv_pages.dtype
+    if scales is not None:
+        reads = kv_pages.dtype == FP8 and queries_per_row is not None
     fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
     few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
-    return fits and few and heads.dtype == kv_pages.dtype
+    return fits and few and reads
 
 
 def rotate_write_and_attend(
@@ -36,6 +47,7 @@ def rotate_write_and_attend(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    scales: KVScales | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
     """Fulfil api.py for heads (q, then k, then v) before norms and RoPE."""
@@ -52,6 +64,7 @@ def rotate_write_and_attend(
         offset,
         num_heads=rotation.num_heads,
         norms=rotation.norms,
+        scales=scales,
         queries_per_row=queries_per_row,
         interpret=interpret,
     )
@@ -81,7 +94,7 @@ def rotate_write_and_attend(
             sinks=sinks,
             interpret=interpret,
         )
-        return out, kv_pages
+        return scaled_outputs(out, scales, heads.dtype), kv_pages
     out = paged_attention_gpu.attend_rows(
         q,
         kv_pages,
@@ -94,4 +107,4 @@ def rotate_write_and_attend(
         packed_heads=rotation.num_heads,
         interpret=interpret,
     )
-    return out, kv_pages
+    return scaled_outputs(out, scales, heads.dtype), kv_pages

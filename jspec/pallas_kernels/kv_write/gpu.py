@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.attention.gpu_plan import tiles_of
-from jspec.pallas_kernels.kv_write.api import HeadNorms
-from jspec.pallas_kernels.kv_write.reference import finite, norm_halves, turn
+from jspec.pallas_kernels.kv_write.api import HeadNorms, KVScales
+from jspec.pallas_kernels.kv_write.reference import norm_halves, stored, turn
 
 HEADS_PER_PROGRAM = 16
 VECTOR_BYTES, WARP = 16, 32  # bytes that a thread loads at once; threads of a warp
@@ -41,13 +41,15 @@ def rotate_and_write(
     *,
     num_heads: int,
     norms: HeadNorms | None = None,
+    scales: KVScales | None = None,
     queries_per_row: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
     """Compute reference.rotate_and_write in one launch.
 
     queries_per_row: None returns q as [T, H, D], else in the layout of gpu_plan.pack_queries, [B *
-    G, rows, D], without its padding. Raises ValueError for heads that do not fit the pool.
+    G, rows, D], without its padding. scales: of an FP8 pool; q is then in f16, times K's scale.
+    Raises ValueError for heads that do not fit the pool.
     """
     tokens, total, width = heads.shape
     _check(heads, cos, kv_pages, num_heads=num_heads)
@@ -59,25 +61,28 @@ def rotate_and_write(
     if queries_per_row is not None:
         tiles, stored = tiles_of(num_heads // num_kv * queries_per_row)
         q_shape = (tokens // queries_per_row * num_kv, tiles * stored, width)
+    operands = () if norms is None else (norms.q, norms.k)
+    operands += () if scales is None else (scales.k, scales.v)
     q, pool = pl.pallas_call(
         functools.partial(
             _rotate_and_write,
             num_heads=num_heads,
             eps=None if norms is None else norms.eps,
+            has_scales=scales is not None,
             queries_per_row=queries_per_row,
             block=block,
             half=half,
         ),
         grid=(tokens, pl.cdiv(total, block)),
         out_shape=(
-            jax.ShapeDtypeStruct(q_shape, heads.dtype),
+            jax.ShapeDtypeStruct(q_shape, heads.dtype if scales is None else jnp.float16),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
         input_output_aliases={5: 1},
         compiler_params=plt.CompilerParams(num_warps=min(max(threads // WARP, 1), 8), num_stages=1),
         interpret=interpret,
         name="rotate_and_write",
-    )(heads, cos, sin, page, offset, kv_pages, *(() if norms is None else (norms.q, norms.k)))
+    )(heads, cos, sin, page, offset, kv_pages, *operands)
     return q, pool
 
 
@@ -99,17 +104,24 @@ def _rotate_and_write(
     page_ref: Any,
     offset_ref: Any,
     _: Any,  # the input pool, aliased to pool_ref
-    *scales_and_out: Any,
+    *others: Any,
     num_heads: int,
     eps: float | None,
+    has_scales: bool,
     queries_per_row: int | None,
     block: int,
     half: int,
 ) -> None:
-    *scale_refs, q_ref, pool_ref = scales_and_out
+    *scale_refs, q_ref, pool_ref = others
+    k_scale: Any = None
+    v_scale: Any = None
     total, width = heads_ref.shape[1:]
     num_kv = (total - num_heads) // 2
     token = pl.program_id(0)
+    if has_scales:
+        *scale_refs, k_ref, v_ref = scale_refs
+        only = token * 0  # the interpreter cannot load at a constant index
+        k_scale, v_scale = plt.load(k_ref.at[only]), plt.load(v_ref.at[only])
     head = (pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32))[:, None]
     lane = jnp.arange(half, dtype=jnp.int32)
     inside = lane < width // 2
@@ -148,10 +160,15 @@ def _rotate_and_write(
     turned = turn(first, second, cos, sin)
     for plain, rotated, start in zip(loaded, turned, (0, width // 2), strict=True):
         value = jnp.where(is_key, rotated.astype(plain.dtype), plain)
-        plt.store(q_ref.at[q_outer, q_inner, column + start], value, mask=is_query & inside)
+        query, kept = value, value
+        if has_scales:
+            wide = value.astype(jnp.float32)
+            query = (wide * k_scale).astype(q_ref.dtype)
+            kept = wide / jnp.where(is_key, k_scale, v_scale)
+        plt.store(q_ref.at[q_outer, q_inner, column + start], query, mask=is_query & inside)
         plt.store(
             pool_ref.at[page, offset, pool_head, column + start],
-            finite(value.astype(pool_ref.dtype)),
+            stored(kept, pool_ref.dtype),
             mask=(head >= num_heads) & (head < total) & inside,
         )
 
