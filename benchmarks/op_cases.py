@@ -24,17 +24,19 @@ from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.kv_write import reference as kv_write
-from jspec.pallas_kernels.kv_write.api import HeadNorms
+from jspec.pallas_kernels.kv_write.api import HeadNorms, KVScales
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.pallas_kernels.shapes import MODELS as REAL_MODELS
 from jspec.pallas_kernels.shapes import ModelShape
+from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, MoESpec
 from jspec.spec.weight_format import Dense, num_bytes
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST
 
 DTYPE = jnp.bfloat16
+KV_DTYPES = {"bfloat16": jnp.dtype(DTYPE), "fp8_e4m3": jnp.dtype(FP8)}
 BYTES = 2  # of a number
 PAGE = 64
 EPS = 1e-6
@@ -107,10 +109,28 @@ def rows_of(batch: int, queries: int, prefix: int, *, packed: bool, tree: bool) 
     return rows, batch * pages + 1, None if packed else queries
 
 
+def pool_of(seed: int, *shape: int, kv: str) -> jax.Array:
+    """Random K and V; those of FP8 are drawn in units of their scale, with room for outliers."""
+    pool = normal(seed, *shape, scale=1.0 if kv == "bfloat16" else 32.0)
+    return pool.astype(KV_DTYPES[kv])
+
+
+def scales_of(kv: str) -> KVScales | None:
+    each = jnp.full(1, 1 / 32, jnp.float32)
+    return None if kv == "bfloat16" else KVScales(k=each, v=each)
+
+
 def attend(
-    shape: ModelShape, *, batch: int, queries: int, context: int, packed: bool = False
+    shape: ModelShape,
+    *,
+    batch: int,
+    queries: int,
+    context: int,
+    packed: bool = False,
+    kv: str = "bfloat16",
 ) -> Case:
-    """Attention of `queries` tokens a row, the last of `context`; as a tree from 16 on."""
+    """Attention of `queries` tokens a row, the last of `context`; as a tree from 16 on. kv: of the
+    cache, by the names of --kv-cache-dtype."""
     H, G, D = shape.heads
     tree = not packed and queries >= 16
     rows, num_pages, per_row = rows_of(batch, queries, context - queries, packed=packed, tree=tree)
@@ -119,23 +139,25 @@ def attend(
 
     def make(seed: int) -> tuple[Arrays, Arrays]:
         q = normal(seed, batch * queries, H, D)
-        return (q, normal(seed + 1, num_pages, PAGE, 2 * G, D), rows), ()
+        pool = pool_of(seed + 1, num_pages, PAGE, 2 * G, D, kv=kv)
+        return (q, pool, rows, scales_of(kv)), ()
 
     def run(ops: Ops, arguments: Arrays) -> jax.Array:
-        q, pool, rows = arguments
-        return ops.attend(q, None, None, pool, rows, call, sinks)[0]
+        q, pool, rows, scales = arguments
+        return ops.attend(q, None, None, pool, rows, call, sinks, scales)[0]
 
     seen = batch * (queries * (context - queries) + queries * (queries + 1) / 2)
     return Case(
         make=make,
         run=pure(run),
-        num_bytes=BYTES * batch * (context * 2 * G * D + 2 * queries * H * D),
+        num_bytes=batch
+        * (KV_DTYPES[kv].itemsize * context * 2 * G * D + BYTES * 2 * queries * H * D),
         flops=4 * seen * H * D,
         decode_tokens=None if packed else batch * queries,
     )
 
 
-def write_kv(shape: ModelShape, *, batch: int, queries: int) -> Case:
+def write_kv(shape: ModelShape, *, batch: int, queries: int, kv: str = "bfloat16") -> Case:
     """Norms and RoPE of heads, and their K and V written: a GPU's kernel, or the definition."""
     H, G, D = shape.heads
     rows, num_pages, _ = rows_of(batch, queries, PAGE, packed=False, tree=False)
@@ -147,21 +169,25 @@ def write_kv(shape: ModelShape, *, batch: int, queries: int) -> Case:
     def make(seed: int) -> tuple[Arrays, Arrays]:
         angle = normal(seed, batch * queries, D // 2, dtype=jnp.float32)
         heads = normal(seed + 1, batch * queries, H + 2 * G, D)
-        return (heads, jnp.cos(angle), jnp.sin(angle)), normal(seed + 2, num_pages, PAGE, 2 * G, D)
+        pool = pool_of(seed + 2, num_pages, PAGE, 2 * G, D, kv=kv)
+        return (heads, jnp.cos(angle), jnp.sin(angle), scales_of(kv)), pool
 
     def run(ops: Ops, arguments: Arrays, pool: jax.Array) -> tuple[Arrays, Arrays]:
+        *given, scales = arguments
         write: Callable[..., Any] = kv_write.rotate_and_write
         if isinstance(ops, GpuOps):
             from jspec.pallas_kernels.kv_write import gpu
 
             write = partial(gpu.rotate_and_write, interpret=ops.interpret)
-        return write(*arguments, pool, page, offset, num_heads=H, norms=norms)
+        q, pool = write(*given, pool, page, offset, num_heads=H, norms=norms, scales=scales)
+        return (() if scales else q), pool  # with scales, the kernel's q is times K's
 
     return Case(
         make=make,
         run=run,
-        num_bytes=BYTES * 2 * batch * queries * (H + 2 * G) * D,
+        num_bytes=batch * queries * D * (2 * BYTES * H + (BYTES + KV_DTYPES[kv].itemsize) * 2 * G),
         decode_tokens=batch * queries,
+        worst=0.02 if kv == "bfloat16" else 0.1,  # the step of e4m3 after its largest numbers
     )
 
 
@@ -387,6 +413,11 @@ BATCHES = (1, 8, 64)
 PREFILL: Sizes = {"packed": True}
 OPS: Mapping[str, tuple[Callable[..., Case], tuple[Sizes, ...]]] = {
     "attention": (attend, crossed(batch=BATCHES, queries=(1, 4, 16), context=(1168, 8192))),
+    "attention_fp8": (
+        attend,
+        crossed(batch=BATCHES, queries=(1, 4, 16), context=(1024, 8192), kv=tuple(KV_DTYPES)),
+    ),
+    "kv_write_fp8": (write_kv, crossed(batch=(1, 64), queries=(1, 4), kv=tuple(KV_DTYPES))),
     "prefill": (
         attend,
         (

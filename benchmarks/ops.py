@@ -62,6 +62,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
 
     found: dict[str, list[tuple[ModuleType, str]]] = {
         "attention": [(attention, "choose_tuning")],
+        "attention_fp8": [(attention, "choose_tuning")],
         "prefill": [(prefill, "Tuning")],
         "gated_mlp": [(gated, "choose_gated"), (ops_gpu, "choose_few_gated")],
         "experts": [(ops_gpu, "choose_experts")],

@@ -15,8 +15,10 @@ from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 SIZES: dict[str, str] = {
     "attention": "batch=2 queries=16 context=70",
+    "attention_fp8": "batch=2 queries=4 context=70 kv=fp8_e4m3",
     "prefill": "packed=true batch=2 queries=12 context=70",
     "kv_write": "batch=2 queries=3",
+    "kv_write_fp8": "batch=2 queries=3 kv=fp8_e4m3",
     "compaction": "batch=2 nodes=5 levels=2 layers=2",
     "bonus_token": "batch=2 nodes=5 levels=2",
     "add_norm": "tokens=3",
