@@ -109,6 +109,22 @@ def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, 
     return new_top, fade, weights, total * fade + jnp.sum(weights, axis=1)
 
 
+def wide_dtype(pool_dtype: DTypeLike) -> Any:
+    """Return the dtype in which products read a pool: f16 for FP8, as it has every e4m3 number."""
+    return jnp.dtype(jnp.float16 if pool_dtype == FP8 else pool_dtype)
+
+
+def widened(source: Any, dtype: DTypeLike, *, written: Any = None) -> Any:
+    """Load K or V of a block in FP8 as f16. written: zeros from there on: 0 times NaN is NaN."""
+    load: Any = plgpu.load
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    found = load(source, layout=layout).astype(dtype)
+    if written is None:
+        return found
+    token = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=layout)
+    return jnp.where(token < written, found, jnp.zeros_like(found))
+
+
 def zero_unwritten(values: Any, written: Any) -> None:
     """Zero the V of a block's slots from `written` on: 0 times NaN is NaN."""
     v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)

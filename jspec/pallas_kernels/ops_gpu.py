@@ -35,7 +35,6 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
-from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import Gate, MoESpec
 
 # Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
@@ -72,9 +71,6 @@ class GpuOps(Ops):
     def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
-    def xla_for_fp8(self) -> tuple[str, ...]:
-        return ("attention of prompts",)
-
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
@@ -91,28 +87,17 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array]:
         check_call(q, kv_pages, rows, call)
         per_row = call.queries_per_row
-        is_served = kv_pages.dtype != FP8
-        if per_row is not None:
-            is_served = per_row <= paged_attention_gpu.MAX_QUERIES
-        if not is_served:
+        if per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES:
             return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks, scales)
         if k_new is not None and v_new is not None:
             how: Any = {"queries_per_row": per_row, "scales": scales}
             kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, **how)
+        given = (scaled_queries(q, scales), kv_pages, rows)
+        settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
         if per_row is None:
-            out = paged_prefill_gpu.attend_packed(
-                q, kv_pages, rows, sinks=sinks, interpret=self.interpret, **call.settings
-            )
-            return out, kv_pages
-        out = paged_attention_gpu.attend_rows(
-            scaled_queries(q, scales),
-            kv_pages,
-            rows,
-            sinks=sinks,
-            queries_per_row=per_row,
-            interpret=self.interpret,
-            **call.settings,
-        )
+            out = paged_prefill_gpu.attend_packed(*given, **settings)
+        else:
+            out = paged_attention_gpu.attend_rows(*given, queries_per_row=per_row, **settings)
         return scaled_outputs(out, scales, q.dtype).astype(q.dtype), kv_pages
 
     def rotate_write_and_attend(

@@ -123,33 +123,29 @@ def test_a_latent_is_stored_by_its_only_scale() -> None:
 PACKED = replace(ONE_EACH, queries_per_row=None)
 
 
-@pytest.mark.parametrize(
-    ("name", "calls"), [("gpu_interpret", (PACKED,)), ("tpu_interpret", (PACKED, ONE_EACH))]
-)
-def test_a_bundle_without_a_kernel_for_it_runs_xlas_path(
-    name: str, calls: tuple[AttentionCall, ...]
-) -> None:
+def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
     """Bit by bit; and the bundle says for which operations it does."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, n, 64)), jnp.bfloat16) for n in (4, 2, 2))
     pool = jnp.zeros((2, 64, 4, 64), E4M3)
-    for call_ in calls:
+    for call_ in (PACKED, ONE_EACH):
         found, wanted = (
-            jax.jit(OPS[each].attend, static_argnames="call")(
+            jax.jit(OPS[name].attend, static_argnames="call")(
                 q, k, v, pool, one_row(), call_, None, SCALES
             )
-            for each in (name, "xla")
+            for name in ("tpu_interpret", "xla")
         )
         for mine, right in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (mine, right)))
-    assert "attention of prompts" in OPS[name].xla_for_fp8()
-    assert OPS["xla"].xla_for_fp8() == ()
+    assert "attention of prompts" in OPS["tpu_interpret"].xla_for_fp8()
+    assert OPS["xla"].xla_for_fp8() == OPS["gpu_interpret"].xla_for_fp8() == ()
 
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("rotary", [64, 32])
-def test_the_gpus_kernels_are_xlas_path_on_a_chain(rotary: int) -> None:
-    """Fused with RoPE, and not where RoPE turns a part of each head."""
+@pytest.mark.parametrize("queries_per_row", [3, None])
+def test_the_gpus_kernels_are_xlas_path(queries_per_row: int | None, rotary: int) -> None:
+    """A chain and a prompt; fused with RoPE, and not where RoPE turns a part of each head."""
     rng = np.random.default_rng(5)
     heads = jnp.asarray(rng.normal(0, 1, (3, 8, 64)), jnp.bfloat16)
     angle = jnp.asarray(rng.normal(0, 1, (3, rotary // 2)), jnp.float32)
@@ -161,7 +157,7 @@ def test_the_gpus_kernels_are_xlas_path_on_a_chain(rotary: int) -> None:
         cu_q_lens=jnp.asarray([0, 3], jnp.int32),
         q_positions=62 + jnp.arange(3, dtype=jnp.int32),
     )
-    call_ = AttentionCall(queries_per_row=3, scale=0.1)
+    call_ = AttentionCall(queries_per_row=queries_per_row, scale=0.1)
     with jax.default_device(jax.devices("cpu")[0]):
         found, wanted = (
             jax.jit(OPS[name].rotate_write_and_attend, static_argnames="call")(

@@ -110,6 +110,9 @@ FAST = (
 )
 
 
+E4M3 = jnp.float8_e4m3fn
+
+
 def on_cpu() -> contextlib.AbstractContextManager[object]:
     """Interpret mode simulates the GPU on the host, also where there is one."""
     return jax.default_device(jax.devices("cpu")[0])
@@ -128,6 +131,8 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     with on_cpu() if interpret else contextlib.nullcontext():
         rng = np.random.default_rng(seed)
         q, _, _, pool, rows, sinks = draw(case, rng, list(gpu.lengths), list(gpu.prefixes))
+        if case.dtype == E4M3:  # queries of an FP8 pool are of another type
+            q = q.astype(jnp.float32)
         out = run(q, pool, rows, sinks).astype(jnp.float32)
         expected = reference.attend(
             q.astype(jnp.float32),
@@ -147,6 +152,30 @@ def test_equals_the_reference_and_reads_no_poison(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check(CASES[name], seed=len(name), interpret=True)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize(
+    ("name", "tuning"),
+    [
+        (FAST[0], Tuning(block_tokens=64, stages=2)),
+        pytest.param(FAST[1], Tuning(stages=2), marks=pytest.mark.slow),
+        pytest.param(FAST[0], CASES["no turns, three consumers"].tuning, marks=pytest.mark.slow),
+        pytest.param(FAST[1], CASES["one consumer, one stage"].tuning, marks=pytest.mark.slow),
+        pytest.param(
+            "large blocks of keys, many rows",
+            Tuning(stages=1, programs=2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_fp8_pools_equal_the_reference(
+    name: str, tuning: Tuning, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = dataclasses.replace(CASES[name].case, dtype=E4M3)
+    check(dataclasses.replace(CASES[name], case=case, tuning=tuning), seed=2, interpret=True)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 

@@ -45,6 +45,18 @@ def test_lowers_for_hopper(queries: int, page_size: int, options: dict[str, Any]
 
 
 @needs_mosaic_gpu
+def test_fp8_pools_lower_for_hopper() -> None:
+    q, pool, fields = llama_shapes(16, 2048, 64)
+    pool = jax.ShapeDtypeStruct(pool.shape, jnp.float8_e4m3fn)
+
+    def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
+        return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09)
+
+    lowered = jax.jit(run).trace(q, pool, fields).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 1
+
+
+@needs_mosaic_gpu
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:

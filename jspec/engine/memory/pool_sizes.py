@@ -203,7 +203,7 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     mixers = (layer.attention for layer in target.layers)
     full = {own for own in mixers if type(own) is AttentionSpec and own.window is None}
-    is_off |= any(own.has_kv_scales for own in full)  # its kernels read no FP8 pool
+    is_off |= any(own.has_kv_scales for own in full)  # not measured
     if is_off or ops.sharing_pays_from is None or not full:
         return None
     shards, token = config.tp_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)

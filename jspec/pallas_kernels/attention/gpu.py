@@ -43,9 +43,10 @@ from jspec.pallas_kernels.hopper import (
     fold_scores,
     interpret_options,
     swizzled,
+    wide_dtype,
+    widened,
     zero_unwritten,
 )
-from jspec.spec.cache_entry import FP8
 
 MAX_QUERIES = 64  # R
 
@@ -177,7 +178,7 @@ def shape_of(
     """Check the static arguments and choose the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
-    wide = jnp.dtype(jnp.float16 if kv_pages.dtype == FP8 else kv_pages.dtype)
+    wide = wide_dtype(kv_pages.dtype)
     ring = tuning.stages * kv_pages.dtype.itemsize + 2 * (wide != kv_pages.dtype)
     used = tuning.consumers * (ring * block * 2 + TILE_ROWS * 2) * width
     used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
@@ -515,19 +516,21 @@ def _absorb(
     """Add one block of keys to the online softmax, and release its slot of the ring."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
-    held = refs.wide.at[warpgroup] if shape.widens else refs.ring.at[slot]
+    stored = refs.ring.at[slot]
+    held = refs.wide.at[warpgroup] if shape.widens else stored
     keys, values = held.at[:, pl.ds(0, width)], held.at[:, pl.ds(width, width)]
     if shape.widens:
         # No warp reads these keys any more, since its values of the last block followed that; and
         # none the last values once all warps have converted these keys.
-        keys[...] = _widened(shape, refs, slot, 0)
+        keys[...] = widened(stored.at[:, pl.ds(0, width)], shape.dtype)
         plgpu.commit_smem()
 
     def score(acc: Any) -> Any:
         plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
         if shape.widens:  # meanwhile
             written = work.keys - block * tokens
-            values[...] = _widened(shape, refs, slot, width, written=written if masked else None)
+            half = stored.at[:, pl.ds(width, width)]
+            values[...] = widened(half, shape.dtype, written=written if masked else None)
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
@@ -551,17 +554,6 @@ def _absorb(
     if not shape.widens:
         release()
     return new_top, total, mixed * lax.broadcast_in_dim(fade, mixed.shape, [0]) + added
-
-
-def _widened(shape: Shape, refs: _Refs, slot: Any, start: int, *, written: Any = None) -> Any:
-    """Load K or V of a block in f16. written: zeros from there on, since 0 times NaN is NaN."""
-    half = refs.ring.at[slot, :, pl.ds(start, shape.width)]
-    load: Any = plgpu.load
-    found = load(half, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(shape.dtype)
-    if written is None:
-        return found
-    token = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    return jnp.where(token < written, found, jnp.zeros_like(found))
 
 
 def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:

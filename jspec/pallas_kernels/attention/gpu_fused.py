@@ -28,9 +28,7 @@ def serves(
     scales: KVScales | None = None,
 ) -> bool:
     """Return whether the kernels support heads[T, H + 2G, D] and this pool."""
-    reads = heads.dtype == kv_pages.dtype
-    if scales is not None:
-        reads = kv_pages.dtype == FP8 and queries_per_row is not None
+    reads = kv_pages.dtype == (heads.dtype if scales is None else FP8)
     fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
     few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
     return fits and few and reads
@@ -79,7 +77,7 @@ def rotate_write_and_attend(
             sinks=sinks,
             interpret=interpret,
         )
-        return out, kv_pages
+        return scaled_outputs(out, scales, heads.dtype), kv_pages
     group = rotation.num_heads // (kv_pages.shape[2] // 2)
     packs = gpu_shared.serves(queries_per_row=queries_per_row, group=group)
     if rows.shared is not None and window is None and packs:

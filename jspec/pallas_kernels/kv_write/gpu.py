@@ -61,7 +61,7 @@ def rotate_and_write(
     if queries_per_row is not None:
         tiles, stored = tiles_of(num_heads // num_kv * queries_per_row)
         q_shape = (tokens // queries_per_row * num_kv, tiles * stored, width)
-    operands = () if norms is None else (norms.q, norms.k)
+    operands: tuple[jax.Array, ...] = () if norms is None else (norms.q, norms.k)
     operands += () if scales is None else (scales.k, scales.v)
     q, pool = pl.pallas_call(
         functools.partial(

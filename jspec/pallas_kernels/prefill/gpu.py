@@ -1,4 +1,4 @@
-"""Paged attention for packed prefill on Hopper GPUs: bf16 or f16 pools (Pallas Mosaic GPU).
+"""Paged attention for packed prefill on Hopper GPUs: bf16, f16 or FP8 pools (Pallas Mosaic GPU).
 
 The packed layout of attention/api.py, without a tail mask and with K and V already written.
 
@@ -10,8 +10,10 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
 
-P is cast to the pool's type before the second product. Interpret mode's wgmma takes no register
-operand and no running accumulator, so there P passes through shared memory.
+  - Of an FP8 pool one consumer converts K of a block to f16, the other V, in alternating buffers.
+
+P is cast to the pool's type (f16 for FP8) before the second product. Interpret mode's wgmma takes
+no register operand and no running accumulator, so there P passes through shared memory.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from jspec.pallas_kernels.hopper import (
     check_attention,
     fold_scores,
     interpret_options,
+    swizzled,
+    wide_dtype,
+    widened,
     zero_unwritten,
 )
 from jspec.pallas_kernels.prefill.gpu_plan import (
@@ -45,7 +50,10 @@ from jspec.pallas_kernels.prefill.gpu_plan import (
     packed_heads,
     plan_prefill,
 )
-from jspec.pallas_kernels.prefill.tuning import Tuning
+from jspec.pallas_kernels.prefill.tuning import Tuning, choose_tuning
+from jspec.spec.cache_entry import FP8
+
+BUFFERS = 2  # of converted blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,8 @@ class _Shape:
     width: int  # D
     page_size: int
     tuning: Tuning
-    dtype: Any
+    pool_dtype: Any
+    dtype: Any  # of both products' operands and of the result
     scale: float
     soft_cap: float | None
     windowed: bool
@@ -90,8 +99,12 @@ class _Shape:
         return min(self.tuning.programs, self.tasks)
 
     @property
+    def widens(self) -> bool:
+        return bool(self.pool_dtype != self.dtype)
+
+    @property
     def takes_turns(self) -> bool:
-        return self.tuning.takes_turns and self.tuning.consumers == 2
+        return self.tuning.takes_turns and self.tuning.consumers == 2 and not self.widens
 
 
 def attend_packed(
@@ -109,11 +122,11 @@ def attend_packed(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend with queries_per_row None; padding returns zeros.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. plan: may be
-    shared by all layers with the same rows, window and tuning. Raises ValueError for unsupported
-    shapes, NotImplementedError with an older jax.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (read as it is stored), D
+    64 or 128. plan: may be shared by all layers with the same rows, window and tuning. Raises
+    ValueError for unsupported shapes, NotImplementedError with an older jax.
     """
-    tuning = tuning or Tuning()
+    tuning = tuning or choose_tuning(kv_pages.dtype)
     _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
     num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
     group = q.shape[1] // num_kv
@@ -127,7 +140,8 @@ def attend_packed(
         width=width,
         page_size=kv_pages.shape[1],
         tuning=tuning,
-        dtype=kv_pages.dtype,
+        pool_dtype=kv_pages.dtype,
+        dtype=wide_dtype(kv_pages.dtype),
         scale=scale,
         soft_cap=soft_cap,
         windowed=window is not None,
@@ -167,7 +181,9 @@ def _check(
     soft_cap: float | None,
 ) -> None:
     block, width = tuning.block_tokens, kv_pages.shape[3]
-    used = (tuning.stages * block * 2 + tuning.consumers * TILE_ROWS) * width * 2
+    tokens = tuning.stages * block * kv_pages.dtype.itemsize
+    tokens += BUFFERS * block * 2 * (kv_pages.dtype == FP8)
+    used = (tokens * 2 + tuning.consumers * TILE_ROWS * 2) * width
     check_attention(
         (q.shape[0], q.shape[1], q.shape[2]),
         kv_pages,
@@ -175,6 +191,7 @@ def _check(
         shared_bytes=used,
         scale=scale,
         soft_cap=soft_cap,
+        reads_fp8=True,
     )
     if rows.tail_mask is not None:
         raise ValueError("the packed kernel takes no tail mask; expected None")
@@ -195,13 +212,15 @@ def _launch(
 ) -> jax.Array:
     """Return out[T, H * D]. An inner jit, so that it is compiled once for all layers."""
     tuning = shape.tuning
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    of_pool, of_wide = swizzled(shape.pool_dtype), swizzled(shape.dtype)
     scratch: dict[str, Any] = {
         "ring": plgpu.SMEM(
-            (tuning.stages, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=swizzled
+            (tuning.stages, tuning.block_tokens, 2 * shape.width),
+            shape.pool_dtype,
+            transforms=of_pool,
         ),
         "queries": plgpu.SMEM(
-            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=swizzled
+            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=of_wide
         ),
         "arrived": plgpu.Barrier(num_arrivals=shape.heads, num_barriers=tuning.consumers),
         "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=tuning.stages),
@@ -210,9 +229,14 @@ def _launch(
     }
     if shape.takes_turns:
         scratch["turn"] = plgpu.Barrier(num_arrivals=2)
+    if shape.widens:
+        scratch["widened"] = plgpu.Barrier(num_arrivals=tuning.consumers)
+        scratch["wide"] = plgpu.SMEM(
+            (BUFFERS, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=of_wide
+        )
     if shape.interpreted:
         scratch["weights"] = plgpu.SMEM(
-            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
+            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=of_wide
         )
     kernel = plgpu.kernel(
         functools.partial(_attend, shape),
@@ -254,6 +278,8 @@ class _Refs:
     cleaned: Any  # a slot's unwritten V has been zeroed
     turn: Any = None  # the other consumer may multiply
     weights: Any = None  # [consumers, 64, block], P in interpret mode
+    widened: Any = None  # a block has been converted (FP8)
+    wide: Any = None  # [BUFFERS, block, 2 D], converted blocks
 
 
 @dataclass(frozen=True)
@@ -383,9 +409,14 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
         # Issue global loads early, so that they have arrived when needed.
         rule = _rule(shape, refs, task, walk, warpgroup) if masked else []
         plgpu.barrier_wait(refs.filled.at[slot])
-        if masked:
+        held = refs.ring.at[slot]
+        if shape.widens:
+            written = walk.keys - block * shape.tuning.block_tokens
+            held = refs.wide.at[lax.rem(walk.offset + block, BUFFERS)]
+            _widen(shape, refs, warpgroup, slot, held, written=written if masked else None)
+        elif masked:
             _clean(shape, refs, walk, warpgroup, slot, block)
-        return _absorb(shape, refs, warpgroup, slot, block, rule, carry)
+        return _absorb(shape, refs, warpgroup, slot, held, block, rule, carry)
 
     def walk_row(row: Any, carry: Any) -> Any:
         walk = _walk_of(refs, task, row)
@@ -450,14 +481,41 @@ def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any)
     return jnp.where(exists, mean, jnp.zeros_like(mean))
 
 
+def _widen(
+    shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, held: Any, *, written: Any
+) -> None:
+    """Convert this consumer's half of a block, K or V, and wait for the other's.
+
+    Before a buffer is written again, all consumers have met after the products that read it.
+    """
+
+    def convert(start: int, written: Any = None) -> None:
+        columns = pl.ds(start, shape.width)
+        source = refs.ring.at[slot, :, columns]
+        held.at[:, columns][...] = widened(source, shape.dtype, written=written)
+
+    pl.when(warpgroup == 0)(lambda: convert(0))
+    pl.when(warpgroup == min(shape.tuning.consumers - 1, 1))(lambda: convert(shape.width, written))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.emptied.at[slot])
+    plgpu.barrier_arrive(refs.widened)
+    plgpu.barrier_wait(refs.widened)
+
+
 def _absorb(
-    shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, block: Any, rule: list[Any], carry: Any
+    shape: _Shape,
+    refs: _Refs,
+    warpgroup: Any,
+    slot: Any,
+    held: Any,
+    block: Any,
+    rule: list[Any],
+    carry: Any,
 ) -> Any:
-    """Add one block of keys to the online softmax."""
+    """Add one block of keys, `held` in shared memory, to the online softmax."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
-    keys = refs.ring.at[slot, :, pl.ds(0, width)]
-    values = refs.ring.at[slot, :, pl.ds(width, width)]
+    keys, values = held.at[:, pl.ds(0, width)], held.at[:, pl.ds(width, width)]
 
     def score(acc: Any) -> Any:
         plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
@@ -476,7 +534,8 @@ def _absorb(
         operand, new_top, total, mixed = lax.optimization_barrier((operand, new_top, total, mixed))
         _pass_turn(refs)
     mixed = _mix(shape, refs, warpgroup, operand, values, mixed)
-    plgpu.barrier_arrive(refs.emptied.at[slot])
+    if not shape.widens:
+        plgpu.barrier_arrive(refs.emptied.at[slot])
     return new_top, total, mixed
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS
+from jspec.spec.cache_entry import FP8
 
 LANES = 128  # of a TPU's vector
 
@@ -29,6 +33,11 @@ class Tuning:
             )
         if self.programs < 1:
             raise ValueError(f"programs is {self.programs}; expected at least 1")
+
+
+def choose_tuning(pool_dtype: DTypeLike) -> Tuning:
+    """Return the Hopper kernel's tuning. FP8: fewer stages, for the buffers of converted blocks."""
+    return Tuning(stages=2) if jnp.dtype(pool_dtype) == FP8 else Tuning()
 
 
 @dataclass(frozen=True, kw_only=True)
