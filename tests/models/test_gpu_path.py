@@ -33,8 +33,9 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
 )
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_entry import FP8
 from jspec.spec.head_spec import eagle3_spec
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, uniform_decoder
+from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, cached_in, uniform_decoder
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.support.caches import empty_pools
 
@@ -164,6 +165,31 @@ def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> N
     assert_close(mine[1][LIVE], expected[1][LIVE])
     for pages, expected_pages in zip(mine[2], expected[2], strict=True):
         assert_close(pages[1:], expected_pages[1:])
+
+
+@pytest.mark.parametrize("queries_per_row", [QUERIES, None])
+def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
+    queries_per_row: int | None,
+) -> None:
+    """Few of the first layer's stored numbers differ: the projections round alike."""
+    config = cached_in(CONFIG, FP8)
+    params = drawn(table_of(config), 0)
+    for layer in params["layers"].values():
+        layer["attention"] |= {"k_scale": jnp.full(1, 0.02), "v_scale": jnp.full(1, 0.03)}
+    token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
+    pages = tuple((50 * x).astype(FP8) for x in pool(3))
+
+    def run(ops: str) -> Any:
+        target = Decoder(config, OPS[ops], aux_layer_ids=(0, 1, 3))
+        forward = partial(target.forward, queries_per_row=queries_per_row)
+        return jax.jit(lambda p, kv: forward(p, token_ids, kv, ROWS))(params, pages)
+
+    mine, expected = run("gpu_interpret"), run("xla")
+    assert_close(mine[0][LIVE], expected[0][LIVE])
+    assert_close(mine[1][LIVE], expected[1][LIVE])
+    first = [np.asarray(x[2][0][1:]).view(np.uint8) for x in (mine, expected)]
+    assert np.mean(first[0] != first[1]) < 1e-3
+    assert np.isfinite(np.asarray(mine[2][2][1:], np.float32)).all()
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
