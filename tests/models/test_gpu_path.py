@@ -167,6 +167,7 @@ def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> N
         assert_close(pages[1:], expected_pages[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries_per_row", [QUERIES, None])
 def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     queries_per_row: int | None,

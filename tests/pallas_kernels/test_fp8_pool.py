@@ -142,8 +142,15 @@ def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("rotary", [64, 32])
-@pytest.mark.parametrize("queries_per_row", [3, None])
+@pytest.mark.parametrize(
+    ("queries_per_row", "rotary"),
+    [
+        (3, 64),
+        pytest.param(None, 64, marks=pytest.mark.slow),
+        pytest.param(3, 32, marks=pytest.mark.slow),
+        pytest.param(None, 32, marks=pytest.mark.slow),
+    ],
+)
 def test_the_gpus_kernels_are_xlas_path(queries_per_row: int | None, rotary: int) -> None:
     """A chain and a prompt; fused with RoPE, and not where RoPE turns a part of each head."""
     rng = np.random.default_rng(5)

@@ -188,7 +188,7 @@ def build(
     the target's weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8
     cache.
     """
-    target_spec = cached_in(target_spec, kv_dtype)
+    target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3

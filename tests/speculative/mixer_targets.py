@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -11,6 +12,7 @@ from jspec.spec.model_spec import (
     LayerSpec,
     Mixer,
     ModelSpec,
+    cached_in,
 )
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.speculative.engines import TARGET
@@ -44,3 +46,4 @@ MIXER_TARGETS: dict[str, ModelSpec] = {
     "hybrid": target_with(DELTA_NET, GATED),
     "all_kinds": target_with(LATENT, DELTA_NET, attention(WINDOW), DELTA_NET),
 }
+MIXER_TARGETS["all_kinds_fp8"] = cached_in(MIXER_TARGETS["all_kinds"], FP8)

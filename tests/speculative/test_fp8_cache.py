@@ -111,8 +111,8 @@ def test_plain_decoding_in_chunks_and_batches() -> None:
     ("shape", "page_size", "chunk"),
     [
         ((2, 2, 4), 4, 8),
-        pytest.param((3, 1, 4), 16, 32, marks=pytest.mark.slow),
-        pytest.param((3, 4, 16), 1, 5, marks=pytest.mark.slow),
+        pytest.param((3, 1, 4), 1, 5, marks=pytest.mark.slow),
+        pytest.param((3, 4, 16), 16, 32, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_drafts_change_no_token(shape: tuple[int, int, int], page_size: int, chunk: int) -> None:

@@ -61,7 +61,7 @@ FAST = (
 )
 REST = (
     Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
-    Case("all_kinds", (2, 2, 7), page_size=4, chunk=7),
+    Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
 )
 
 
