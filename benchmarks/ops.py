@@ -63,7 +63,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     found: dict[str, list[tuple[ModuleType, str]]] = {
         "attention": [(attention, "choose_tuning")],
         "attention_fp8": [(attention, "choose_tuning")],
-        "prefill": [(prefill, "Tuning")],
+        "prefill": [(prefill, "choose_tuning")],
         "gated_mlp": [(gated, "choose_gated"), (ops_gpu, "choose_few_gated")],
         "experts": [(ops_gpu, "choose_experts")],
         "moe": [(ops_gpu, "choose_experts"), (ops_gpu, "choose_few")],

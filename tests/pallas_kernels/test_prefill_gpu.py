@@ -24,7 +24,7 @@ from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import attend_packed
 from jspec.pallas_kernels.prefill.gpu_plan import PrefillPlan
-from jspec.pallas_kernels.prefill.tuning import Tuning
+from jspec.pallas_kernels.prefill.tuning import Tuning, choose_tuning
 from tests.pallas_kernels.chips import (
     in_turns,
     needs_hopper,
@@ -201,11 +201,13 @@ def test_equals_the_reference_on_the_chip(name: str, tuning: Tuning | None) -> N
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", [jnp.float16, E4M3], ids=["f16", "fp8"])
 @pytest.mark.parametrize("name", FAST)
-def test_equals_the_reference_on_the_chip_in_f16(name: str) -> None:
+def test_equals_the_reference_on_the_chip_in_other_types(name: str, dtype: Any) -> None:
     gpu = CASES[name]
-    case = dataclasses.replace(gpu.case, dtype=jnp.float16)
-    check(dataclasses.replace(gpu, case=case, tuning=Tuning()), seed=1, interpret=False)
+    case = dataclasses.replace(gpu.case, dtype=dtype)
+    tuning = choose_tuning(dtype)
+    check(dataclasses.replace(gpu, case=case, tuning=tuning), seed=1, interpret=False)
 
 
 @needs_mosaic_gpu
