@@ -1,4 +1,4 @@
-"""The TPU's row-wise attention against the reference, in TPU interpret mode, and its compilation.
+"""The TPU's row-wise attention against the reference, in TPU interpret mode.
 
 Whatever must not be read is poison: NaN in unwritten slots, in pages nobody owns, in page 0 and in
 padding queries' K and V. Page table entries that need not be followed name a page that does not
@@ -7,13 +7,8 @@ exist, which the interpreter refuses to read. Its copies run as late as their wa
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -310,46 +305,3 @@ def test_which_pools_are_copied() -> None:
     assert is_copy_free((8, 16, 16, 256))
     assert not is_copy_free((8, 16, 4, 64))
     assert not is_copy_free((8, 16, 6, 128))
-
-
-WIDEST = (
-    "8b tp4 R 16 page 16",
-    "8b tp4 tree of 64",
-    "8b tp4 long table",
-    "8b tp4 window, sinks, soft cap",
-    "70b tp1 tree of 64",
-    "float32, tree of 16, 70b tp8",
-    "copied: pool of 64 lanes",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
-)
-@pytest.mark.parametrize(
-    ("topology", "names"),
-    [
-        ("v5e:2x2", WIDEST),
-        pytest.param("v5e:2x2", (), marks=pytest.mark.exhaustive),
-        pytest.param("v5p:2x2x1", WIDEST, marks=pytest.mark.exhaustive),
-        ("v6e:2x2", WIDEST),
-    ],
-)
-def test_compiles_for_a_tpu_without_copying_the_pool(topology: str, names: tuple[str, ...]) -> None:
-    """The widest shapes; every shape for one chip, by hand."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.tpu_kernel_compile", topology, *names],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    shapes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(shapes) == len(names) if names else len(shapes) > 25
-    for shape in shapes:
-        assert shape["kernels"] == 2, shape["name"]
-        assert (shape["pool_copies"] == []) == shape["is_copy_free"], shape["name"]
-        assert shape["name"].startswith("copied") != shape["is_copy_free"], shape["name"]

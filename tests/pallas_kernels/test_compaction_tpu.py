@@ -1,13 +1,8 @@
-"""The TPU's path compaction in interpret mode, against the reference; and its compilation."""
+"""The TPU's path compaction in interpret mode, against the reference."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,32 +67,3 @@ def test_what_leaves_the_table_is_dropped() -> None:
 
 def test_a_path_of_the_root_alone_launches_nothing() -> None:
     check_a_path_of_the_root_alone_launches_nothing(compact_paths)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
-)
-@pytest.mark.parametrize(
-    "topology",
-    [
-        "v5e:2x2",  # the others are compiled as part of whole steps (test_step_compile)
-        pytest.param("v5p:2x2x1", marks=pytest.mark.exhaustive),
-        pytest.param("v6e:2x2", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_compaction_and_gathering_compile_for_a_tpu(topology: str) -> None:
-    """At the shapes of 8B over four chips and 70B over eight: no copy of a pool, nor of hidden.
-
-    But for the cases named so: what is then copied is not how the kernel wants it.
-    """
-    module = [sys.executable, "-m", "tests.pallas_kernels.tpu_path_compile", topology]
-    done = subprocess.run(
-        module, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(kernels) >= 8
-    for kernel in kernels:
-        assert kernel["launches"] == 1, kernel
-        assert (kernel["copies"] == []) is not kernel["name"].startswith("copied"), kernel

@@ -1,4 +1,4 @@
-"""The packed prefill kernel against the reference, in TPU interpret mode, and compiled for TPUs.
+"""The packed prefill kernel against the reference, in TPU interpret mode.
 
 Page 0, pages that nobody owns, slots that nobody wrote and padding K and V hold NaN. What interpret
 mode cannot show is the strided read of the landed pairs (it takes another view) and any timing.
@@ -7,12 +7,7 @@ mode cannot show is the strided read of the landed pairs (it takes another view)
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -310,35 +305,3 @@ def test_shapes_that_the_kernel_cannot_take_are_refused(
             soft_cap=None,
             sizes=changes.get("sizes"),
         )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
-)
-@pytest.mark.parametrize(
-    ("topology", "every"),
-    [
-        ("v5e:2x2", 4),
-        pytest.param("v5e:2x2", 1, marks=pytest.mark.exhaustive),
-        pytest.param("v5p:2x2x1", 4, marks=pytest.mark.exhaustive),
-        ("v6e:2x2", 4),
-    ],
-)
-def test_mosaic_compiles_it_without_copying_the_pool(topology: str, every: int) -> None:
-    """Every fourth shape; every shape for one chip, by hand."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.tpu_prefill_compile", topology, str(every)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(programs) > 10 // every
-    for program in programs:
-        assert program["kernels"] == 1, program
-        assert program["pool_copies"] == [], program
-        assert program["temporary_bytes"] < program["pool_bytes"], program
