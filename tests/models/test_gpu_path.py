@@ -109,9 +109,7 @@ def assert_close(mine: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("aux", "few", "queries_per_row"),
     [
-        ((0, 3), 8, QUERIES),
-        pytest.param((0, 1, 3), 8, QUERIES, marks=pytest.mark.slow),
-        pytest.param((0, 3), 7, QUERIES, marks=pytest.mark.slow),
+        ((0, 1, 3), 8, QUERIES),
         ((0, 3), 7, None),
     ],
 )
@@ -150,14 +148,13 @@ def test_a_mixture_gives_what_it_gives_over_xla(
     np.testing.assert_array_equal(mine[3][LIVE], expected[3][LIVE])
 
 
-@pytest.mark.parametrize("queries_per_row", [QUERIES, None])
-def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> None:
+def test_a_target_gives_what_it_gives_over_xla() -> None:
     params = drawn(table_of(CONFIG), 0)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
 
     def run(ops: str) -> Any:
         target = Decoder(CONFIG, OPS[ops], aux_layer_ids=(0, 1, 3))
-        forward = partial(target.forward, queries_per_row=queries_per_row)
+        forward = partial(target.forward, queries_per_row=QUERIES)
         return jax.jit(lambda p, kv: forward(p, token_ids, kv, ROWS))(params, pool(3))
 
     mine, expected = run("gpu_interpret"), run("xla")
@@ -193,14 +190,12 @@ def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     assert np.isfinite(np.asarray(mine[2][2][1:], np.float32)).all()
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_a_draft_head_gives_what_it_gives_over_xla(norm_before_residual: bool) -> None:
+def test_a_draft_head_gives_what_it_gives_over_xla() -> None:
     config = eagle3_spec(
         layer=biased(num_layers=1),
         draft_vocab_size=64,
         target_hidden_size=CONFIG.hidden_size,
         aux_layer_ids=(0, 1, 3),
-        norm_before_residual=norm_before_residual,
     )
     params = drawn(head_params(config), 1)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)

@@ -34,7 +34,7 @@ from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 # Their layers are split like those of the others.
-REPETITIONS = ("qwen3", "qwen3_moe_mixed", "mimo")
+REPETITIONS = ("qwen2", "qwen3", "qwen3_moe_mixed", "mistral", "mimo")
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ and which cases of a cross CI runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +24,13 @@ needs_mosaic_gpu = pytest.mark.mosaic_gpu
 needs_older_jax = pytest.mark.skipif(has_mosaic_gpu(), reason="this jax has the kernels")
 
 
-def in_turns(names: Iterable[str], tunings: Sequence[Any]) -> list[Any]:
-    """Parameters (name, tuning) of the whole cross, of which CI runs each name with one tuning."""
+def in_turns(names: Iterable[str], tunings: Sequence[Any], *, fast: Collection[str]) -> list[Any]:
+    """Parameters (name, tuning) of the whole cross, of which CI runs each name with one tuning, but
+    for those that the fast suite runs."""
+    names = sorted(names, key=lambda name: name in fast)
     return [
         pytest.param(name, tuning, id=f"{name}-{tuning}", marks=marks)
         for i, name in enumerate(names)
         for j, tuning in enumerate(tunings)
-        for marks in [() if i % len(tunings) == j else pytest.mark.exhaustive]
+        for marks in [() if i % len(tunings) == j and name not in fast else pytest.mark.exhaustive]
     ]

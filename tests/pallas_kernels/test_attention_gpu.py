@@ -223,7 +223,7 @@ def test_fp8_pools_equal_the_dense_oracle(name: str, capfd: pytest.CaptureFixtur
 @needs_mosaic_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tuning"), in_turns(CASES, [None, Tuning(splits=2, stages=1), PRODUCER])
+    ("name", "tuning"), in_turns(CASES, [None, Tuning(splits=2, stages=1), PRODUCER], fast=FAST)
 )
 def test_equals_the_dense_oracle_under_every_tuning(
     name: str, tuning: Tuning | None, capfd: pytest.CaptureFixture[str]

@@ -53,15 +53,17 @@ def check(name: str, dtype: Any, *, sinks: bool, interpret: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "sinks"), [("one token", False), ("two tiles", True)])
+@pytest.mark.slow_cases("rows", "a whole")
+@pytest.mark.parametrize(
+    ("name", "sinks"),
+    [
+        ("one token", False),
+        ("two tiles", True),
+        ("rows of a chain", True),
+        ("a whole tile", False),
+    ],
+)
 def test_equals_the_definition(name: str, sinks: bool) -> None:
-    check(name, jnp.float32, sinks=sinks, interpret=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_equals_the_definition(name: str, sinks: bool) -> None:
     check(name, jnp.float32, sinks=sinks, interpret=True)
 
 

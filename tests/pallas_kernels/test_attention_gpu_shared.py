@@ -211,9 +211,14 @@ def check(case: SharedCase, *, interpret: bool) -> None:
 
 
 @needs_mosaic_gpu
-@pytest.mark.mosaic_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name.startswith("wide") else ())
+        for name in CASES
+    ],
+)
 def test_a_prefix_read_once_gives_what_each_row_reads(name: str) -> None:
     check(CASES[name], interpret=True)
 

@@ -66,13 +66,9 @@ SLOW = {
         queries=3, rows=((277, 3), (1, 2)), writes=False, options=(("window", 40),)
     ),
     "decode, page 128": Case(queries=1, rows=((127, 1), (300, 1)), page_size=128, pages_per_row=4),
-    "decode, page 64, head_dim 64": Case(
-        queries=1, rows=((100, 1), (64, 1)), page_size=64, pages_per_row=3, widths=(64, 64, 64)
-    ),
     "decode, one kv head, head_dim 64 in a pool of 128": Case(
         queries=1, rows=((100, 1), (64, 1)), heads=(8, 1), widths=(64, 64, 128)
     ),
-    "decode, every head its own": Case(queries=1, rows=((100, 1), (7, 1)), heads=(4, 4)),
     "decode, page 1": Case(queries=1, rows=((100, 1), (7, 1)), page_size=1, pages_per_row=180),
     "chain, bfloat16, narrow K and V": Case(
         queries=4, rows=((33, 4), (200, 2)), widths=(24, 16, 32), dtype=jnp.bfloat16
@@ -89,12 +85,10 @@ SLOW = {
     "tree of 64, page 32": Case(
         queries=64, tail=64, rows=((200, 64),), heads=(4, 2), page_size=32, pages_per_row=10
     ),
-    "tree, sinks": Case(queries=8, tail=8, rows=((128, 8), (5, 8)), sinks=True),
     "tree, window over two words": Case(
         queries=40, tail=40, rows=((128, 40), (5, 40)), heads=(2, 1), options=(("window", 9),)
     ),
     "draft level, older rows in two words": Case(queries=4, tail=40, rows=((99, 4), (36, 4))),
-    "tree, nothing written": Case(queries=8, tail=8, rows=((128, 8), (5, 8)), writes=False),
     "every row absent": Case(queries=2, rows=((0, 0), (0, 0))),
     "first rows absent": Case(queries=2, rows=((0, 0), (0, 0), (0, 0), (40, 2), (0, 0), (9, 1))),
 }
@@ -211,8 +205,7 @@ def test_equals_the_reference_and_reads_no_poison(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_equals_the_reference_at_other_shapes(name: str) -> None:
-    for seed in range(3):
-        check(np.random.default_rng([seed, len(name)]), SLOW[name])
+    check(np.random.default_rng(len(name)), SLOW[name])
 
 
 def test_an_overflow_in_one_node_changes_no_node_that_does_not_see_it() -> None:

@@ -50,10 +50,6 @@ def test_the_kernel_is_the_reference(
         (3, 20, (2, 8), jnp.float32),  # more moves than a program holds: a layer each
         (1, 3, (6, 200), jnp.float32),  # 1,200 columns: the last chunk not full
         (2, 3, (2, 5), jnp.float16),  # ten columns: fewer than a warp's
-        pytest.param(7, 4, (2, 32), jnp.float16, marks=pytest.mark.slow),
-        pytest.param(3, 20, (2, 8), jnp.float16, marks=pytest.mark.slow),
-        pytest.param(1, 3, (6, 200), jnp.float16, marks=pytest.mark.slow),
-        pytest.param(2, 3, (2, 5), jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_any_cut_of_layers_and_columns_gives_the_same(

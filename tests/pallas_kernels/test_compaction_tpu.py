@@ -30,7 +30,7 @@ def compact(kv: Pools, *rows: Any, buffer_bytes: int = 1 << 20) -> Pools:
         return after
 
 
-@pytest.mark.slow_cases("1-16", "3-128", "6-64")
+@pytest.mark.slow_cases("6-64")
 @SHAPES
 def test_the_kernel_is_the_reference(
     batch: int, page_size: int, num_path: int, row: tuple[int, int], dtype: Any

@@ -91,12 +91,7 @@ def in_steps(
         (6, 2, 64, 1, jnp.float32),
         (3, 1, 20, 8, jnp.bfloat16),
         (1, 1, 2, 16, jnp.float32),
-        pytest.param(32, 8, 128, 16, jnp.float32, marks=pytest.mark.slow),
-        pytest.param(6, 2, 64, 1, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(3, 1, 64, 64, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param(3, 1, 64, 64, jnp.float32, marks=pytest.mark.slow),
-        pytest.param(3, 1, 20, 8, jnp.float32, marks=pytest.mark.slow),
-        pytest.param(1, 1, 2, 16, jnp.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_equals_rope_interleaving_and_scatter(
@@ -264,7 +259,7 @@ def paged(
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("packed", "wide", "normed"),
-    [(False, 64, False), (True, 64, True), (False, 128, False), (False, 64, True)],
+    [(False, 64, False), (True, 64, True), (False, 128, False)],
 )
 def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool) -> None:
     """Also where the pool is wider than a head, and the kernel gives way."""
@@ -286,9 +281,8 @@ def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_overflow_in_one_token_changes_no_other_rows_attention(packed: bool) -> None:
-    attend, (heads, rows, pool) = paged("gpu_interpret", packed=packed, wide=64)
+def test_an_overflow_in_one_token_changes_no_other_rows_attention() -> None:
+    attend, (heads, rows, pool) = paged("gpu_interpret", packed=False, wide=64)
     run = jax.jit(attend)
     expected, _ = run(heads, rows, pool)
     poisoned = heads.at[1].set(jnp.nan).at[2, 7].set(jnp.inf)  # of row 0's four

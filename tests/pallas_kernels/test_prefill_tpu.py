@@ -189,18 +189,11 @@ SLOW = {
     "sizes of a real model": Case(
         queries=300, batch=4, pages_per_row=40, dtype=jnp.bfloat16, sizes=BlockSizes()
     ),
-    "sizes of a real model, one row": Case(
-        queries=256, batch=1, page_size=64, pages_per_row=12, sizes=BlockSizes()
-    ),
     "one kv head, 1,024 rows": Case(
         queries=200, batch=3, heads=(8, 1), sizes=BlockSizes(rows=1024, keys=256)
     ),
     "four kv heads, group 7": Case(queries=140, batch=2, heads=(28, 4), pages_per_row=10),
-    "eight kv heads, page 32": Case(
-        queries=130, batch=3, heads=(8, 8), page_size=32, pages_per_row=9, dtype=jnp.bfloat16
-    ),
     "window within a page": Case(queries=70, batch=3, window=5, dtype=jnp.bfloat16),
-    "window over several blocks": Case(queries=96, batch=2, window=150, page_size=32),
     "nothing written, bf16, soft cap": Case(
         queries=70, batch=3, writes=False, soft_cap=2.0, dtype=jnp.bfloat16
     ),
@@ -213,7 +206,7 @@ SLOW = {
 
 
 @pytest.mark.slow
-@settings(_SLOW_EXAMPLES, max_examples=12)
+@settings(_SLOW_EXAMPLES, max_examples=6)
 @given(drawn=row_lengths(batch=5, queries=80, slots=PACKED.slots_per_row), seed=st.integers(0, 99))
 def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:
     check(PACKED, np.random.default_rng(seed), *drawn)
@@ -234,9 +227,8 @@ def test_every_feature_equals_the_reference(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_every_shape_equals_the_reference(name: str) -> None:
-    for seed in range(2):
-        rng = np.random.default_rng([seed, len(name)])
-        check(SLOW[name], rng, *draw_lengths(rng, SLOW[name]))
+    rng = np.random.default_rng(len(name))
+    check(SLOW[name], rng, *draw_lengths(rng, SLOW[name]))
 
 
 def test_no_queries_at_all_write_nothing() -> None:
