@@ -74,7 +74,7 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 5, 60, 100])  # of the last an expert has 67
+@pytest.mark.parametrize("tokens", [5, 100])  # of the last an expert has 67
 def test_packed_experts_are_as_good_as_unpacked_ones(tokens: int) -> None:
     """E of a group and a quarter, I of three quarters of one."""
     check_kernels(3, 160, 96, tokens=tokens, interpret=True)
