@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 
