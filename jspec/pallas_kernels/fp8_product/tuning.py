@@ -1,0 +1,165 @@
+"""Tile sizes of the fp8 product kernels, and checks that they fit a problem. No jax, no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jspec.pallas_kernels.gated_mlp.tuning import (
+    ACCUMULATED,
+    LANES,
+    NUM_BLOCKS,
+    SHARED_BYTES,
+    Shared,
+)
+
+DEPTH = 128  # inputs of a row of a swizzled tile, and of a block of scales
+PADDED_TOKENS = 128  # scales of tokens are allocated for a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTuning:
+    """The static shape of gpu.py's kernel. Sizes are elements."""
+
+    tile_m: int = LANES  # tokens, 64 per consumer
+    tile_n: int = 32  # columns of the result
+    tile_k: int = DEPTH
+    num_stages: int = 4
+    num_consumers: int = 1
+    cluster: int = 1
+    shared: Shared = Shared.TOKENS
+    group: int = 16  # row tiles that are swept together
+    promotes: bool = False  # sums of 128 inputs are added in float32; always so for blocks
+    early_start: bool = True  # load weights before the preceding kernel has ended
+    early_release: bool = True  # let the next kernel start when the last tiles have started
+    num_blocks: int = NUM_BLOCKS
+
+    @property
+    def cluster_tiles(self) -> tuple[int, int]:
+        """Tiles of a cluster, down M and across the result."""
+        return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
+
+    def rows_loaded(self, m: int) -> int:
+        """Tokens that a stage holds; the other rows of a product are read from what follows."""
+        unit = 8 * (self.cluster if self.shared is Shared.TOKENS else 1)
+        return min(self.tile_m, -(-m // unit) * unit)
+
+    def ring_rows(self, m: int) -> int:
+        loaded = self.rows_loaded(m)
+        return self.num_stages * loaded + self.tile_m - loaded
+
+    def shared_bytes(self, m: int, halves: int) -> int:
+        ring = self.tile_k * (self.ring_rows(m) + self.num_stages * halves * self.tile_n)
+        return ring + self.tile_m * self.tile_n * 2
+
+    def problem(self, m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> str | None:
+        """Return why this kernel cannot compute [m, k] @ [k, columns], or None. halves: 2 for a
+        gated product. by_blocks: the weights have a scale per 128 x 128.
+        """
+        across = halves * self.tile_n * self.cluster_tiles[1]
+        wide = halves * self.tile_n
+        unit = 8 * (self.cluster if self.shared is Shared.WEIGHTS else 1)  # whole swizzled rows
+        # A product that is promoted needs its sums and those so far.
+        sums = LANES * wide * (2 if by_blocks or self.promotes else 1)
+        size = self.shared_bytes(m, halves)
+        checks = {
+            f"M {m} is less than 1": m < 1,
+            f"{across} columns do not divide {columns}": columns % across,
+            f"tile_k {self.tile_k} does not divide K {k}": k % self.tile_k,
+            f"tile_k {self.tile_k} is no multiple of {DEPTH}": self.tile_k % DEPTH,
+            f"tile_n {self.tile_n} is no multiple of {unit}": self.tile_n % unit,
+            f"tile_n {self.tile_n} is more than {DEPTH} in two blocks": (
+                by_blocks and self.tile_n > DEPTH
+            ),
+            f"{wide} columns of a product are more than 256": wide > 256,
+            f"{self.tile_m} rows are not {self.num_consumers} x {LANES}": (
+                self.tile_m != self.num_consumers * LANES
+            ),
+            f"{sums} sums are more than {ACCUMULATED}": sums > ACCUMULATED,
+            f"{size} bytes of shared memory, at most {SHARED_BYTES}": size > SHARED_BYTES,
+        }
+        return next((reason for reason, wrong in checks.items() if wrong), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FewTuning:
+    """The static shape of gpu_few.py's kernel. Sizes are elements, powers of two."""
+
+    tile_n: int  # columns of the result per program
+    tile_k: int  # inputs of one iteration
+    num_warps: int
+    num_stages: int = 1  # iterations in flight, with tensor cores
+    by_lanes: bool = False  # one token, without tensor cores
+    num_lanes: int = 16  # most tokens, with tensor cores
+
+    @property
+    def most_tokens(self) -> int:
+        return 1 if self.by_lanes else self.num_lanes
+
+    def problem(self, m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> str | None:
+        checks = {
+            f"M {m} is not 1 to {self.most_tokens}": not 1 <= m <= self.most_tokens,
+            f"{halves * self.tile_n} columns do not divide {columns}": (
+                columns % (halves * self.tile_n)
+            ),
+            f"tile_k {self.tile_k} does not divide K {k}": k % self.tile_k,
+            f"tile_k {self.tile_k} is no multiple of {DEPTH}": by_blocks and self.tile_k % DEPTH,
+            f"tile_n {self.tile_n} does not divide {DEPTH}": by_blocks and DEPTH % self.tile_n,
+        }
+        return next((reason for reason, wrong in checks.items() if wrong), None)
+
+
+Tuning = ProductTuning | FewTuning
+MOST_FEW, MOST_NARROW = 64, 512  # tokens of a strip each, and of tiles that fit the columns
+MOST_STAGES = 24
+TILE_COST = 32  # of a tile, in columns: its tokens are copied and its sums written
+ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
+
+
+def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> Tuning | None:
+    """Return the tuning for [m, k] @ [k, columns] column-major, None for XLA. halves: 2 for a gated
+    product. by_blocks: the weights have a scale per 128 x 128.
+    """
+    how = {"halves": halves, "by_blocks": by_blocks}
+    if m == 1 and ONE.problem(m, k, columns, **how) is None:
+        return ONE
+    tuning = tiles_for(m, k, columns, **how)
+    return tuning if tuning.problem(m, k, columns, **how) is None else None
+
+
+def tiles_for(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning:
+    """Return the tiles whose waves are fullest, with as many stages as fit."""
+    few = m <= MOST_FEW
+    tile_m = LANES if few else 2 * LANES
+    tile_n = fullest(m, columns, tile_m=tile_m, halves=halves, by_blocks=by_blocks)
+    is_deep = few and halves * tile_n <= LANES and k % (2 * DEPTH) == 0
+    tuning = ProductTuning(
+        tile_m=tile_m,
+        num_consumers=tile_m // LANES,
+        tile_n=tile_n,
+        tile_k=2 * DEPTH if is_deep else DEPTH,
+    )
+    if m > MOST_NARROW and m % (2 * tile_m) == 0 and tuning.tile_n % 16 == 0:
+        tuning = replace(tuning, cluster=2, shared=Shared.WEIGHTS)
+    return deepest(tuning, m, halves=halves)
+
+
+def fullest(m: int, columns: int, *, tile_m: int, halves: int, by_blocks: bool) -> int:
+    """Return the tile_n whose columns per multiprocessor are fewest; narrow ones cost more."""
+    width, rows = columns // halves, -(-m // tile_m)
+    most = (DEPTH if by_blocks else 2 * DEPTH) // halves
+    found = [n for n in range(8, most + 1, 8) if width % n == 0] or [8]
+
+    def busy(n: int) -> int:
+        return -(-(rows * width // n) // NUM_BLOCKS) * (n + TILE_COST)
+
+    return min(found, key=busy)
+
+
+def deepest(tuning: ProductTuning, m: int, *, halves: int) -> ProductTuning:
+    """Return the tuning with as many stages as shared memory holds."""
+    fitting = (
+        replace(tuning, num_stages=stages)
+        for stages in range(MOST_STAGES, 1, -1)
+        if replace(tuning, num_stages=stages).shared_bytes(m, halves) <= SHARED_BYTES
+    )
+    return next(fitting, replace(tuning, num_stages=2))
