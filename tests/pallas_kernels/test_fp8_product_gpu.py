@@ -48,13 +48,14 @@ RINGS: dict[str, tuple[int, int, int, bool, ProductTuning]] = {
     "pairs share weights": (136, 256, 256, False, PAIRS),
     "promoted": (8, 384, 64, True, replace(STRIP, promotes=True)),
 }
-FAST = ("an odd M, two blocks of columns", "gate and up", "two consumers")
+FAST = ("an odd M, two blocks of columns",)
+FAST_FEWS = ("one", "three")
 FEW = FewTuning(tile_n=32, tile_k=256, num_warps=4, num_stages=2)
 LANES = FewTuning(tile_n=4, tile_k=256, num_warps=4, by_lanes=True)
 FEWS: dict[str, tuple[int, int, int, bool, FewTuning]] = {
     "one": (1, 512, 32, False, LANES),
     "one, gated": (1, 256, 64, True, LANES),
-    "three": (3, 512, 64, False, FEW),
+    "three": (3, 512, 32, False, FEW),
     "sixteen, gated": (16, 512, 128, True, replace(FEW, tile_n=16, tile_k=128)),
     "seventeen": (17, 256, 32, False, replace(FEW, num_lanes=32)),
 }
@@ -107,7 +108,7 @@ def padded(tokens: QuantisedTokens) -> QuantisedTokens:
 
 
 @FORMS
-@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (130, 200)])
+@pytest.mark.parametrize("shape", [(3, 384), (130, 200)])
 def test_tokens_are_quantised_as_the_reference_has_them(
     shape: tuple[int, int], by_blocks: bool
 ) -> None:
@@ -139,7 +140,9 @@ def test_a_ring_computes_the_reference_without_a_race(name: str, by_blocks: bool
 
 
 @FORMS
-@pytest.mark.parametrize("name", FEWS)
+@pytest.mark.parametrize(
+    "name", [n if n in FAST_FEWS else pytest.param(n, marks=pytest.mark.slow) for n in FEWS]
+)
 def test_few_tokens_are_multiplied_as_in_the_reference(name: str, by_blocks: bool) -> None:
     m, k, columns, is_gated, tuning = FEWS[name]
     x, weight = operands(m, k, columns, by_blocks=by_blocks)
@@ -152,12 +155,11 @@ def test_few_tokens_are_multiplied_as_in_the_reference(name: str, by_blocks: boo
 
 
 @FORMS
-@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
-def test_a_token_that_overflows_spoils_no_other(poison: float, by_blocks: bool) -> None:
-    x, weight = operands(3, 256, 64, by_blocks=by_blocks)
+def test_a_token_that_overflows_spoils_no_other(by_blocks: bool) -> None:
+    x, weight = operands(3, 256, 32, by_blocks=by_blocks)
     run = partial(few_product, tuning=FEW, interpret=True)
-    got, clean = run(x.at[1].set(poison), weight), run(x, weight)
-    assert not jnp.isfinite(got[1]).all()
+    got, clean = run(x.at[1].set(jnp.nan), weight), run(x, weight)
+    assert not jnp.isfinite(got[1]).any()
     assert (got[jnp.array([0, 2])] == clean[jnp.array([0, 2])]).all()
 
 
