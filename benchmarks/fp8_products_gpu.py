@@ -138,7 +138,7 @@ def few_candidates(m: int) -> Iterator[tuple[str, FewTuning, bool]]:
 def ring_candidates(
     m: int, n: int, halves: int, by_blocks: bool
 ) -> Iterator[tuple[str, ProductTuning]]:
-    of_form = {"halves": halves, "by_blocks": by_blocks}
+    of_form: dict[str, Any] = {"halves": halves, "by_blocks": by_blocks}
     deep = partial(deepest, m=m, halves=halves)
     if m <= LANES:
         strip = fullest(m, n, tile_m=LANES, **of_form)
@@ -178,7 +178,7 @@ def jobs_of(shape: str, m: int) -> Iterator[Job]:
     yield make("bf16", "xla", partial(xla, is_gated=is_gated))
     for form in ("channel", "blocks"):
         by_blocks = form == "blocks"
-        how = {"halves": 2 if is_gated else 1, "by_blocks": by_blocks}
+        how: dict[str, Any] = {"halves": 2 if is_gated else 1, "by_blocks": by_blocks}
         is_tuned = m in TUNED and shape in (("out",) if by_blocks else ("out", "down", "gated"))
         if (is_tuned and not by_blocks) or (m in (1, 4096) and shape == "out"):
             yield make(form, "xla with quantise", partial(xla, is_gated=is_gated))

@@ -315,7 +315,8 @@ def _consume(
 def _load(ref: Any, axis: int) -> jax.Array:
     """Load one number a row (axis 1) or column (axis 0) of a product."""
     layout = plgpu.Layout.WGMMA.reduce(axis)
-    loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
+    load: Any = plgpu.load  # whose index is optional from jax 0.11 on
+    loaded: jax.Array = load(ref, layout=layout, optimized=False)
     return loaded
 
 

@@ -227,10 +227,11 @@ def _few_tokens(
     zeros = jnp.zeros((tuning.tile_n, tuning.num_lanes), jnp.float32)
     sums = lax.fori_loop(0, size // tuning.tile_k, add, (zeros,) * halves)
     if not by_blocks:
+        of_tokens: Any = scale
         if x_scales_ref:
-            scale = plt.load(x_scales_ref[0].at[program * 0, token], mask=exists, other=0.0)
+            of_tokens = plt.load(x_scales_ref[0].at[program * 0, token], mask=exists, other=0.0)
         sums = [
-            total * scale[None] * plt.load(w_scales_ref.at[half * width + column])[:, None]
+            total * of_tokens[None] * plt.load(w_scales_ref.at[half * width + column])[:, None]
             for half, total in enumerate(sums)
         ]
     result = _result(list(sums), out_ref.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jspec.pallas_kernels.gated_mlp.tuning import (
     ACCUMULATED,
@@ -119,7 +120,7 @@ def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> Tun
     """Return the tuning for [m, k] @ [k, columns] column-major, None for XLA. halves: 2 for a gated
     product. by_blocks: the weights have a scale per 128 x 128.
     """
-    how = {"halves": halves, "by_blocks": by_blocks}
+    how: dict[str, Any] = {"halves": halves, "by_blocks": by_blocks}
     if m == 1 and ONE.problem(m, k, columns, **how) is None:
         return ONE
     tuning = tiles_for(m, k, columns, **how)
