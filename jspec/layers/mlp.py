@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.device.fp8 import FP8Weight
 from jspec.layers.linear import Shard, linear
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.ops import Ops
@@ -26,7 +25,7 @@ def gated_mlp(
     limit: clip silu(gate) from above, and up to [-limit, limit].
     """
     kernel = params["gate_up"]["kernel"]
-    if "bias" in params["gate_up"] or limit is not None or isinstance(kernel, FP8Weight):
+    if "bias" in params["gate_up"] or limit is not None:
         inner = gated(*jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1), limit=limit)
     else:
         inner = ops.gated_product(x, kernel, of_prompts=of_prompts)

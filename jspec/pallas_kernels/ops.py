@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.device import noise
 from jspec.device.fp8 import FP8Weight
+from jspec.device.weights import Weight
 from jspec.pallas_kernels.add_norm import reference as add_norm
 from jspec.pallas_kernels.attention import reference, xla
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
@@ -183,11 +184,12 @@ class Ops:
         return add_norm.add_norm(x, delta, scale, eps=eps)
 
     def gated_product(
-        self, x: Float[Array, "*b E"], kernel: Float[Array, "E I2"], *, of_prompts: bool
+        self, x: Float[Array, "*b E"], kernel: Weight, *, of_prompts: bool
     ) -> Float[Array, "*b I"]:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
-        return gated(*jnp.split(x @ kernel, 2, axis=-1))
+        y = self.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else x @ kernel
+        return gated(*jnp.split(y, 2, axis=-1))
 
     def fp8_product(self, x: Float[Array, "*b K"], weight: FP8Weight) -> Float[Array, "*b N"]:
         """Return x @ weight in x's dtype, with activations quantised per token."""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jspec.device.weights import dense
+from jspec.device.fp8 import FP8Weight
+from jspec.device.weights import Weight, dense
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
@@ -27,6 +28,7 @@ from jspec.pallas_kernels.experts.tuning import (
     choose_few,
     sizes_of,
 )
+from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
@@ -141,10 +143,21 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array]:
         return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
 
-    def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
+    def fp8_product(self, x: jax.Array, weight: FP8Weight) -> jax.Array:
+        found = None if self.interpret else fp8_product_gpu.chosen_product(x, weight)
+        return Ops.fp8_product(self, x, weight) if found is None else found
+
+    def gated_product(self, x: jax.Array, kernel: Weight, *, of_prompts: bool) -> jax.Array:
         """Use a fused kernel if one is faster; interpreted, they would take minutes, so use XLA."""
         if self.interpret:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
+        if isinstance(kernel, FP8Weight):
+            found = fp8_product_gpu.chosen_product(x, kernel, is_gated=True)
+            return (
+                Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
+                if found is None
+                else found
+            )
         shape = (x.shape[0], *kernel.shape)
         how: dict[str, Any] = {"dtype": kernel.dtype, "column_major": self.columns}
         few = None if of_prompts else choose_few_gated(*shape, **how)

@@ -21,11 +21,10 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.device.fp8 import FP8Weight
+from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product.gpu import product
-from jspec.pallas_kernels.fp8_product.gpu_few import QuantisedTokens, few_product, quantise
-from jspec.pallas_kernels.fp8_product.reference import E4M3
-from jspec.pallas_kernels.fp8_product.tuning import FewTuning, choose, tiles_for
+from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
+from jspec.pallas_kernels.fp8_product.tuning import tiles_for
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_gated_compile import spilled_bytes
 from tests.pallas_kernels.gpu_kernel_compile import H200
@@ -86,12 +85,6 @@ def compile_one(
     if spilled:
         raise SystemExit(f"{name}, {m} tokens: {tuning} spills {spilled} bytes")
     print("compiled", name, m, tuning)
-    chosen = choose(m, k, n, **how)
-    if isinstance(chosen, FewTuning):
-        few = partial(few_product, tuning=chosen, is_gated=is_gated)
-        if "few_fp8_product" not in compiled(few, x, k, n, by_blocks=by_blocks):
-            raise SystemExit("the compiled program has no Triton kernel")
-        print("compiled", name, m, chosen)
 
 
 if __name__ == "__main__":

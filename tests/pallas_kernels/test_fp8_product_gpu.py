@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.device.fp8 import FP8Weight
+from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product import reference
 from jspec.pallas_kernels.fp8_product.gpu import product
-from jspec.pallas_kernels.fp8_product.gpu_few import QuantisedTokens, few_product, quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
 from jspec.pallas_kernels.fp8_product.tuning import (
-    ONE,
-    FewTuning,
+    MOST_TOKENS,
     ProductTuning,
     choose,
     deepest,
@@ -46,19 +45,8 @@ RINGS: dict[str, tuple[int, int, int, bool, ProductTuning]] = {
     "tokens of two clusters": (16, 256, 128, False, replace(STRIP, cluster=2, num_blocks=4)),
     "two consumers": (136, 256, 256, False, WIDE),
     "pairs share weights": (136, 256, 256, False, PAIRS),
-    "promoted": (8, 384, 64, True, replace(STRIP, promotes=True)),
 }
 FAST = ("an odd M, two blocks of columns",)
-FAST_FEWS = ("one", "three")
-FEW = FewTuning(tile_n=32, tile_k=256, num_warps=4, num_stages=2)
-LANES = FewTuning(tile_n=4, tile_k=256, num_warps=4, by_lanes=True)
-FEWS: dict[str, tuple[int, int, int, bool, FewTuning]] = {
-    "one": (1, 512, 32, False, LANES),
-    "one, gated": (1, 256, 64, True, LANES),
-    "three": (3, 512, 32, False, FEW),
-    "sixteen, gated": (16, 512, 128, True, replace(FEW, tile_n=16, tile_k=128)),
-    "seventeen": (17, 256, 32, False, replace(FEW, num_lanes=32)),
-}
 E, INNER = LLAMA_3_1_8B.widths
 
 
@@ -69,9 +57,7 @@ def operands(m: int, k: int, columns: int, *, by_blocks: bool) -> tuple[jax.Arra
     shape = (-(-k // 128), -(-columns // 128)) if by_blocks else (columns,)
     scales = jnp.asarray(rng.uniform(0.5, 2, shape) * k**-0.5 / 64, jnp.float32)
     codes = jnp.asarray(rng.standard_normal((k, columns)) * 64, jnp.float32)
-    return jnp.asarray(x, jnp.bfloat16), FP8Weight(
-        codes=codes.astype(reference.E4M3), scales=scales
-    )
+    return jnp.asarray(x, jnp.bfloat16), FP8Weight(codes=codes.astype(E4M3), scales=scales)
 
 
 def expected(x: jax.Array, weight: FP8Weight, *, is_gated: bool) -> jax.Array:
@@ -99,7 +85,7 @@ def padded(tokens: QuantisedTokens) -> QuantisedTokens:
     """With NaN wherever nobody may look."""
     rows = jnp.arange(tokens.codes.shape[0])[:, None] < tokens.num
     columns = jnp.arange(tokens.scales.shape[1])[None] < tokens.num
-    nan = jnp.full((), jnp.nan, reference.E4M3)
+    nan = jnp.full((), jnp.nan, E4M3)
     return replace(
         tokens,
         codes=jnp.where(rows, tokens.codes, nan),
@@ -139,34 +125,10 @@ def test_a_ring_computes_the_reference_without_a_race(name: str, by_blocks: bool
     assert not interpreter.get_races().races_found
 
 
-@FORMS
-@pytest.mark.parametrize(
-    "name", [n if n in FAST_FEWS else pytest.param(n, marks=pytest.mark.slow) for n in FEWS]
-)
-def test_few_tokens_are_multiplied_as_in_the_reference(name: str, by_blocks: bool) -> None:
-    m, k, columns, is_gated, tuning = FEWS[name]
-    x, weight = operands(m, k, columns, by_blocks=by_blocks)
-    run = partial(few_product, tuning=tuning, is_gated=is_gated, interpret=True)
-    wanted = expected(x, weight, is_gated=is_gated)
-    assert_close(run(x, weight), wanted)
-    if not tuning.by_lanes:
-        tokens = quantise(x, by_blocks=by_blocks, interpret=True)
-        assert_close(run(padded(tokens), weight), wanted)
-
-
-@FORMS
-def test_a_token_that_overflows_spoils_no_other(by_blocks: bool) -> None:
-    x, weight = operands(3, 256, 32, by_blocks=by_blocks)
-    run = partial(few_product, tuning=FEW, interpret=True)
-    got, clean = run(x.at[1].set(jnp.nan), weight), run(x, weight)
-    assert not jnp.isfinite(got[1]).any()
-    assert (got[jnp.array([0, 2])] == clean[jnp.array([0, 2])]).all()
-
-
 def of_shape(m: int, k: int, columns: int, *, by_blocks: bool) -> tuple[Any, Any]:
     like = jax.ShapeDtypeStruct
     shape = (-(-k // 128), -(-columns // 128)) if by_blocks else (columns,)
-    weight = FP8Weight(codes=like((k, columns), reference.E4M3), scales=like(shape, jnp.float32))
+    weight = FP8Weight(codes=like((k, columns), E4M3), scales=like(shape, jnp.float32))
     tokens = jax.eval_shape(partial(quantise, by_blocks=by_blocks), like((m, k), jnp.bfloat16))
     return tokens, weight
 
@@ -199,12 +161,11 @@ def test_every_count_of_tokens_has_tiles_that_fit(
     size: tuple[int, int], halves: int, by_blocks: bool
 ) -> None:
     how: Any = {"halves": halves, "by_blocks": by_blocks}
-    for m in (1, 2, 8, 16, 17, 64, 65, 128, 256, 500, 512, 1024, 4096):
-        tuning = choose(m, *size, **how)
-        assert tuning is not None, (m, tiles_for(m, *size, **how).problem(m, *size, **how))
-        if isinstance(tuning, ProductTuning):
-            assert tuning.shared_bytes(m, halves) <= SHARED_BYTES
-        assert isinstance(tuning, FewTuning) == (m == 1 and size[0] % ONE.tile_k == 0)
+    for m in (1, 2, 8, 16, 17, 40, 64, 65, 128, 256, 500, 512, 1024, 4096):
+        tuning, tiles = choose(m, *size, **how), tiles_for(m, *size, **how)
+        assert tiles.problem(m, *size, **how) is None, m
+        assert tiles.shared_bytes(m, halves) <= SHARED_BYTES
+        assert tuning == (tiles if by_blocks or m <= MOST_TOKENS else None)
     assert choose(8, size[0] + 64, size[1], **how) is None
     assert choose(8, size[0], size[1] + 4, **how) is None
 
@@ -249,7 +210,3 @@ def test_runs_on_chip(m: int, by_blocks: bool) -> None:
         assert_close(got, wanted, share=2**-6)
         for _ in range(3):
             assert jnp.array_equal(got, run(tokens, weight))
-        chosen = choose(m, k, columns, **how)
-        if isinstance(chosen, FewTuning):
-            few = jax.jit(partial(few_product, tuning=chosen, is_gated=is_gated))
-            assert_close(few(x, weight), wanted, share=2**-6)

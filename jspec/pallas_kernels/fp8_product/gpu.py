@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Float
 
-from jspec.device.fp8 import FP8Weight
-from jspec.pallas_kernels.fp8_product.gpu_few import QuantisedTokens
-from jspec.pallas_kernels.fp8_product.reference import E4M3
-from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning
+from jspec.device.fp8 import E4M3, FP8Weight
+from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
+from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
     LOG2E,
@@ -37,6 +36,19 @@ from jspec.pallas_kernels.hopper import (
 )
 
 Columns = tuple[jax.Array, ...]  # of a product; of gate and up for a gated one
+
+
+def chosen_product(
+    x: Float[Array, "*b K"], weight: FP8Weight, *, is_gated: bool = False
+) -> BFloat16[Array, "*b N"] | None:
+    """Return `product` of quantised x, or None where XLA's is faster or no kernel fits."""
+    rows, by_blocks = x.reshape(-1, x.shape[-1]), weight.block is not None
+    halves = 2 if is_gated else 1
+    tuning = choose(rows.shape[0], *weight.shape, halves=halves, by_blocks=by_blocks)
+    if tuning is None or x.dtype != jnp.bfloat16:
+        return None
+    tokens = quantise(rows, by_blocks=by_blocks)
+    return product(tokens, weight, tuning=tuning, is_gated=is_gated).reshape(*x.shape[:-1], -1)
 
 
 def product(
@@ -93,10 +105,6 @@ class _Plan:
     @property
     def ring_rows(self) -> int:
         return self.tuning.num_stages * self.loaded + self.tuning.tile_m - self.loaded
-
-    @property
-    def promotes(self) -> bool:
-        return self.by_blocks or self.tuning.promotes
 
     @property
     def piece(self) -> int:
@@ -235,7 +243,7 @@ def _produce(
 
     def tile(turn: jax.Array) -> None:
         row, column = plan.place(block, turn)
-        if tuning.early_release and not plan.interpreted:
+        if not plan.interpreted:
 
             @pl.when(turn == turns - 1)
             def _() -> None:
@@ -250,7 +258,7 @@ def _produce(
         each(jnp.clip(first - turn * k_tiles, 0, k_tiles), k_tiles, refill)
 
     each(0, first, first_weights)
-    if tuning.early_start and not plan.interpreted:
+    if not plan.interpreted:
         plgpu.griddepcontrol_wait()
     each(0, first, first_tokens)
     each(0, turns, tile)
@@ -276,7 +284,7 @@ def _consume(
     tuning, stages = plan.tuning, plan.tuning.num_stages
     if tuning.num_consumers > 1:
         plgpu.set_max_registers(232, action="increase")
-    if tuning.early_start and not plan.interpreted:
+    if not plan.interpreted:
         plgpu.griddepcontrol_wait()  # scales come from an earlier kernel, `out` may be read by one
     block = lax.axis_index("block")
     own = lax.axis_index("warpgroup") * LANES
@@ -295,10 +303,7 @@ def _consume(
             # Asked for early: they arrive during the product.
             of_columns = _of_columns(plan, w_scales, column)
             of_rows = _load(x_scales.at[0, rows], 1)
-            if plan.promotes:
-                sums = _promoted(plan, first, operands, full, empty, None)
-            else:
-                sums = _summed(plan, first, operands, full, empty)
+            sums = _summed(plan, first, operands, full, empty)
             sums = tuple(
                 total
                 * lax.broadcast_in_dim(of_rows, total.shape, [0])
@@ -354,7 +359,7 @@ def _summed(plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any)
 
 
 def _promoted(
-    plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any, factor: Any
+    plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any, factor: _BlockScales
 ) -> Columns:
     """Return the products of a tile: those of 128 inputs, times their scales, added in float32."""
     tuning, stages = plan.tuning, plan.tuning.num_stages
@@ -376,21 +381,18 @@ def _promoted(
     def step(k: Any, carry: Any) -> Any:
         totals, scales = carry
         stage = lax.rem(first + k, stages)
-        following = scales
-        if factor is not None:  # of the next step: their latency is hidden
-            following = factor.at(jnp.minimum(k + 1, plan.k_tiles - 1) * parts)
+        # Of the next step: their latency is hidden.
+        following = factor.at(jnp.minimum(k + 1, plan.k_tiles - 1) * parts)
         plgpu.barrier_wait(full.at[stage])
         for part in range(parts):
-            products = multiply(stage, part)
-            if factor is not None:
-                products = factor.scaled(products, scales[part])
+            products = factor.scaled(multiply(stage, part), scales[part])
             totals = tuple(a + b for a, b in zip(totals, products, strict=True))
         pl.when(k < plan.k_tiles - 1)(lambda: plgpu.barrier_arrive(empty.at[stage]))
         return totals, following
 
     zeros = plgpu.layout_cast(jnp.zeros((LANES, tuning.tile_n), jnp.float32), plgpu.Layout.WGMMA)
-    scales = () if factor is None else factor.at(jnp.int32(0))
-    totals, _ = lax.fori_loop(0, plan.k_tiles, step, ((zeros,) * plan.halves, scales))
+    start = (zeros,) * plan.halves, factor.at(jnp.int32(0))
+    totals, _ = lax.fori_loop(0, plan.k_tiles, step, start)
     found: Columns = totals
     return found
 

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jspec.device.fp8 import E4M3 as E4M3
-from jspec.device.fp8 import LARGEST as LARGEST
 from jspec.device.fp8 import FP8Weight, codes_of, scales_of
 
 

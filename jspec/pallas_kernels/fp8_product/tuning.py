@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jspec.pallas_kernels.gated_mlp.tuning import (
     ACCUMULATED,
@@ -29,9 +28,6 @@ class ProductTuning:
     cluster: int = 1
     shared: Shared = Shared.TOKENS
     group: int = 16  # row tiles that are swept together
-    promotes: bool = False  # sums of 128 inputs are added in float32; always so for blocks
-    early_start: bool = True  # load weights before the preceding kernel has ended
-    early_release: bool = True  # let the next kernel start when the last tiles have started
     num_blocks: int = NUM_BLOCKS
 
     @property
@@ -59,8 +55,8 @@ class ProductTuning:
         across = halves * self.tile_n * self.cluster_tiles[1]
         wide = halves * self.tile_n
         unit = 8 * (self.cluster if self.shared is Shared.WEIGHTS else 1)  # whole swizzled rows
-        # A product that is promoted needs its sums and those so far.
-        sums = LANES * wide * (2 if by_blocks or self.promotes else 1)
+        # A product of blocks needs its sums and those so far.
+        sums = LANES * wide * (2 if by_blocks else 1)
         size = self.shared_bytes(m, halves)
         checks = {
             f"M {m} is less than 1": m < 1,
@@ -81,73 +77,50 @@ class ProductTuning:
         return next((reason for reason, wrong in checks.items() if wrong), None)
 
 
-@dataclass(frozen=True, slots=True)
-class FewTuning:
-    """The static shape of gpu_few.py's kernel. Sizes are elements, powers of two."""
-
-    tile_n: int  # columns of the result per program
-    tile_k: int  # inputs of one iteration
-    num_warps: int
-    num_stages: int = 1  # iterations in flight, with tensor cores
-    by_lanes: bool = False  # one token, without tensor cores
-    num_lanes: int = 16  # most tokens, with tensor cores
-
-    @property
-    def most_tokens(self) -> int:
-        return 1 if self.by_lanes else self.num_lanes
-
-    def problem(self, m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> str | None:
-        checks = {
-            f"M {m} is not 1 to {self.most_tokens}": not 1 <= m <= self.most_tokens,
-            f"{halves * self.tile_n} columns do not divide {columns}": (
-                columns % (halves * self.tile_n)
-            ),
-            f"tile_k {self.tile_k} does not divide K {k}": k % self.tile_k,
-            f"tile_k {self.tile_k} is no multiple of {DEPTH}": by_blocks and self.tile_k % DEPTH,
-            f"tile_n {self.tile_n} does not divide {DEPTH}": by_blocks and DEPTH % self.tile_n,
-        }
-        return next((reason for reason, wrong in checks.items() if wrong), None)
-
-
-Tuning = ProductTuning | FewTuning
-MOST_FEW, MOST_NARROW = 64, 512  # tokens of a strip each, and of tiles that fit the columns
+MOST_FEW = 64  # tokens of one strip of columns a multiprocessor
+MOST_TOKENS = 512  # with a scale per channel; XLA's product (cublasLt) is as fast above
 MOST_STAGES = 24
+LEAST_STAGES = {512: 6, 256: 4}  # of a tile_k, so that enough bytes are in flight
 TILE_COST = 32  # of a tile, in columns: its tokens are copied and its sums written
-ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
 
 
-def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> Tuning | None:
+def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning | None:
     """Return the tuning for [m, k] @ [k, columns] column-major, None for XLA. halves: 2 for a gated
     product. by_blocks: the weights have a scale per 128 x 128.
     """
-    how: dict[str, Any] = {"halves": halves, "by_blocks": by_blocks}
-    if m == 1 and ONE.problem(m, k, columns, **how) is None:
-        return ONE
-    tuning = tiles_for(m, k, columns, **how)
-    return tuning if tuning.problem(m, k, columns, **how) is None else None
+    if m > MOST_TOKENS and not by_blocks:
+        return None
+    tuning = tiles_for(m, k, columns, halves=halves, by_blocks=by_blocks)
+    problem = tuning.problem(m, k, columns, halves=halves, by_blocks=by_blocks)
+    return tuning if problem is None else None
 
 
 def tiles_for(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning:
     """Return the tiles whose waves are fullest, with as many stages as fit."""
     few = m <= MOST_FEW
     tile_m = LANES if few else 2 * LANES
-    tile_n = fullest(m, columns, tile_m=tile_m, halves=halves, by_blocks=by_blocks)
-    is_deep = few and halves * tile_n <= LANES and k % (2 * DEPTH) == 0
-    tuning = ProductTuning(
+    base = ProductTuning(
         tile_m=tile_m,
         num_consumers=tile_m // LANES,
-        tile_n=tile_n,
-        tile_k=2 * DEPTH if is_deep else DEPTH,
+        tile_n=fullest(m, columns, tile_m=tile_m, halves=halves, by_blocks=by_blocks),
     )
-    if m > MOST_NARROW and m % (2 * tile_m) == 0 and tuning.tile_n % 16 == 0:
-        tuning = replace(tuning, cluster=2, shared=Shared.WEIGHTS)
-    return deepest(tuning, m, halves=halves)
+    if by_blocks and (MOST_FEW // 2 < m <= MOST_FEW or m > tile_m):
+        paired = replace(base, cluster=2, shared=Shared.TOKENS if few else Shared.WEIGHTS)
+        paired = deepest(replace(paired, tile_k=(2 if few else 1) * DEPTH), m, halves=halves)
+        if paired.problem(m, k, columns, halves=halves, by_blocks=by_blocks) is None:
+            return paired
+    for tile_k in (4 * DEPTH, 2 * DEPTH) if few else ():
+        deep = deepest(replace(base, tile_k=tile_k), m, halves=halves)
+        if k % tile_k == 0 and deep.num_stages >= LEAST_STAGES[tile_k]:
+            return deep
+    return deepest(base, m, halves=halves)
 
 
 def fullest(m: int, columns: int, *, tile_m: int, halves: int, by_blocks: bool) -> int:
     """Return the tile_n whose columns per multiprocessor are fewest; narrow ones cost more."""
     width, rows = columns // halves, -(-m // tile_m)
-    most = (DEPTH if by_blocks else 2 * DEPTH) // halves
+    is_small = by_blocks or (halves > 1 and m <= MOST_FEW)
+    most = (DEPTH if is_small else 2 * DEPTH) // halves
     found = [n for n in range(8, most + 1, 8) if width % n == 0] or [8]
 
     def busy(n: int) -> int:

@@ -1,0 +1,63 @@
+"""Tokens in fp8, laid out for the copies of gpu.py's kernel, on a GPU (Triton)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, BFloat16
+
+from jspec.device.fp8 import E4M3, codes_of, scales_of
+from jspec.device.pytree import pytree, static
+from jspec.pallas_kernels.fp8_product.tuning import DEPTH, PADDED_TOKENS
+
+
+@pytree
+class QuantisedTokens:
+    """Tokens in fp8. What lies past the first `num` of them is arbitrary."""
+
+    codes: Any  # e4m3[8 m, K]
+    scales: Any  # f32[S, 128 m]: S is 1, or the blocks of 128 inputs
+    num: int = static()
+
+
+def quantise(
+    x: BFloat16[Array, "M K"], *, by_blocks: bool, interpret: bool = False
+) -> QuantisedTokens:
+    """Return the tokens as reference.quantise has them, laid out for a kernel's copies."""
+    num, k = x.shape
+    blocks = -(-k // DEPTH)
+    padded = -(-num // PADDED_TOKENS) * PADDED_TOKENS
+    codes, scales = pl.pallas_call(
+        partial(_quantise, by_blocks=by_blocks),
+        grid=(num,),
+        out_shape=(
+            jax.ShapeDtypeStruct((-(-num // 8) * 8, k), E4M3),
+            jax.ShapeDtypeStruct((blocks if by_blocks else 1, padded), jnp.float32),
+        ),
+        compiler_params=plt.CompilerParams(num_warps=8 if k > 2048 else 4),
+        interpret=interpret,
+        name="quantise_tokens",
+    )(x)
+    return QuantisedTokens(codes=codes, scales=scales, num=num)
+
+
+def _quantise(x_ref: Any, codes_ref: Any, scales_ref: Any, *, by_blocks: bool) -> None:
+    token, k = pl.program_id(0), x_ref.shape[1]
+    block = jnp.arange(pl.next_power_of_2(-(-k // DEPTH)), dtype=jnp.int32)
+    at = block[:, None] * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)[None]
+    x = plt.load(x_ref.at[token, at], mask=at < k, other=0.0).astype(jnp.float32)
+    most = jnp.max(jnp.abs(x), axis=1)
+    if by_blocks:
+        scale = scales_of(most)
+        plt.store(scales_ref.at[block, token], scale, mask=block < -(-k // DEPTH))
+        codes = codes_of(x, scale[:, None])
+    else:
+        scale = scales_of(jnp.max(most))
+        plt.store(scales_ref.at[token * 0, token], scale)
+        codes = codes_of(x, scale)
+    plt.store(codes_ref.at[token, at], codes, mask=at < k)
