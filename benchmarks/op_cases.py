@@ -31,7 +31,7 @@ from jspec.pallas_kernels.shapes import MODELS as REAL_MODELS
 from jspec.pallas_kernels.shapes import ModelShape
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, MoESpec
-from jspec.spec.weight_format import Dense, num_bytes
+from jspec.spec.weight_format import FP8, Dense, num_bytes
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST
 
@@ -63,7 +63,7 @@ class Case:
     num_bytes, flops: of one call at least.
     decode_tokens: of the step that it is part of; None: a prefill.
     worst: largest difference to XLA, as a share of the largest value; ids must be equal.
-    column_major: the last argument, a matrix [in, out], is stored [out, in].
+    column_major: the last argument, a weight [in, out], is stored [out, in].
     """
 
     make: Callable[[int], tuple[Arrays, Arrays]]
@@ -247,6 +247,42 @@ def gated_mlp(
         flops=4 * tokens * E * inner,
         decode_tokens=None if of_prompts else tokens,
         column_major=columns,
+    )
+
+
+def fp8_product(
+    shape: ModelShape, *, product: str, tokens: int, blocks: bool = False, of_prompts: bool = False
+) -> Case:
+    """A product of an fp8 weight with the quantisation of its tokens. product: "out", "down", or
+    "gate_up" with SiLU. blocks: a scale per 128 x 128, else per channel.
+    """
+    if isinstance(shape.ffn, MoESpec):
+        raise ValueError("the model is an MoE; expected a dense MLP")
+    E, inner = shape.widths
+    is_gated = product == "gate_up"
+    k, n = {"out": (E, E), "down": (inner, E), "gate_up": (E, 2 * inner)}[product]
+    format = FP8(has_blocks=blocks)
+
+    def make(seed: int) -> tuple[Arrays, Arrays]:
+        def array(spec: Any) -> jax.Array:
+            if spec.dtype == "float32":
+                return jnp.full(spec.shape, k**-0.5 / 64, jnp.float32)
+            return normal(seed + 1, *spec.shape, scale=64).astype(spec.dtype)
+
+        return (normal(seed, tokens, k), weight_of(format, (k, n), array)), ()
+
+    def run(ops: Ops, arguments: Arrays) -> jax.Array:
+        if is_gated:
+            return ops.gated_product(*arguments, of_prompts=of_prompts)
+        return ops.fp8_product(*arguments)
+
+    return Case(
+        make=make,
+        run=pure(run),
+        num_bytes=k * n + BYTES * tokens * (k + n // (1 + is_gated)),
+        flops=tokens * k * n,  # half: fp8 multiplies twice as fast
+        decode_tokens=None if of_prompts else tokens,
+        column_major=True,
     )
 
 
@@ -439,6 +475,14 @@ OPS: Mapping[str, tuple[Callable[..., Case], tuple[Sizes, ...]]] = {
         (
             *crossed(tokens=(1, 4, 16, 64, 256, 1024), columns=(False, True)),
             *crossed(tokens=(1024, 8192), of_prompts=(True,)),
+        ),
+    ),
+    "fp8_product": (
+        fp8_product,
+        crossed(
+            product=("out", "down", "gate_up"),
+            tokens=(1, 8, 64, 256, 1024),
+            blocks=(False, True),
         ),
     ),
     "experts": (experts, crossed(tokens=(1, 8, 64, 256, 2048))),

@@ -41,6 +41,7 @@ from benchmarks.timing import (
     num_copies,
     seconds_per_run,
 )
+from jspec.device.fp8 import FP8Weight
 from jspec.pallas_kernels.bundles import OPS as BUNDLES
 from jspec.pallas_kernels.ops import Ops
 
@@ -55,6 +56,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     """Where an op's GPU tuning is chosen. ValueError for an op without one."""
     from jspec.pallas_kernels import ops_gpu
     from jspec.pallas_kernels.attention import gpu as attention
+    from jspec.pallas_kernels.fp8_product import gpu as fp8_product
     from jspec.pallas_kernels.gated_mlp import gpu as gated
     from jspec.pallas_kernels.prefill import gpu as prefill
     from jspec.pallas_kernels.sample import gpu as sample
@@ -65,6 +67,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
         "attention_fp8": [(attention, "choose_tuning")],
         "prefill": [(prefill, "choose_tuning")],
         "gated_mlp": [(gated, "choose_gated"), (ops_gpu, "choose_few_gated")],
+        "fp8_product": [(fp8_product, "choose")],
         "experts": [(ops_gpu, "choose_experts")],
         "moe": [(ops_gpu, "choose_experts"), (ops_gpu, "choose_few")],
         "sample": [(sample, "choose_tuning")],
@@ -124,8 +127,14 @@ def placed(arguments: Arrays, case: Case) -> Arrays:
     """The arguments, the last of them column-major if the case wants it so."""
     if not case.column_major:
         return arguments
-    *others, w = arguments
-    return (*others, jax.device_put(w, Format(Layout(major_to_minor=(1, 0)), w.sharding)))
+    *others, weight = arguments
+
+    def turned(w: jax.Array) -> jax.Array:
+        return jax.device_put(w, Format(Layout(major_to_minor=(1, 0)), w.sharding))
+
+    if isinstance(weight, FP8Weight):
+        return (*others, replace(weight, codes=turned(weight.codes)))
+    return (*others, turned(weight))
 
 
 def compiled(case: Case, ops: Ops, arguments: Arguments) -> Any:

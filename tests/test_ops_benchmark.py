@@ -23,6 +23,7 @@ SIZES: dict[str, str] = {
     "bonus_token": "batch=2 nodes=5 levels=2",
     "add_norm": "tokens=3",
     "gated_mlp": "tokens=3 columns=true",
+    "fp8_product": "product=gate_up tokens=3 blocks=true",
     "experts": "tokens=3",
     "moe": "tokens=3",
     "sample": "batch=2 nodes=3 temperature=1.0",
