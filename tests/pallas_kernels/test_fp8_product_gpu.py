@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product import reference
-from jspec.pallas_kernels.fp8_product.gpu import product
+from jspec.pallas_kernels.fp8_product.gpu import chosen_product, product
 from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
 from jspec.pallas_kernels.fp8_product.tuning import (
     MOST_TOKENS,
@@ -170,6 +170,24 @@ def test_every_count_of_tokens_has_tiles_that_fit(
     assert choose(8, size[0], size[1] + 4, **how) is None
 
 
+def test_tiles_are_those_that_were_fastest() -> None:
+    """On an H200, of out, down, qkv, gate and up, and those with SiLU."""
+    sizes = ((4096, 4096, 1), (14336, 4096, 1), (4096, 6144, 1), (4096, 28672, 1), (4096, 28672, 2))
+
+    def tiles(m: int, by_blocks: bool) -> list[tuple[int, int, int]]:
+        found = (choose(m, k, n, halves=h, by_blocks=by_blocks) for k, n, h in sizes)
+        return [(x.tile_n, x.tile_k, x.cluster) for x in found if x is not None]
+
+    few = [(32, 512, 1), (32, 512, 1), (48, 512, 1), (224, 128, 1), (56, 256, 1)]
+    of_blocks = [*few[:3], (112, 256, 1), (56, 256, 1)]
+    assert [tiles(m, False) for m in (1, 8)] == [few, few]
+    assert [tiles(m, True) for m in (1, 8)] == [of_blocks, of_blocks]
+    assert tiles(64, False)[:3] == [(32, 256, 1), (32, 256, 1), (48, 256, 1)]
+    assert tiles(64, True)[:3] == [(32, 256, 2), (32, 256, 2), (48, 256, 2)]
+    assert tiles(256, False)[:4] == [(64, 128, 1), (64, 128, 1), (96, 128, 1), (224, 128, 1)]
+    assert tiles(256, True)[:2] == [(64, 128, 2)] * 2
+
+
 def test_strips_fill_the_multiprocessors() -> None:
     how: Any = {"tile_m": 64, "halves": 1, "by_blocks": False}
     assert [fullest(8, n, **how) for n in (6144, 4096, 28672)] == [48, 32, 224]
@@ -210,3 +228,6 @@ def test_runs_on_chip(m: int, by_blocks: bool) -> None:
         assert_close(got, wanted, share=2**-6)
         for _ in range(3):
             assert jnp.array_equal(got, run(tokens, weight))
+        if by_blocks or m <= MOST_TOKENS:  # a row is the same beside any number of others
+            chosen = jax.jit(partial(chosen_product, is_gated=is_gated))
+            assert jnp.array_equal(chosen(x, weight)[:1], chosen(x[:1], weight))
