@@ -29,14 +29,14 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.pallas_kernels.shapes import MODELS as REAL_MODELS
 from jspec.pallas_kernels.shapes import ModelShape
-from jspec.spec.cache_entry import FP8
+from jspec.spec.cache_entry import FP8 as FP8_CACHE
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, MoESpec
 from jspec.spec.weight_format import FP8, Dense, num_bytes
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST
 
 DTYPE = jnp.bfloat16
-KV_DTYPES = {"bfloat16": jnp.dtype(DTYPE), "fp8_e4m3": jnp.dtype(FP8)}
+KV_DTYPES = {"bfloat16": jnp.dtype(DTYPE), "fp8_e4m3": jnp.dtype(FP8_CACHE)}
 BYTES = 2  # of a number
 PAGE = 64
 EPS = 1e-6

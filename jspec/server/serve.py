@@ -33,7 +33,7 @@ from jspec.server.hardening.connections import (
     most_connections,
     refuse_half_sent,
 )
-from jspec.server.hardening.line_limit import limit_lines
+from jspec.server.hardening.line_limit import limited_lines
 from jspec.server.server_args import ServerArgs, Settings
 from jspec.server.service import Service
 from jspec.serving.engine import Engine
@@ -215,12 +215,11 @@ def serve(settings: Settings) -> None:
         datefmt="%Y-%m-%d %H:%M:%S",
         stream=sys.stderr,
     )
-    limit_lines()
     if args.log_level == "info":
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each backend it lacks
     for warning in settings.warnings:
         LOGGER.warning("%s", warning)
-    with bind(args) as bound, contextlib.ExitStack() as stack:
+    with limited_lines(), bind(args) as bound, contextlib.ExitStack() as stack:
         with interruptible():
             LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
             progress = log_progress(LOGGER.info)

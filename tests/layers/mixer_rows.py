@@ -52,7 +52,7 @@ def run(
     params: Any, cache: Any, x: Any, rows: Any, *, spec: Mixer, ops: Ops, nodes: int | None
 ) -> tuple[Any, Any]:
     settings = LayerSettings(ops, queries_per_row=nodes)
-    attend = attend_of(cache, rows, spec, settings)
+    attend = attend_of(params, cache, rows, spec, settings)
     how: dict[str, Any] = {"spec": spec, "eps": EPS, "shard": Shard(), "ops": ops}
     out = MIXERS[type(spec)](params, x, rows.q_positions, attend, **how)
     return out, attend.cache

@@ -67,7 +67,7 @@ def as_stored(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     [
         "packed, page 4, several blocks",
         "packed, window and sinks",
-        "rows, sinks, soft cap",
+        "rows, window, every head its own",
         "tree, window, sinks, soft cap",
         "nothing written",
     ],

@@ -126,9 +126,7 @@ def test_no_request_can_switch_it_on(client: httpx.Client) -> None:
         ("/generate", {"text": "a", "sampling_params": {"simulate_acceptance": 3.0}}),
         ("/v1/completions", {"prompt": "a", "simulate_acceptance": 3.0}),
     ):
-        answer = client.post(path, json=body)
-        assert answer.status_code == 400
-        assert "simulate_acceptance" in answer.text
+        client.post(path, json=body).raise_for_status()  # an unknown field, which is ignored
     assert client.get("/server_info").json()["simulate_acceptance"] is None
 
 

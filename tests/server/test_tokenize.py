@@ -13,8 +13,10 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from jspec.messages.unknown_fields import IgnoredFields
 from jspec.server.control import control_endpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
+from jspec.server.hardening.body_budget import BodyBudget
 from jspec.server.http.exchange import HANDLERS
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import INLINE_CHARS, Service
@@ -63,6 +65,7 @@ def served(tokenizer: SlowTokenizer, *, context_length: int = 100) -> httpx.Asyn
     app = Starlette(
         routes=cast(Any, ControlEndpoints(service).routes()), exception_handlers=dict(HANDLERS)
     )
+    app.state.body_budget, app.state.ignored_fields = BodyBudget(2**30), IgnoredFields()
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
 
 

@@ -14,6 +14,7 @@ from jspec.config.shared_prefixes import UNIT, SharingLimits
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
+from jspec.pallas_kernels.kv_write.api import KVScales
 from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of
@@ -36,6 +37,7 @@ class LeadersPages(Ops):
         rows: AttentionMetadata,
         call: AttentionCall,
         sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         if rows.shared is not None:
             first = jnp.arange(rows.page_table.shape[1]) * kv_pages.shape[1]
@@ -43,7 +45,7 @@ class LeadersPages(Ops):
             is_shared = first < rows.shared.num_keys[:, None]
             table = jnp.where(is_shared, theirs, rows.page_table)
             rows = dataclasses.replace(rows, page_table=table)
-        return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
+        return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks, scales)
 
 
 @cache

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 LOGGER = logging.getLogger("jspec.server")
 # For refused requests and closed connections.
@@ -43,7 +43,14 @@ class LineLimit(logging.Filter):
         self._num_dropped = 0
 
 
-def limit_lines() -> None:
+@contextlib.contextmanager
+def limited_lines() -> Iterator[None]:
     """Limit the lines about refused requests and closed connections, uvicorn's included."""
-    for logger in (REFUSED, logging.getLogger("uvicorn.error")):
-        logger.addFilter(LineLimit())
+    limits = [(logger, LineLimit()) for logger in (REFUSED, logging.getLogger("uvicorn.error"))]
+    for logger, limit in limits:
+        logger.addFilter(limit)
+    try:
+        yield
+    finally:
+        for logger, limit in limits:
+            logger.removeFilter(limit)
