@@ -39,8 +39,11 @@ def interpret_options(interpreted: bool) -> dict[str, Any]:
     return {"interpret": params(detect_races=True)}
 
 
-def swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
-    """Return the transforms of shared memory that TMA fills and wgmma reads."""
+def swizzled(dtype: DTypeLike, width: int = SWIZZLE) -> tuple[Any, ...]:
+    """Return the transforms of shared memory that TMA fills and wgmma reads. width: columns of the
+    narrowest slice, such as K of K | V: no tile may be wider.
+    """
+    row_bytes = min(SWIZZLE, width * jnp.dtype(dtype).itemsize)
     columns = row_bytes // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
 

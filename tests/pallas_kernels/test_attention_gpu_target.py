@@ -34,6 +34,7 @@ def llama_shapes(
     tail: int | None,
     context: int = 8192,
     pool_dtype: Any = jnp.bfloat16,
+    width: int = D,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
     array = jax.ShapeDtypeStruct
@@ -47,8 +48,8 @@ def llama_shapes(
     if tail is not None:
         fields["tail_mask"] = array((total, -(-tail // 32)), jnp.uint32)
         fields["tail_positions"] = array((batch, tail), jnp.int32)
-    pool = array((batch * pages + 1, page_size, 2 * G, D), pool_dtype)
-    return array((total, H, D), jnp.bfloat16), pool, fields
+    pool = array((batch * pages + 1, page_size, 2 * G, width), pool_dtype)
+    return array((total, H, width), jnp.bfloat16), pool, fields
 
 
 def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any) -> str:
@@ -88,10 +89,13 @@ def test_lowers_for_hopper(
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
-    ("queries", "tuning"), [(1, Tuning()), (16, Tuning(stages=3)), (4, PRODUCER)], ids=str
+    ("queries", "width", "tuning"),
+    [(1, D, Tuning()), (16, D, Tuning(stages=3)), (4, D, PRODUCER), (4, 64, Tuning())],
+    ids=str,
 )
-def test_fp8_pools_lower_for_hopper(queries: int, tuning: Tuning) -> None:
-    args = llama_shapes(8, queries, 64, tail=queries, pool_dtype=jnp.float8_e4m3fn)
+def test_fp8_pools_lower_for_hopper(queries: int, width: int, tuning: Tuning) -> None:
+    options: dict[str, Any] = {"pool_dtype": jnp.float8_e4m3fn, "width": width}
+    args = llama_shapes(8, queries, 64, tail=queries, **options)
     assert lower(args, queries=queries, tuning=tuning).count("@mosaic_gpu_v2") == 1
 
 

@@ -45,9 +45,11 @@ def test_lowers_for_hopper(queries: int, page_size: int, options: dict[str, Any]
 
 
 @needs_mosaic_gpu
-def test_fp8_pools_lower_for_hopper() -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_fp8_pools_lower_for_hopper(width: int) -> None:
     q, pool, fields = llama_shapes(16, 2048, 64)
-    pool = jax.ShapeDtypeStruct(pool.shape, jnp.float8_e4m3fn)
+    q = jax.ShapeDtypeStruct((*q.shape[:-1], width), q.dtype)
+    pool = jax.ShapeDtypeStruct((*pool.shape[:-1], width), jnp.float8_e4m3fn)
 
     def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
         return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09)

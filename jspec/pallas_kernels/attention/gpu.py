@@ -231,7 +231,7 @@ def launch(
         array((shape.parts, programs, shape.stored, shape.width), shape.dtype),
         array((shape.parts, programs, TILE_ROWS), jnp.float32),
     ]
-    of_pool, of_wide = swizzled(shape.pool_dtype), swizzled(shape.dtype)
+    of_pool, of_wide = swizzled(shape.pool_dtype, shape.width), swizzled(shape.dtype)
     rings = tuning.consumers * tuning.stages
     scratch: dict[str, Any] = {
         "ring": plgpu.SMEM(

@@ -234,7 +234,7 @@ def _scratch(plan: _Plan) -> dict[str, Any]:
             (stages, *split),
             transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(SWIZZLE)),
         ),
-        "staged": ring(piece, transforms=swizzled(jnp.bfloat16, 2 * tuning.piece)),
+        "staged": ring(piece, transforms=swizzled(jnp.bfloat16, tuning.piece)),
         **ring_barriers(
             stages,
             copies=1 + (2 if plan.interpreted else 1),

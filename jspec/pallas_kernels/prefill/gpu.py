@@ -212,7 +212,7 @@ def _launch(
 ) -> jax.Array:
     """Return out[T, H * D]. An inner jit, so that it is compiled once for all layers."""
     tuning = shape.tuning
-    of_pool, of_wide = swizzled(shape.pool_dtype), swizzled(shape.dtype)
+    of_pool, of_wide = swizzled(shape.pool_dtype, shape.width), swizzled(shape.dtype)
     scratch: dict[str, Any] = {
         "ring": plgpu.SMEM(
             (tuning.stages, tuning.block_tokens, 2 * shape.width),
