@@ -135,11 +135,13 @@ def of_shape(m: int, k: int, columns: int, *, by_blocks: bool) -> tuple[Any, Any
 
 @needs_mosaic_gpu
 @FORMS
-@pytest.mark.parametrize("m", [8, 256])
+@pytest.mark.parametrize("m", [21, 256])
 def test_lowers_for_cuda(m: int, by_blocks: bool) -> None:
-    tokens, weight = of_shape(m, E, 2 * INNER, by_blocks=by_blocks)
-    tuning = tiles_for(m, E, 2 * INNER, halves=2, by_blocks=by_blocks)
-    run = jax.jit(partial(product, tuning=tuning, is_gated=True))
+    is_gated = m % 8 == 0  # rows that fill no eight lower in the plain product
+    k, columns = (E, 2 * INNER) if is_gated else (INNER, E)
+    tokens, weight = of_shape(m, k, columns, by_blocks=by_blocks)
+    tuning = tiles_for(m, k, columns, halves=1 + is_gated, by_blocks=by_blocks)
+    run = jax.jit(partial(product, tuning=tuning, is_gated=is_gated))
     lowered = run.trace(tokens, weight).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu_v2") == 1
 
