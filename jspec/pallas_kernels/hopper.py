@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -60,6 +61,44 @@ def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> 
 
 def each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(start, stop, lambda i, _: body(i), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The tiles of a product that each block of a persistent kernel computes, in order.
+
+    grid: cluster tiles (tiles without clusters), down the rows and across the columns
+    group: rows of tiles swept together, column by column, so that weights are read once per group
+    cluster: tiles of a cluster, down and across
+    """
+
+    grid: tuple[int, int]
+    num_blocks: int
+    group: int
+    cluster: tuple[int, int]
+
+    def turns(self, block: jax.Array) -> jax.Array:
+        """Return the number of tiles of a block: every num_blocks-th."""
+        return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
+
+    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (row tile, column tile) of a turn of this block.
+
+        In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
+        """
+        rows, columns = self.grid
+        down, across = self.cluster
+        group = max(1, min(rows, self.group // down))
+        tile = block + turn * self.num_blocks
+        first = tile // (group * columns) * group
+        height: Any = jnp.minimum(group, rows - first) if rows % group else group
+        inner = tile - first * columns
+        row, column = first + lax.rem(inner, height), lax.div(inner, height)
+        if self.cluster != (1, 1):
+            member = lax.axis_index(MEMBER)
+            row, column = row * down, column * across
+            row, column = (row + member, column) if down > 1 else (row, column + member)
+        return row, column
 
 
 def check_attention(

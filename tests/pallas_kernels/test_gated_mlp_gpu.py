@@ -159,8 +159,10 @@ def test_every_tile_is_computed_once(
     width = columns * across * tuning.tile_n
     plan = gated_matmul_gpu._Plan(tuning, rows * tuning.tile_m, 64, width, interpreted=True)
     block, turn = jnp.meshgrid(jnp.arange(12), jnp.arange(1600))  # of one shape in all examples
-    of_members = jax.vmap(lambda _: plan.place(block, turn), axis_name="member")(jnp.arange(size))
-    has_turn = (block < plan.num_blocks) & (turn < plan.turns(block))
+    of_members = jax.vmap(lambda _: plan.sweep.place(block, turn), axis_name="member")(
+        jnp.arange(size)
+    )
+    has_turn = (block < plan.num_blocks) & (turn < plan.sweep.turns(block))
     computed = np.broadcast_to(has_turn, of_members[0].shape)
     places = [np.asarray(index)[computed].tolist() for index in of_members]
     all_rows = -(-rows // down) * down  # a last pair's second row may be padding

@@ -29,6 +29,7 @@ from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     MEMBER,
+    Sweep,
     each,
     require_mosaic_gpu,
     ring_barriers,
@@ -112,25 +113,9 @@ class _Plan:
         is_whole = self.m % 8 == 0 and self.tuning.tile_n % LANES == 0
         return LANES if is_whole else self.tuning.tile_n
 
-    def turns(self, block: jax.Array) -> jax.Array:
-        """Return the number of tiles of a block: every num_blocks-th."""
-        return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
-
-    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (row tile, column tile) of a turn of this block, swept as in gated_mlp/gpu.py."""
-        rows, columns = self.grid
-        group = max(1, min(rows, self.tuning.group // self.tuning.cluster_tiles[0]))
-        tile = block + turn * self.num_blocks
-        first = tile // (group * columns) * group
-        height: Any = jnp.minimum(group, rows - first) if rows % group else group
-        inner = tile - first * columns
-        row, column = first + lax.rem(inner, height), lax.div(inner, height)
-        if self.tuning.cluster > 1:
-            down, across = self.tuning.cluster_tiles
-            member = lax.axis_index(MEMBER)
-            row, column = row * down, column * across
-            row, column = (row + member, column) if down > 1 else (row, column + member)
-        return row, column
+    @property
+    def sweep(self) -> Sweep:
+        return Sweep(self.grid, self.num_blocks, self.tuning.group, self.tuning.cluster_tiles)
 
 
 @partial(jax.jit, static_argnames=("tuning", "is_gated", "interpret"), inline=False)
@@ -209,7 +194,7 @@ def _produce(
     if tuning.num_consumers > 1:  # one leaves registers for both
         plgpu.set_max_registers(40, action="decrease")
     block = lax.axis_index("block")
-    turns = plan.turns(block)
+    turns = plan.sweep.turns(block)
     total = turns * k_tiles
     first = jnp.minimum(total, tuning.num_stages)
     shared = tuning.shared if tuning.cluster > 1 else None
@@ -235,15 +220,15 @@ def _produce(
         plgpu.copy_gmem_to_smem(source, target, full.at[stage], collective_axes=axes)
 
     def first_weights(step: jax.Array) -> None:
-        _, column = plan.place(block, step // k_tiles)
+        _, column = plan.sweep.place(block, step // k_tiles)
         copy_weights(step, column, step % k_tiles)
 
     def first_tokens(step: jax.Array) -> None:
-        row, _ = plan.place(block, step // k_tiles)
+        row, _ = plan.sweep.place(block, step // k_tiles)
         copy_tokens(step, row, step % k_tiles)
 
     def tile(turn: jax.Array) -> None:
-        row, column = plan.place(block, turn)
+        row, column = plan.sweep.place(block, turn)
         if not plan.interpreted:
 
             @pl.when(turn == turns - 1)
@@ -294,7 +279,7 @@ def _consume(
         return x_smem.at[pl.ds(stage * plan.loaded + own, LANES)], w_smem.at[stage]
 
     def tile(turn: jax.Array) -> None:
-        row, column = plan.place(block, turn)
+        row, column = plan.sweep.place(block, turn)
         rows = pl.ds(row * tuning.tile_m + own, LANES)
         first = turn * plan.k_tiles
         if plan.by_blocks:
@@ -314,7 +299,7 @@ def _consume(
         plgpu.barrier_arrive(empty.at[lax.rem(first + plan.k_tiles - 1, stages)])
         _write(plan, out, staged, rows, column, sums)
 
-    each(0, plan.turns(block), tile)
+    each(0, plan.sweep.turns(block), tile)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -29,6 +29,7 @@ from jspec.pallas_kernels.hopper import (
     LOG2E,
     MEMBER,
     SWIZZLE,
+    Sweep,
     each,
     has_mosaic_gpu,
     require_mosaic_gpu,
@@ -155,30 +156,9 @@ class _Plan:
         """Alternating buffers; one if a tile would otherwise start with the last one used."""
         return 1 if self.pieces % 2 else 2
 
-    def turns(self, block: jax.Array) -> jax.Array:
-        """Return the number of tiles of a block: every num_blocks-th."""
-        return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
-
-    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (row tile, column tile) of a turn of this block.
-
-        A group of rows is swept column by column, so weights are read from memory once per group.
-
-        In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
-        """
-        rows, columns = self.grid
-        group = max(1, min(rows, self.tuning.group // self.tuning.cluster_tiles[0]))
-        tile = block + turn * self.num_blocks
-        first = tile // (group * columns) * group
-        height: Any = jnp.minimum(group, rows - first) if rows % group else group
-        inner = tile - first * columns
-        row, column = first + lax.rem(inner, height), lax.div(inner, height)
-        if self.tuning.cluster > 1:
-            down, across = self.tuning.cluster_tiles
-            member = lax.axis_index(MEMBER)
-            row, column = row * down, column * across
-            row, column = (row + member, column) if down > 1 else (row, column + member)
-        return row, column
+    @property
+    def sweep(self) -> Sweep:
+        return Sweep(self.grid, self.num_blocks, self.tuning.group, self.tuning.cluster_tiles)
 
 
 @partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
@@ -259,7 +239,7 @@ def _produce(
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(24, action="decrease")
     block = lax.axis_index("block")
-    turns = plan.turns(block)
+    turns = plan.sweep.turns(block)
     total = turns * k_tiles
     first = jnp.minimum(total, tuning.num_stages)
     shared = (tuning.shared if tuning.cluster > 1 else None, MEMBER)
@@ -290,15 +270,15 @@ def _produce(
         plgpu.copy_gmem_to_smem(tile, x_smem.at[stage], full.at[stage], collective_axes=axes)
 
     def first_weights(step: jax.Array) -> None:
-        _, column = plan.place(block, step // k_tiles)
+        _, column = plan.sweep.place(block, step // k_tiles)
         copy_weights(step, column, step % k_tiles)
 
     def first_tokens(step: jax.Array) -> None:
-        row, _ = plan.place(block, step // k_tiles)
+        row, _ = plan.sweep.place(block, step // k_tiles)
         copy_tokens(step, row, step % k_tiles)
 
     def tile(turn: jax.Array) -> None:
-        row, column = plan.place(block, turn)
+        row, column = plan.sweep.place(block, turn)
         if tuning.early_release and not plan.interpreted:
 
             @pl.when(turn == turns - 1)
@@ -334,7 +314,7 @@ def _consume(
     if tuning.early_start and not plan.interpreted:
         plgpu.griddepcontrol_wait()  # `out` may still be read by an earlier kernel
     block = lax.axis_index("block")
-    turns = plan.turns(block)
+    turns = plan.sweep.turns(block)
     rows = tuning.rows_per_consumer
     own = pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
@@ -372,7 +352,7 @@ def _consume(
         return sums.astype(jnp.bfloat16)
 
     def write(turn: Any, sums: jax.Array, piece: int) -> None:
-        _write(plan, out, staged, plan.place(block, turn), sums, piece)
+        _write(plan, out, staged, plan.sweep.place(block, turn), sums, piece)
 
     def tile(turn: jax.Array, sums: jax.Array) -> jax.Array:
         meanwhile = partial(write, turn - 1, sums)
