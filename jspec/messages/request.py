@@ -277,7 +277,7 @@ class SamplingParams:
 
     @property
     def options(self) -> StepOptions:
-        """Features that a step needs for this row; computed at each call."""
+        """Options that a step needs for this row; computed at each call."""
         return options_of(self, table_of(type(self)))
 
 

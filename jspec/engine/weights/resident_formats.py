@@ -1,6 +1,7 @@
-"""How a model's weights are resident: decided once, by what is stored, asked for and read packed.
+"""Choose the format in which each weight of a model is resident, once, when it is loaded.
 
-The log has a line for each decision.
+It depends on the stored format, the argument, and the formats that the kernels read. The log has a
+line for each choice.
 """
 
 from __future__ import annotations

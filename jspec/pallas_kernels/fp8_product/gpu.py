@@ -286,7 +286,7 @@ def _consume(
             factor = _BlockScales(plan, x_scales, w_scales, rows, column * tuning.tile_n)
             sums = _promoted(plan, first, operands, full, empty, factor)
         else:
-            # Asked for early: they arrive during the product.
+            # Scales are loaded before the product, which hides their latency.
             of_columns = _of_columns(plan, w_scales, column)
             of_rows = _load(x_scales.at[0, rows], 1)
             sums = _summed(plan, first, operands, full, empty)
@@ -367,7 +367,7 @@ def _promoted(
     def step(k: Any, carry: Any) -> Any:
         totals, scales = carry
         stage = lax.rem(first + k, stages)
-        # Of the next step: their latency is hidden.
+        # The scales of the next step are loaded here to hide their latency.
         following = factor.at(jnp.minimum(k + 1, plan.k_tiles - 1) * parts)
         plgpu.barrier_wait(full.at[stage])
         for part in range(parts):
