@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,8 +70,8 @@ def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
     write_fp8(write_plain(tmp_path / "plain", SPEC), tmp_path / "packed", layout)
     wanted = Wanted(bundle="xla", dtype="float32", shards=shards)
     formats = resident_formats(tmp_path / "packed", table_of(SPEC), wanted)
-    how = {"dtype": np.float32, "shards": shards, "formats": formats}
-    params = load_target(tmp_path / "packed", SPEC, **how)  # type: ignore[arg-type]
+    how: Any = {"dtype": np.float32, "shards": shards, "formats": formats}
+    params = load_target(tmp_path / "packed", SPEC, **how)
     kernel = params["layers"][1]["mlp"]["gate_up"]["kernel"]
     assert isinstance(kernel, FP8Weight)
     engines = [
