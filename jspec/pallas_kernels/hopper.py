@@ -11,6 +11,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jspec.pallas_kernels.gated_mlp.tuning import SHARED_BYTES
@@ -99,6 +100,69 @@ class Sweep:
             row, column = row * down, column * across
             row, column = (row + member, column) if down > 1 else (row, column + member)
         return row, column
+
+
+def fill_ring(
+    sweep: Sweep,
+    *,
+    k_tiles: int,
+    num_stages: int,
+    empty: Any,
+    copy_weights: Callable[[Any, jax.Array, jax.Array], None],
+    copy_tokens: Callable[[Any, jax.Array, jax.Array], None],
+    starts_early: bool,
+    releases_early: bool,
+) -> None:
+    """Keep a ring of stages full over all tiles of this block's sweep.
+
+    copy_weights, copy_tokens: start the copies into a stage: of (stage, column tile, K tile) and of
+        (stage, row tile, K tile). The first weights are loaded before any tokens, since they depend
+        on no earlier kernel.
+    starts_early: load these weights before the preceding kernel has ended. releases_early: let the
+        next kernel start when the last tile has started.
+    """
+    block = lax.axis_index("block")
+    turns = sweep.turns(block)
+    total = turns * k_tiles
+    first = jnp.minimum(total, num_stages)
+
+    def stage_of(step: jax.Array) -> jax.Array:
+        return lax.rem(step, num_stages)
+
+    def first_weights(step: jax.Array) -> None:
+        (_, column), k = sweep.place(block, step // k_tiles), step % k_tiles
+        copy_weights(stage_of(step), column, k)
+
+    def first_tokens(step: jax.Array) -> None:
+        (row, _), k = sweep.place(block, step // k_tiles), step % k_tiles
+        copy_tokens(stage_of(step), row, k)
+
+    def tile(turn: jax.Array) -> None:
+        row, column = sweep.place(block, turn)
+        if releases_early:
+
+            @pl.when(turn == turns - 1)
+            def _() -> None:
+                plgpu.griddepcontrol_launch_dependents()
+
+        def refill(k: jax.Array) -> None:
+            step = turn * k_tiles + k
+            _await_release(empty, stage_of(step))
+            copy_weights(stage_of(step), column, k)
+            copy_tokens(stage_of(step), row, k)
+
+        each(jnp.clip(first - turn * k_tiles, 0, k_tiles), k_tiles, refill)
+
+    each(0, first, first_weights)
+    if starts_early:
+        plgpu.griddepcontrol_wait()
+    each(0, first, first_tokens)
+    each(0, turns, tile)
+    each(total - first, total, lambda step: _await_release(empty, stage_of(step)))
+
+
+def _await_release(empty: Any, stage: jax.Array) -> None:
+    plgpu.barrier_wait(empty.at[stage])
 
 
 def check_attention(

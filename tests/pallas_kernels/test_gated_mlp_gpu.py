@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
@@ -134,7 +135,7 @@ def test_the_checks_see_a_missing_release(monkeypatch: pytest.MonkeyPatch) -> No
     """A producer that does not wait overwrites tiles that are in use."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-    monkeypatch.setattr(gated_matmul_gpu, "_await_release", lambda *_, **__: None)
+    monkeypatch.setattr(hopper, "_await_release", lambda *_: None)
     x, w = operands(128, 512, 128)
     tuning = replace(SMALL, num_stages=2, num_blocks=1)
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -31,6 +31,7 @@ from jspec.pallas_kernels.hopper import (
     MEMBER,
     Sweep,
     each,
+    fill_ring,
     require_mosaic_gpu,
     ring_barriers,
     swizzled,
@@ -189,18 +190,12 @@ def _body(plan: _Plan, x: Any, x_scales: Any, w: Any, w_scales: Any, out: Any, *
 def _produce(
     plan: _Plan, x: Any, w: Any, *, x_smem: Any, w_smem: Any, full: Any, empty: Any, **_: Any
 ) -> None:
-    """Keep the ring full; weights first, since they depend on no earlier kernel."""
-    tuning, k_tiles = plan.tuning, plan.k_tiles
+    tuning = plan.tuning
     if tuning.num_consumers > 1:  # one leaves registers for both
         plgpu.set_max_registers(40, action="decrease")
-    block = lax.axis_index("block")
-    turns = plan.sweep.turns(block)
-    total = turns * k_tiles
-    first = jnp.minimum(total, tuning.num_stages)
     shared = tuning.shared if tuning.cluster > 1 else None
 
-    def copy_weights(step: jax.Array, column: jax.Array, k: jax.Array) -> None:
-        stage = lax.rem(step, tuning.num_stages)
+    def copy_weights(stage: Any, column: jax.Array, k: jax.Array) -> None:
         depth = pl.ds(k * tuning.tile_k, tuning.tile_k)
         columns = pl.ds(column * tuning.tile_n, tuning.tile_n)
         axes = MEMBER if shared is Shared.WEIGHTS else None
@@ -209,8 +204,7 @@ def _produce(
             source = w.at[half, columns, depth]
             plgpu.copy_gmem_to_smem(source, target, full.at[stage], collective_axes=axes)
 
-    def copy_tokens(step: jax.Array, row: jax.Array, k: jax.Array) -> None:
-        stage = lax.rem(step, tuning.num_stages)
+    def copy_tokens(stage: Any, row: jax.Array, k: jax.Array) -> None:
         # Rows past the tokens read zeros on hardware; their results are dropped.
         source = x.at[
             pl.ds(row * tuning.tile_m, plan.loaded), pl.ds(k * tuning.tile_k, tuning.tile_k)
@@ -219,40 +213,16 @@ def _produce(
         axes = MEMBER if shared is Shared.TOKENS else None
         plgpu.copy_gmem_to_smem(source, target, full.at[stage], collective_axes=axes)
 
-    def first_weights(step: jax.Array) -> None:
-        _, column = plan.sweep.place(block, step // k_tiles)
-        copy_weights(step, column, step % k_tiles)
-
-    def first_tokens(step: jax.Array) -> None:
-        row, _ = plan.sweep.place(block, step // k_tiles)
-        copy_tokens(step, row, step % k_tiles)
-
-    def tile(turn: jax.Array) -> None:
-        row, column = plan.sweep.place(block, turn)
-        if not plan.interpreted:
-
-            @pl.when(turn == turns - 1)
-            def _() -> None:
-                plgpu.griddepcontrol_launch_dependents()
-
-        def refill(k: jax.Array) -> None:
-            step = turn * k_tiles + k
-            _await_release(empty, step, tuning)
-            copy_weights(step, column, k)
-            copy_tokens(step, row, k)
-
-        each(jnp.clip(first - turn * k_tiles, 0, k_tiles), k_tiles, refill)
-
-    each(0, first, first_weights)
-    if not plan.interpreted:
-        plgpu.griddepcontrol_wait()
-    each(0, first, first_tokens)
-    each(0, turns, tile)
-    each(total - first, total, partial(_await_release, empty, tuning=tuning))
-
-
-def _await_release(empty: Any, step: jax.Array, tuning: ProductTuning) -> None:
-    plgpu.barrier_wait(empty.at[lax.rem(step, tuning.num_stages)])
+    fill_ring(
+        plan.sweep,
+        k_tiles=plan.k_tiles,
+        num_stages=tuning.num_stages,
+        empty=empty,
+        copy_weights=copy_weights,
+        copy_tokens=copy_tokens,
+        starts_early=not plan.interpreted,
+        releases_early=not plan.interpreted,
+    )
 
 
 def _consume(
