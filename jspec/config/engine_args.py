@@ -104,6 +104,13 @@ class EngineArgs:
         _MODEL,
         choices=("model", "openai"),
     )
+    max_thinking_tokens: int | None = argument(
+        None,
+        "Most tokens of reasoning of requests that set no budget of their own; unset: no limit",
+        _MODEL,
+        low=0,
+        expected="a number of tokens, 0 or more",
+    )
     tp_size: int = argument(
         1,
         "Number of devices for tensor parallelism",

@@ -21,6 +21,10 @@ PEER_PARAMETERS: Mapping[str, str] = {
     "eos_token_id": "'stop_token_ids'",
     "include_stop_str_in_output": "'no_stop_trim'",
     "num_return_sequences": "'n'",
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens"),
+        "'max_thinking_tokens'",
+    ),
     "do_sample": "'temperature', of which 0 is greedy",
     "logprobs": "'return_logprob' and 'top_logprobs_num'",
     "prompt_logprobs": "'return_logprob' and 'logprob_start_len', 0 of which is the whole prompt",

@@ -106,8 +106,9 @@ class Rescorer:
         Raises RequestError for a text that is too long or has no output, and for a request with a
         grammar, whose masks are unknown here.
         """
-        if request.sampling.grammar is not None:
-            kind = request.sampling.grammar.kind.value
+        grammar = request.sampling.grammar
+        if grammar is not None or request.sampling.max_thinking_tokens is not None:
+            kind = "budget of reasoning" if grammar is None else grammar.kind.value
             raise RequestError(
                 f"the request has a {kind}; expected none: grammar masks are not rescored"
             )

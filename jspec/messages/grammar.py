@@ -14,6 +14,7 @@ import numpy as np
 from jspec.errors import RequestError
 
 WORD_BITS = 32  # tokens per mask word
+ENDLESS = 2**31 - 1  # more tokens than any text has
 
 
 class GrammarKind(enum.Enum):
@@ -81,6 +82,14 @@ class Constraint(Protocol):
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
         """Advance the state by these tokens."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """How many tokens may follow of which every one is allowed: steps for these need no mask.
+
+        0: unknown. ENDLESS: all that may follow.
+        """
         ...
 
     @property

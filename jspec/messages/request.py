@@ -123,6 +123,8 @@ class SamplingParams:
         token_ids_logprob: include these tokens
         return_hidden_states: the target's last hidden states, after its final norm
         return_draft_trees: the tree of each verification (slower: steps do not overlap)
+        max_thinking_tokens: most tokens of reasoning between <think> and </think>; then only the
+            end mark may follow. None: no limit
         json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: at
             most one; the output follows that grammar unless its length ends it
         speculative: false accepts no draft: the same text, one token per step; for comparisons
@@ -200,6 +202,9 @@ class SamplingParams:
     )
     return_hidden_states: bool = sampled(False, Flag(), needs=StepOption.HIDDEN)
     return_draft_trees: bool = sampled(False, Flag(), needs=StepOption.GRAMMAR)
+    max_thinking_tokens: int | None = sampled(
+        None, Integer(0, MAX_INT), openai="thinking_token_budget", needs=StepOption.GRAMMAR
+    )
     json_schema: str | None = sampled(None, SCHEMA, needs=StepOption.GRAMMAR)
     regex: str | None = sampled(None, GRAMMAR, needs=StepOption.GRAMMAR)
     ebnf: str | None = sampled(None, GRAMMAR, needs=StepOption.GRAMMAR)
@@ -292,8 +297,9 @@ class Request:
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     extra_key: requests with different ones share no cached prefix.
-    grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
-    reasoning: what may stand in front of the grammar's text; None: nothing.
+    grammar: what was made of `sampling.grammar` and of a budget of reasoning, one for all n; None:
+        not made yet.
+    reasoning: what may stand in front of the grammar's text or of an answer; None: nothing.
     shown_ids: special tokens that have text also where `skip_special_tokens` is set.
     priority: who goes first, where priorities are on (`SchedulingLimits.priority_order`).
     caller: the client's name of its user, with whom slots are shared; None: the call is a caller.

@@ -71,5 +71,6 @@ class StepOptions:
 PLAIN = StepOptions()
 # Everything that changes which token is chosen. Log-probabilities cost more and are separate.
 SAMPLING = StepOptions(frozenset({StepOption.FILTERS, StepOption.PENALTIES}))
+UNMASKED = frozenset(StepOption) - {StepOption.GRAMMAR}
 # Features compiled at start; programs for the others are compiled on demand.
 ALL = StepOptions(frozenset({*SAMPLING, StepOption.LOGPROBS}))

@@ -13,6 +13,7 @@ import numpy as np
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.errors import InvariantError
+from jspec.messages.grammar import Constraint
 from jspec.messages.plan import PageGrant, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler import policy
@@ -62,35 +63,37 @@ class DecodePlanner:
     def plan(self, *, step: int) -> Flight | None:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
 
-        While a row with a grammar has an unread step, all rows wait: its next tree is verified only
-        after that step is read, and rows that went on without it would never share a step with it
-        again.
+        While a row that needs masks has an unread step, all rows wait: its next tree is verified
+        only after that step is read, and rows that went on without it would never share a step with
+        it again.
         """
         running = self._running_rows()
         step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
-        if not step_rows.rows or self._waits_to_be_read(step_rows):
+        constraints = self._masked(step_rows)
+        if not step_rows.rows or self._waits_to_be_read(step_rows.slots, constraints):
             return None
         missing = self._table.pages_missing(step_rows.slots, self._limits).tolist()
         grants: list[PageGrant] = []
         if sum(missing) > self._pages.num_free:
             step_rows = StepRows.of(self._choose_short_of_pages(step_rows, grants))
+            constraints = self._masked(step_rows)
         else:
             for tenancy, num_pages in zip(step_rows.tenancies, missing, strict=True):
                 if num_pages or self._limits.pool.windows:
                     grants += self._grant(tenancy, num_pages)
         if not step_rows.rows:
             return None
-        options, shape = step_rows.options, self._limits.draft_shape
-        if not step_rows.constraints:  # programs with grammars exist in one shape only
+        options, shape = step_rows.options_with(constraints), self._limits.draft_shape
+        if not constraints:  # programs with grammars exist in one shape only
             shape = self._shapes.choose(num_rows=len(step_rows.rows), options=options)
         pending = self._pending(step_rows.slots, shape)
         plan = StepPlan(
             step=step,
-            runs=self._runs(shape, gives=bool(pending), cut=bool(step_rows.constraints)),
+            runs=self._runs(shape, gives=bool(pending), cut=bool(constraints)),
             options=options,
             rows=step_rows.rows,
             grants=tuple(grants),
-            constraints=step_rows.constraints,
+            constraints=constraints,
             pending=pending,
             shared=self._shared(step_rows.slots, options, shape),
         )
@@ -98,17 +101,25 @@ class DecodePlanner:
 
     def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
         """Return the programs of a decode. gives: the drafter gets pending tokens. cut: a row
-        follows a grammar."""
+        needs masks."""
         own = self._limits.draft_shape
         first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
         kinds = CUT if cut else (StepKind.DECODE,)
         return (*first, *[StepRun(kind, shape) for kind in kinds])
 
-    def _waits_to_be_read(self, step_rows: StepRows) -> bool:
-        steps = self._table.steps
+    def _masked(self, step_rows: StepRows) -> tuple[Constraint | None, ...]:
+        """Return the grammars that may refuse a token of this step, or of one not yet read."""
+        if not step_rows.constraints:
+            return ()
+        slots, limits = step_rows.slots, self._limits
+        own = limits.scheduling.num_rounds * limits.draft_shape.max_emitted
+        return step_rows.masked(self._table.unread_tokens(slots) + own)
+
+    def _waits_to_be_read(self, slots: Ints, constraints: tuple[Constraint | None, ...]) -> bool:
+        steps = self._table.steps[slots].tolist()
         return any(
-            constraint is not None and steps[row.slot] > 0
-            for constraint, row in zip(step_rows.constraints, step_rows.rows, strict=False)
+            each is not None and unread > 0
+            for each, unread in zip(constraints, steps, strict=bool(constraints))
         )
 
     def _shared(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from jspec.config.limits import ServeLimits
 from jspec.messages.plan import (
     Admission,
@@ -66,6 +68,7 @@ class PrefillPlanner:
         if not chunks:
             return None
         step_rows = StepRows.of(self._seats.tenancies[chunk.row] for chunk in chunks)
+        constraints = step_rows.masked(np.ones(len(chunks), np.int64))
         kinds = [
             *([StepKind.RESTORE] if restores else []),
             StepKind.PREFILL,
@@ -77,13 +80,13 @@ class PrefillPlanner:
                 *cached_draft_prefills(self._limits, admissions),
                 *(StepRun(kind, self._limits.draft_shape) for kind in kinds),
             ),
-            options=step_rows.options,
+            options=step_rows.options_with(constraints),
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
             restores=tuple(restores),
             saves=tuple(saves),
-            constraints=step_rows.constraints,
+            constraints=constraints,
         )
         return Flight(plan, step_rows)
 

@@ -18,7 +18,7 @@ from jspec.errors import ResultError
 from jspec.messages.grammar import Constraint
 from jspec.messages.plan import RoundResult, RowRef, StepPlan, StepResult
 from jspec.messages.request import Request
-from jspec.messages.step_options import PLAIN, StepOptions
+from jspec.messages.step_options import PLAIN, UNMASKED, StepOptions
 from jspec.scheduler.outputs.token_history import Origin, Piece, TokenHistory
 from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
@@ -70,8 +70,8 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 class StepRows:
     """The rows of a step in plan order, with the data that all their steps share.
 
-    options: step options that these rows need together.
     constraints: the grammar state of each row, or empty if no row has one.
+    options: step options that these rows need together; GRAMMAR if a row has a grammar.
     """
 
     slots: Ints
@@ -111,6 +111,22 @@ class StepRows:
             options=_options_of(tenancies) if self.options.members else PLAIN,
             constraints=_constraints_of(tenancies) if self.constraints else (),
         )
+
+    def masked(self, num_tokens: Ints) -> tuple[Constraint | None, ...]:
+        """Return the grammars of rows whose next num_tokens tokens may need masks, None for other
+        rows; empty if no row needs any.
+        """
+        if not self.constraints:
+            return ()
+        needed = [
+            None if each is None or each.num_free >= most else each
+            for each, most in zip(self.constraints, num_tokens.tolist(), strict=True)
+        ]
+        return tuple(needed) if any(each is not None for each in needed) else ()
+
+    def options_with(self, constraints: tuple[Constraint | None, ...]) -> StepOptions:
+        """Return the options of a step with these masks."""
+        return self.options if constraints else self.options.within(UNMASKED)
 
 
 def _options_of(tenancies: Iterable[Tenancy]) -> StepOptions:

@@ -124,6 +124,10 @@ class RowTable:
 
     # In flight.
 
+    def unread_tokens(self, slots: Ints) -> Ints:
+        """Return most tokens of each row that steps in flight emit, the root of its prompt too."""
+        return self.ahead[slots] + (self.emitted[slots] == 0)
+
     def dispatched(self, slots: Ints, *, rounds: int, tokens: int) -> None:
         """Count a dispatched step; its rounds can emit up to `tokens` tokens."""
         self.unread[slots] += (1, rounds, tokens)

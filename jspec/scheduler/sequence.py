@@ -286,7 +286,7 @@ class Sequence:
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
-        if self.request.grammar is not None:
+        if self.request.sampling.grammar is not None:
             stop = min(stop, first_stop(kept, self.request.eos_token_ids.__contains__, begin=0))
         num_shown = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left

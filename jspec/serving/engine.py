@@ -106,6 +106,8 @@ class Engine:
         templates = ChatTemplates.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
+        if self.args.max_thinking_tokens is not None:
+            defaults["max_thinking_tokens"] = self.args.max_thinking_tokens
         runner, weights = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(

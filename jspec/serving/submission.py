@@ -56,8 +56,9 @@ class Preparation:
         for request in requests:
             source = request.sampling.grammar
             grammar = None if source is None else self._grammars.compile(source)
-            if grammar is not None and request.reasoning is not None:
-                grammar = self._grammars.after_reasoning(grammar, request.reasoning)
+            budget = request.sampling.max_thinking_tokens
+            if request.reasoning is not None and (grammar is not None or budget is not None):
+                grammar = self._grammars.after_reasoning(grammar, request.reasoning, budget=budget)
             made.append(replace(request, grammar=grammar))
         # Two concurrent new kinds need programs for both together: the later call builds them.
         asked = PLAIN.union(request.sampling.options for request in requests)

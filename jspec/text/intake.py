@@ -28,6 +28,7 @@ from jspec.messages.request import (
 )
 from jspec.messages.sampling_fields import Integer
 from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
+from jspec.text.calls.thinking import marks_after, prompt_end
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.template.chat_messages import check_messages
 from jspec.text.template.chat_templates import ChatTemplates
@@ -66,7 +67,8 @@ class Prompt:
     extra_key: prompts with different keys share no cached prefix
     priority: higher is scheduled first
     caller: see Request
-    reasoning: marks of the reasoning that may precede a grammar's text
+    reasoning: marks of the reasoning that may precede a grammar's text, or be bounded; None: those
+        that follow from the prompt's end
     shown_ids: see Request
     """
 
@@ -132,6 +134,11 @@ class Intake:
     def requests(self, prompt: Prompt) -> tuple[Request, ...]:
         """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         ids, sampling = self.read(prompt)
+        reasoning = prompt.reasoning
+        if sampling.max_thinking_tokens is not None and reasoning is None:
+            reasoning = self._reasoning_after(ids)
+            if reasoning is None:  # nothing to bound
+                sampling = replace(sampling, max_thinking_tokens=None)
         name = prompt.request_id if prompt.request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
         automaton = self._automaton(sampling.stop, sampling.stop_regex)
@@ -146,7 +153,7 @@ class Intake:
                 extra_key=prompt.extra_key,
                 priority=prompt.priority,
                 caller=prompt.caller,
-                reasoning=prompt.reasoning,
+                reasoning=reasoning,
                 shown_ids=prompt.shown_ids,
             )
             for i in range(sampling.n)
@@ -173,6 +180,14 @@ class Intake:
                 f"(EOS included); expected at most {MAX_MASKED_STOP_IDS} of them"
             )
         return ids, sampling
+
+    def _reasoning_after(self, ids: tuple[int, ...]) -> ReasoningMarks | None:
+        if self._tokenizer is None:
+            raise RequestError(
+                f"max_thinking_tokens is given; {NO_TOKENIZER} none, since marks in the text bound "
+                "reasoning"
+            )
+        return marks_after(prompt_end(ids, self._tokenizer))
 
     def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
         named: dict[str, Any] = {**logprobs}

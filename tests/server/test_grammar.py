@@ -219,3 +219,43 @@ def test_a_tokenizer_of_pieces_follows_grammars(
         answer = asyncio.run(ask("/v1/chat/completions", **chat, **forced))
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         check(call["function"]["arguments"])
+
+
+def test_a_budget_ends_reasoning_in_the_text(client: httpx.Client) -> None:
+    """With a prompt that opens it; the tokens of this tokenizer are bytes."""
+
+    def text_of(prompt: str, **fields: Any) -> str:
+        body = {"prompt": prompt, "max_tokens": 40, "seed": 3, "ignore_eos": True, **fields}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    inside = text_of("Why? <think>\n", max_tokens=9)
+    for name in ("thinking_token_budget", "max_thinking_tokens", "thinking_budget_tokens"):
+        bounded = text_of("Why? <think>\n", **{name: 9})
+        assert bounded.startswith(inside + "</think>")
+        assert len(bounded) > len(inside + "</think>")
+    assert text_of("<think>\n", thinking_token_budget=0).startswith("</think>")
+    ended = "Why? <think>\n\n</think>\n"
+    assert text_of(ended, thinking_token_budget=3) == text_of(ended)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"thinking_token_budget": 3}, "thinking_token_budget is 3 and the tokenizer has no token"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget is -1"),
+        (
+            {"thinking_token_budget": 3, "max_thinking_tokens": 4},
+            "max_thinking_tokens is 4 beside another budget of 3; expected one of them",
+        ),
+    ],
+    ids=str,
+)
+def test_a_budget_that_cannot_be_kept(
+    client: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "no mark", **fields})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]

@@ -136,6 +136,9 @@ def test_a_schema_and_choices_of_tools() -> None:
     assert parse_message({**body, "tools": [TOOL], "tool_choice": {"type": "any"}}).tools.is_forced
     quiet = parse_message({**body, "thinking": {"type": "disabled"}})
     assert quiet.template_options["variables"] == {"enable_thinking": False}
+    bounded = parse_message({**body, "thinking": {"type": "enabled", "budget_tokens": 9}})
+    assert bounded.template_options["variables"] == {"enable_thinking": True}
+    assert bounded.sampling.max_thinking_tokens == 9
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -146,6 +149,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, r"tools\[0\].type is 'web_sear"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'; expected auto, any"),
     ({"thinking": {"type": "much"}}, "thinking.type is 'much'; expected enabled"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking.budget_tokens is -9"),
     ({"extra_body": {"temperature": -1}}, "temperature is -1"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"extra_body": {"output_config": {"format": {"type": "x"}}}}, "output_config.format.type is"),

@@ -22,7 +22,7 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING, StepOption, StepOptions
 from jspec.models.heads.head_params import head_params
 from jspec.models.registry import table_of
-from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
+from jspec.text.grammar.reasoning_first import AnyText, Mark, ReasoningFirst
 from tests.speculative.engines import (
     DRAFT,
     TARGET,
@@ -211,6 +211,51 @@ def test_a_grammar_begins_where_reasoning_ends_inside_a_tree_too() -> None:
         edges = np.cumsum([1, *(n + 1 for n in accepted)])
         num_inside += ends[0] not in edges and after != ()
     assert num_inside
+
+
+def bounded(i: int, budget: int | None, **sampling: Any) -> Request:
+    """One of reasoning without a grammar after it."""
+    request = make_request(
+        i,
+        prompt_len=9 + 3 * i,
+        seed=100 + i,
+        temperature=i % 2,
+        max_new_tokens=48,
+        ignore_eos=True,
+        max_thinking_tokens=budget,
+        **sampling,
+    )
+    if budget is None:
+        return request
+    after = ReasoningFirst(AnyText(), Mark("</think>", THINKING), budget=budget)
+    return dataclasses.replace(request, grammar=after)
+
+
+@pytest.mark.parametrize("name", ["tree", "two_rounds"])
+def test_reasoning_ends_where_its_budget_does(name: str) -> None:
+    """The text is plain decoding's up to the budget, and ordinary steps write all but its end."""
+    budgets = (0, 21, 30, None)
+    requests = [bounded(i, budget) for i, budget in enumerate(budgets)]
+    alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
+    free = [alone([bounded(i, None)]).ids[0] for i in range(len(budgets))]
+    texts = [alone([request]).ids[0] for request in requests]
+    for budget, text, without in zip(budgets, texts, free, strict=True):
+        ends = [i for i in range(len(text)) if b"</think>" in told(text[: i + 1])]
+        most = len(text) if budget is None else budget
+        assert text[:most] == without[:most]
+        if budget is not None and b"</think>" not in told(text[:budget]):
+            assert told(text).startswith(told(text[:budget]))
+            assert ends[0] <= budget + 1  # one token, or the second of two
+    served, view = watched(name, requests)
+    assert list(served.ids) == texts
+    decodes = [bool(plan.constraints) for plan, _ in view.steps if not plan.is_prefill]
+    assert 0 < sum(decodes) < len(decodes) / 2
+    for plan, _ in view.steps:
+        assert (StepOption.GRAMMAR in plan.options) == bool(plan.constraints)
+
+
+def told(ids: tuple[int, ...]) -> bytes:
+    return b"".join(THINKING[token_id] for token_id in ids)
 
 
 def test_a_retracted_row_goes_on_where_its_grammar_was() -> None:

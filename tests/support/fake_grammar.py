@@ -42,6 +42,8 @@ class FakeGrammar:
 class FakeConstraint:
     """Implements `Constraint`; fails at a token that is not allowed."""
 
+    num_free = 0
+
     def __init__(self, grammar: FakeGrammar) -> None:
         self._grammar = grammar
         self._at = (0, 0)

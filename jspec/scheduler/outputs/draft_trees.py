@@ -27,6 +27,11 @@ class TreeWatcher:
         self._shown: tuple[list[int], list[int]] | None = None
 
     @property
+    def num_free(self) -> int:
+        """0: every tree must be shown to the host."""
+        return 0
+
+    @property
     def failed(self) -> str:
         return "" if self._inner is None else self._inner.failed
 

@@ -118,6 +118,11 @@ def check_request(limits: ServeLimits, request: Request) -> int:
     if request.sampling.grammar is not None and request.grammar is None:
         kind = request.sampling.grammar.kind.value
         raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
+    if request.sampling.max_thinking_tokens is not None and request.grammar is None:
+        raise RequestError(
+            f"max_thinking_tokens is {request.sampling.max_thinking_tokens} and nothing counts "
+            f"them; expected Request.grammar"
+        )
     return check_prompt(limits, len(request.prompt_ids), request.sampling)
 
 

@@ -59,6 +59,7 @@ _NEUTRAL_CONFIG: Neutral = {}
 _OTHER_NAMES = (
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
     (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
+    (re.compile(r"\bthinking_token_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"\bstop\b(?=( is| holds|\[))"), "stop_sequences"),
 )
 
@@ -90,7 +91,7 @@ def parse_message(
         "continue_final_message": messages[-1]["role"] == "assistant",
         "response_format": _format(check.get("format")),
         "reasoning_effort": check.get("effort"),
-        "chat_template_kwargs": _variables(values),
+        **_thinking(values),
     }
     try:
         return parse_chat(chat, defaults)
@@ -242,14 +243,13 @@ def _format(given: object) -> Mapping[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _variables(values: JsonObject) -> JsonObject | None:
-    """Return the template's variables; `thinking` sets enable_thinking, which most templates read.
-
-    A budget of thinking tokens is checked and not enforced.
+def _thinking(values: JsonObject) -> dict[str, Any]:
+    """Return what `thinking` is in a chat: enable_thinking, which most templates read, beside the
+    template's other variables, and a budget.
     """
     given: Any = values.get("chat_template_kwargs")
     if values.get("thinking") is None:
-        return given
+        return {"chat_template_kwargs": given}
     fields = as_object(values["thinking"], "thinking")
     kind, budget = fields.get("type"), fields.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
@@ -260,4 +260,8 @@ def _variables(values: JsonObject) -> JsonObject | None:
         raise RequestError(
             f"thinking.budget_tokens is {shown_json(budget)}; expected a number of tokens"
         )
-    return {"enable_thinking": kind != "disabled", **as_object(given or {}, "chat_template_kwargs")}
+    variables = as_object(given or {}, "chat_template_kwargs")
+    return {
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled", **variables},
+        "thinking_token_budget": budget,
+    }

@@ -39,6 +39,8 @@ DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
 CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # all names in an engine's errors
+# Other names of thinking_token_budget (vLLM's): jspec's own and llama.cpp's.
+BUDGET_NAMES = ("max_thinking_tokens", "thinking_budget_tokens")
 # OpenAI's fields that identify a caller, as text. The first that is given names the one with whom
 # slots are shared; prompt_cache_key has no effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
@@ -53,6 +55,7 @@ ANSWER_FIELDS = frozenset(
         "priority",
         *EXTRA_KEYS,
         *CALLER_FIELDS,
+        *BUDGET_NAMES,
         "metadata",
         "return_meta_info",
         "return_spec_tokens_details",
@@ -88,7 +91,6 @@ NEUTRAL_OPENAI: Neutral = {
     "add_special_tokens": (None, True),
     "mm_processor_kwargs": (None, {}),
     "media_io_kwargs": (None, {}),
-    "thinking_token_budget": (None,),
 }
 NEUTRAL_COMPLETION: Neutral = {
     **NEUTRAL_OPENAI,
@@ -182,6 +184,14 @@ def _given(values: JsonObject) -> dict[str, Any]:
 
 def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
     given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
+    for name in BUDGET_NAMES:
+        if values.get(name) is not None:
+            if given["max_thinking_tokens"] not in (None, values[name]):
+                raise RequestError(
+                    f"{name} is {shown_json(values[name])} beside another budget of "
+                    f"{shown_json(given['max_thinking_tokens'])}; expected one of them"
+                )
+            given["max_thinking_tokens"] = values[name]
     for name, grammar in grammar_parameters(values).items():
         if given.get(name) is not None:
             raise RequestError(f"{name} is given twice; expected one grammar at most")

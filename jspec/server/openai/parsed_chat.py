@@ -22,12 +22,12 @@ from jspec.text.calls.events import (
     Reasoning,
 )
 from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
+from jspec.text.calls.thinking import prompt_end
 from jspec.text.calls.tools import ToolUse, calls_schema
 from jspec.text.intake import Prompt
 from jspec.text.tokenizer.token_texts import TokenTexts, num_tokens_in
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-PROMPT_END_IDS = 16  # the last ids of a prompt, searched for a template's reasoning mark
 TOOL_CALLS = "tool_calls"
 
 
@@ -77,9 +77,14 @@ def prepare(
     has_reasoning = splits and style.reasoning is not None
     sampling = prompt.sampling
     assert isinstance(sampling, SamplingParams)
-    end = tokenizer.decode((prompt.input_ids or ())[-PROMPT_END_IDS:], skip_special_tokens=False)
+    end = prompt_end(prompt.input_ids or (), tokenizer)
     marks = None if goes_on else style.reasoning_marks(end)
-    if use.is_forced or sampling.grammar is not None:
+    if sampling.max_thinking_tokens is not None and style.has_channels:
+        raise RequestError(
+            f"max_thinking_tokens is {sampling.max_thinking_tokens} and the model reasons in "
+            "channels (gpt-oss); expected none, reasoning_effort decides how long it reasons"
+        )
+    if use.is_forced or sampling.grammar is not None or sampling.max_thinking_tokens is not None:
         prompt = replace(prompt, reasoning=marks)
     if not (use.names or has_reasoning or style.has_channels):
         return prompt, None

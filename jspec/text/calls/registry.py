@@ -109,10 +109,11 @@ class AnswerFormat:
 
     def reasoning_marks(self, prompt_end: str) -> ReasoningMarks | None:
         """Return the marks of reasoning before a grammar's text; None for none, or channels."""
-        if self.reasoning in (None, GPT_OSS) or not self.may_reason(prompt_end):
+        if self.reasoning in (None, GPT_OSS):
             return None
-        is_open = self._starts_inside(self.reasoning, prompt_end)
-        return ReasoningMarks(thinking.CLOSE, open=None if is_open else thinking.OPEN)
+        marks = thinking.marks_after(prompt_end)
+        is_inside = marks is not None and REASONING_FORMATS[self.reasoning].starts_inside
+        return ReasoningMarks(thinking.CLOSE) if is_inside else marks
 
     def _starts_inside(self, reasoning: str, prompt_end: str) -> bool:
         end = prompt_end.rstrip()

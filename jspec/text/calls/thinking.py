@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
+from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls.events import Content, Event, Reasoning
 from jspec.text.calls.json_scan import BLANKS
 from jspec.text.calls.machine import num_undecided
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
+PROMPT_END_IDS = 16  # the last ids of a prompt, searched for a template's reasoning mark
+
+
+def prompt_end(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the end of a prompt's text, in which a template may open or close the reasoning."""
+    return tokenizer.decode(ids[-PROMPT_END_IDS:], skip_special_tokens=False)
+
+
+def marks_after(end: str) -> ReasoningMarks | None:
+    """Return the marks of reasoning that may follow a prompt's end; None: it is over."""
+    end = end.rstrip()
+    if end.endswith(CLOSE):
+        return None
+    return ReasoningMarks(CLOSE, open=None if end.endswith(OPEN) else OPEN)
 
 
 class _Place(enum.Enum):

@@ -112,6 +112,10 @@ class GrammarState:
         self._work, self._fail = work, fail
 
     @property
+    def num_free(self) -> int:
+        return 0
+
+    @property
     def failed(self) -> str:
         return self._matcher.error
 

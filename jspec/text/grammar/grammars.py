@@ -11,7 +11,7 @@ from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks
 from jspec.text.grammar.grammar_state import CompiledGrammar
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.llguidance_grammars import LlguidanceGrammars
-from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
+from jspec.text.grammar.reasoning_first import AnyText, Mark, ReasoningFirst
 from jspec.text.tokenizer.decoders import cuts_the_end
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
@@ -64,17 +64,29 @@ class Grammars:
             _, dropped = self._known.popitem(last=False)
             seconds -= dropped.work.seconds
 
-    def after_reasoning(self, grammar: Grammar, marks: ReasoningMarks) -> Grammar:
-        """Let an answer reason before `grammar`, which was compiled here."""
+    def after_reasoning(
+        self, grammar: Grammar | None, marks: ReasoningMarks, *, budget: int | None = None
+    ) -> Grammar:
+        """Let an answer reason before `grammar`, which was compiled here; None: before any text.
+
+        budget: most tokens of reasoning. Raises RequestError if there is one and the tokenizer has
+        no token that begins or ends reasoning.
+        """
         with self._lock:
-            assert self._vocabulary is not None
+            assert self._tokenizer is not None  # or nothing could be compiled or counted
+            if self._vocabulary is None:
+                self._vocabulary = self._new_vocabulary(self._tokenizer)
             mark = self._marks.get(marks.close)
             if mark is None:
                 mark = self._marks[marks.close] = Mark(marks.close, self._vocabulary.own_tokens)
-        opens = None
-        if marks.open is not None and self._tokenizer is not None:
-            opens = self._tokenizer.token_to_id(marks.open)
-        return ReasoningFirst(grammar, mark, opens=opens)
+        opens = None if marks.open is None else self._tokenizer.token_to_id(marks.open)
+        has_marks = (marks.open is None or opens is not None) and mark.continues(0) is not None
+        if budget is not None and not has_marks:
+            raise RequestError(
+                f"max_thinking_tokens is {budget} and the tokenizer has no token "
+                f"{marks.open or marks.close}; expected a model that reasons between such marks"
+            )
+        return ReasoningFirst(grammar or AnyText(), mark, opens=opens, budget=budget)
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
         name, compiler = source.kind.value, self._made_compiler(source.kind.value)
@@ -108,7 +120,7 @@ class Grammars:
                 f"cuts the end of a text; expected a decoder that leaves it as it is"
             )
         if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._vocabulary = self._new_vocabulary(self._tokenizer)
         try:
             self._compiler = LlguidanceGrammars(self._vocabulary)
         except ImportError:
@@ -117,3 +129,6 @@ class Grammars:
                 f"not installed: pip install 'jspec[grammar]'"
             ) from None
         return self._compiler
+
+    def _new_vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
+        return Vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)

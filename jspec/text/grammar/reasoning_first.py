@@ -1,7 +1,8 @@
 """A grammar that starts where a model's reasoning ends; before that any token is allowed.
 
 The end mark is found in the tokens' bytes, so it may be one token or several, and each path of a
-draft tree finds its own.
+draft tree finds its own. Reasoning may have a budget: each path counts its own tokens, and once
+they are spent, only the end mark may follow.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.messages.grammar import WORD_BITS, Constraint, Grammar
+from jspec.messages.grammar import ENDLESS, WORD_BITS, Constraint, Grammar
 
 EVERYTHING = 0xFFFFFFFF
 GRAMMAR = -1  # a place: after the end mark
@@ -27,6 +28,7 @@ class Mark:
             i for i, token in enumerate(tokens) if self._mark[-1:] in token.rstrip()[:-1]
         ]
         self._forbidden: dict[Place, np.ndarray] = {}
+        self._continues: dict[Place, int | None] = {}
 
     def after(self, place: Place, token_id: int) -> Place:
         """Return the place after one more token; GRAMMAR if the mark ends in it."""
@@ -46,30 +48,87 @@ class Mark:
             self._forbidden[place] = found
         return found
 
+    def continues(self, place: Place) -> int | None:
+        """Return the token that adds most of the mark and nothing past it, the lowest of several.
+
+        Where no token can go on, the one that begins the mark again; None if none can.
+        """
+        if place not in self._continues:
+            rest = self._mark[place:]
+            adds = {i: self._adds(token, rest) for i, token in enumerate(self._tokens)}
+            best = max(adds, key=lambda i: (adds[i], -i))
+            if adds[best]:
+                self._continues[place] = best
+            else:
+                self._continues[place] = self.continues(0) if place else None
+        return self._continues[place]
+
+    @staticmethod
+    def _adds(token: bytes, rest: bytes) -> int:
+        """Return how many bytes of `rest` a token adds; 0 if it adds other text."""
+        ends = token.startswith(rest) and not token[len(rest) :].strip()
+        return min(len(token), len(rest)) if ends or rest.startswith(token) else 0
+
     def _bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id] if token_id < len(self._tokens) else b""
 
 
-class ReasoningFirst:
-    """A Grammar after reasoning. opens: the token that starts it; None: it starts inside."""
+class AnyText:
+    """A Grammar, and its Constraint, of which every token is allowed."""
 
-    def __init__(self, grammar: Grammar, mark: Mark, *, opens: int | None = None) -> None:
+    num_free = ENDLESS
+    failed = ""
+
+    def begin(self, *, goes_on: bool = False) -> Constraint:
+        del goes_on
+        return self
+
+    def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
+        del tokens, parents
+        allowed[:] = EVERYTHING
+
+    def accept(self, token_ids: tuple[int, ...]) -> None:
+        del token_ids
+
+
+class ReasoningFirst:
+    """A Grammar after reasoning.
+
+    opens: the token that starts it; None: it starts inside. budget: most tokens between the marks.
+    """
+
+    def __init__(
+        self, grammar: Grammar, mark: Mark, *, opens: int | None = None, budget: int | None = None
+    ) -> None:
         self._grammar, self._mark, self._opens = grammar, mark, opens
+        self._budget = ENDLESS if budget is None else budget
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
         after = self._grammar.begin(goes_on=True)
         at_start = None if self._opens is None else self._grammar.begin(goes_on=goes_on)
-        return _State(after, self._mark, self._opens, at_start)
+        return _State(after, self._mark, self._opens, at_start, self._budget)
 
 
 class _State:
     """Implements `messages.grammar.Constraint`: `inner` after reasoning, `at_start` without it."""
 
     def __init__(
-        self, inner: Constraint, mark: Mark, opens: int | None, at_start: Constraint | None
+        self,
+        inner: Constraint,
+        mark: Mark,
+        opens: int | None,
+        at_start: Constraint | None,
+        budget: int,
     ) -> None:
         self._inner, self._mark, self._opens, self._at_start = inner, mark, opens, at_start
         self._place: Place = START if at_start is not None else 0
+        self._left = budget  # tokens of reasoning
+
+    @property
+    def num_free(self) -> int:
+        """The grammar's, even before the mark: it may begin at once. A budget bounds it, too."""
+        free = self._inner.num_free
+        return free if self._place == GRAMMAR else min(free, max(self._left, 0))
 
     @property
     def failed(self) -> str:
@@ -84,6 +143,7 @@ class _State:
             if self._place == GRAMMAR:
                 self._inner.accept(token_ids[i:])
                 return
+            self._left -= self._place != START
             self._place = self._after(self._place, token_id)
 
     def _after(self, place: Place, token_id: int) -> Place:
@@ -100,6 +160,7 @@ class _State:
         allowed[:] = EVERYTHING
         ids = tokens.tolist()
         places, trees = {0: self._place}, {0: [0]} if self._place == START else {}
+        left = {0: self._left}
         root_of = dict.fromkeys(trees, 0)
         for node, parent in enumerate(parents.tolist()):
             if not node:
@@ -110,10 +171,16 @@ class _State:
                 trees[root_of[node]].append(node)
                 continue
             places[node] = self._after(above, ids[node])
+            left[node] = left[parent] - (above != START)
             if places[node] == GRAMMAR:
                 trees[node], root_of[node] = [node], node
         for node, place in places.items():
-            if place >= 0:
+            if place >= 0 and left[node] <= 0:
+                token_id = self._mark.continues(place)
+                assert token_id is not None  # `Grammars` checked it
+                allowed[node] = 0
+                allow(allowed[node], token_id)
+            elif place >= 0 and self._inner.num_free == 0:
                 clear(allowed[node], self._mark.forbidden(place))
         for root, nodes in trees.items():
             index = {node: i for i, node in enumerate(nodes)}
@@ -123,8 +190,12 @@ class _State:
             inner.fill(tokens[nodes], np.array(above_each, np.int32), part)
             allowed[nodes] = part
         if self._place == START and self._opens is not None:
-            word, bit = divmod(self._opens, WORD_BITS)
-            allowed[0, word] |= np.uint32(1 << bit)
+            allow(allowed[0], self._opens)
+
+
+def allow(row: np.ndarray, token_id: int) -> None:
+    word, bit = divmod(token_id, WORD_BITS)
+    row[word] |= np.uint32(1 << bit)
 
 
 def clear(row: np.ndarray, token_ids: np.ndarray) -> None:
