@@ -18,8 +18,8 @@ def run_convert(argv: Sequence[str]) -> int:
         prog="jspec convert",
         allow_abbrev=False,
         description="Convert a checkpoint's weights to another format, with the same names, shapes "
-        "and types, and copy its other files. --model-path accepts OUT as it does DIR, on any "
-        "number of devices.",
+        "and types unless --quantization is given, and copy its other files. --model-path accepts "
+        "OUT as it does DIR, on any number of devices.",
     )
     parser.add_argument(
         "source", metavar="DIR", help="checkpoint with safetensors, pytorch_model.bin or orbax/"
@@ -31,8 +31,19 @@ def run_convert(argv: Sequence[str]) -> int:
         choices=[each.value for each in Format],
         help="format of OUT: model.safetensors, or an orbax checkpoint in OUT/orbax",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8",),
+        help="quantize a target's layers to fp8, a scale per output channel, in the layout of "
+        "compressed-tensors, which SGLang, vLLM and transformers read, too",
+    )
     options = parser.parse_args(argv)
-    done = convert(Path(options.source), Path(options.out), Format(options.to))
+    done = convert(
+        Path(options.source),
+        Path(options.out),
+        Format(options.to),
+        to_fp8=options.quantization == "fp8",
+    )
     print(
         f"{options.out}: {done.num_tensors} tensors, {done.num_bytes / 2**20:.1f} MiB, as "
         f"{options.to}" + (f" in {done.num_files} files" if done.num_files > 1 else "")

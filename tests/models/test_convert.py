@@ -57,13 +57,14 @@ def test_every_shard_has_the_weights_that_safetensors_give(pair: TinyPair, tmp_p
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def params_of(target: Path, draft: Path, *, shards: int) -> Any:
+def params_of(target: Path, draft: Path, *, shards: int, **arguments: Any) -> Any:
     args = EngineArgs(
         model_path=str(target),
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=str(draft),
         dtype="float32",
         tp_size=shards,
+        **arguments,
     )
     mesh = Parallel(tensor=shards).mesh(jax.devices("cpu")[:shards])
     return load_models(args, resolve_paths(args), mesh=mesh).params
@@ -122,3 +123,36 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
     assert "is there already; expected a new or an empty directory" in capsys.readouterr().err
     assert main(["convert", str(cut), str(tmp_path / "x"), "--to", "gguf"]) == 2
     assert "invalid choice: 'gguf'" in capsys.readouterr().err
+
+
+def test_a_target_in_fp8_is_served_as_one_that_is_quantised_while_it_loads(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "fp8"
+    words = ["--to", "safetensors", "--quantization", "fp8"]
+    assert main(["convert", str(pair.target_path), str(out), *words]) == 0
+    found = params_of(out, pair.draft_path, shards=1)
+    wanted = params_of(pair.target_path, pair.draft_path, shards=1, quantization="fp8")
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    codes = [
+        leaf for leaf in jax.tree.leaves(found["target"]) if leaf.dtype.name == "float8_e4m3fn"
+    ]
+    assert len(codes) == 3 * 4  # qkv, out, gate and up, down of three layers
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    with open_tensors(out) as stored:
+        assert stored.dtype(name) == "F8_E4M3"
+        assert stored.shape(f"{name}_scale") == (stored.shape(name)[0], 1)
+
+
+@pytest.mark.parametrize("fault", ["twice", "draft"])
+def test_what_is_not_quantised(pair: TinyPair, tmp_path: Path, fault: str) -> None:
+    once = tmp_path / "once"
+    if fault == "twice":
+        convert(pair.target_path, once, Format.SAFETENSORS, to_fp8=True)
+    source = once if fault == "twice" else pair.draft_path
+    message = "is quantized by 'compressed-tensors'; expected" if fault == "twice" else "architect"
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "out", Format.SAFETENSORS, to_fp8=True)
+    assert not (tmp_path / "out").exists()

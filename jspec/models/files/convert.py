@@ -1,6 +1,6 @@
 """Conversion of a checkpoint directory: safetensors or torch files to orbax, and back.
 
-Tensors keep names, shapes and types; all other files are copied.
+Tensors keep names, shapes and types unless they are quantised; all other files are copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from jspec.errors import ConfigError, NoCheckpointError
+from jspec.files.json_files import read_object
 from jspec.files.output_files import remove, write_text, writing
+from jspec.models.files.fp8_export import products_of, quantization_config, with_fp8
 from jspec.models.files.tensor_files import (
     FILES,
     NAMES,
@@ -44,10 +46,16 @@ class Converted:
 
 
 def convert(
-    source: Path, out: Path, to: Format, *, max_file_bytes: int = MAX_FILE_BYTES
+    source: Path,
+    out: Path,
+    to: Format,
+    *,
+    to_fp8: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Converted:
     """Write the checkpoint of `source` into `out`, which must be empty or not exist.
 
+    to_fp8: quantise the products of a target's layers (fp8_export.py).
     For orbax the host holds all tensors at once, for safetensors those of one file. Raises
     ConfigError, OutputError or CheckpointError; `out` is then as it was.
     """
@@ -58,11 +66,17 @@ def convert(
     if source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ConfigError(f"{out} is inside {source}; expected a directory elsewhere")
     is_new = not out.exists()
-    with open_tensors(source) as tensors:
+    with open_tensors(source) as opened:
+        products = products_of(source, opened) if to_fp8 else set()
+        tensors = with_fp8(opened, products)
         try:
             with writing(out):
                 out.mkdir(parents=True, exist_ok=True)
             _copy_rest(source, out)
+            if to_fp8:
+                config = read_object(source / "config.json")
+                config["quantization_config"] = quantization_config(opened, products)
+                _write_json(out / "config.json", config)
             groups = _groups(tensors, max_file_bytes if to is Format.SAFETENSORS else None)
             if to is Format.ORBAX:
                 from jspec.models.files.orbax_files import save_orbax

@@ -1,0 +1,111 @@
+"""Quantisation of a checkpoint to fp8, in the layout of compressed-tensors (W8A8, dynamic).
+
+    X.weight         e4m3 [out, in]
+    X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
+
+Activations are quantised a token at a time by whoever serves it. The numbers are those of
+`--quantization fp8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.errors import ConfigError
+from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyTensor
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.files.fp8 import quantization_method
+from jspec.models.files.fp8_weights import stored_fp8
+from jspec.models.files.stored import chosen_layout
+from jspec.models.files.tensor_files import FP8, HostArray, Tensors
+from jspec.models.registry import table_of
+from jspec.spec import weight_format
+from jspec.spec.weight_format import Op
+
+_LARGEST, _SMALLEST = np.float32(448.0), np.float32(2.0**-100)
+_PER_LARGEST = np.float32(1.0 / 448.0)
+_NUMBERS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+_EXPERTS = ".experts."
+
+
+def products_of(source: Path, tensors: Tensors) -> set[str]:
+    """Return the tensors that fp8 serving quantises. Raises ConfigError unless `source` is an
+    unquantised target of a family that is served.
+    """
+    method = quantization_method(source)
+    if method is not None:
+        raise ConfigError(
+            f"{source} is quantized by {method!r}; expected weights in 16 or 32 bits to quantize"
+        )
+    table = table_of(load_model_spec(source))
+    wanted = (param for param in table if param.layouts and param.op in (Op.LINEAR, Op.GATED))
+    found: set[str] = set()
+    for param in wanted:
+        layout = chosen_layout(tensors, param)
+        stored = stored_fp8(param, layout, lambda _: weight_format.FP8(), shards=1)
+        if stored is not None and stored.problem is None:
+            found |= {name for part in layout for name in part.names}
+    return found
+
+
+def with_fp8(tensors: Tensors, names: Collection[str]) -> Tensors:
+    """Return the tensors, those of `names` as codes and scales that are made when they are read."""
+    made: dict[str, LazyTensor] = {}
+    both = lru_cache(maxsize=1)(partial(quantised, tensors))  # its scales are read next
+    for name in names:
+        rows, columns = tensors.shape(name)
+        made[name] = LazyTensor((rows, columns), FP8, partial(_part, both, name, 0))
+        made[f"{name}_scale"] = LazyTensor((rows, 1), "F32", partial(_part, both, name, 1))
+    file = LazyFile(tensors.path, LazyHeader(made))
+    return replace(tensors, sources={**tensors.sources, **{name: (file, name) for name in made}})
+
+
+def _part(both: Callable[[str], tuple[HostArray, ...]], name: str, which: int) -> HostArray:
+    return both(name)[which]
+
+
+def quantised(tensors: Tensors, name: str) -> tuple[HostArray, HostArray]:
+    """Return a tensor's codes e4m3 [out, in] and scales f32[out, 1]."""
+    numbers = tensors.weight(name).astype(np.float32)
+    most = np.abs(numbers).max(axis=1, keepdims=True)
+    scales = np.maximum(most, _SMALLEST) * _PER_LARGEST
+    codes = np.clip(numbers / scales, -_LARGEST, _LARGEST).astype(DTYPES[FP8])
+    return codes, scales
+
+
+def quantization_config(tensors: Tensors, names: Collection[str]) -> dict[str, Any]:
+    """Return config.json's quantization_config. Every other product is listed as ignored."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": _ignored(tensors, names),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**_NUMBERS, "strategy": "channel", "dynamic": False},
+                "input_activations": {**_NUMBERS, "strategy": "token", "dynamic": True},
+                "output_activations": None,
+            }
+        },
+    }
+
+
+def _ignored(tensors: Tensors, names: Collection[str]) -> list[str]:
+    kept = {
+        name.removesuffix(".weight")
+        for name in tensors.sources
+        if name.endswith(".weight")
+        and name not in names
+        and len(tensors.shape(name)) == 2
+        and "embed_tokens" not in name
+    }
+    experts = {name for name in kept if ".experts." in name}  # thousands: one pattern for all
+    return sorted({"lm_head", *(kept - experts)}) + (["re:.*[.]experts[.].*"] if experts else [])
