@@ -40,6 +40,12 @@ MOST = {
     "v_head_dim": 2**16,
     "moe_intermediate_size": 2**22,
     "share_expert_dim": 2**22,
+    "shared_expert_intermediate_size": 2**22,
+    # gated delta nets
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2**16),
+    "linear_conv_kernel_dim": 1024,
+    "full_attention_interval": 1024,
     # per layer; experts may have own tensors (models/files/checkpoint.py bounds their number)
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4096),

@@ -62,7 +62,11 @@ def moe(
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
         limit = spec.shared.limit
-        out = out + gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
+        shared = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
+        if spec.shared_gate:
+            share = jax.nn.sigmoid(logits_of(x, params["shared_gate"]["kernel"]))
+            shared = shared * share.astype(shared.dtype)
+        out = out + shared
     return out
 
 

@@ -12,7 +12,7 @@ from jspec.models.layer_params import (
     norm,
     product,
 )
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
 from jspec.spec.weight_format import Op
 
@@ -21,9 +21,13 @@ def decoder_params(
     spec: ModelSpec,
     *,
     ffn: Callable[..., ParamTable] = ffn_params,
+    delta: Callable[..., ParamTable] | None = None,
     sinks: tuple[str, ...] = ("sinks",),
 ) -> ParamTable:
-    """Declare a decoder under transformers' Llama names. ffn: (spec, size=E) -> its table."""
+    """Declare a decoder under transformers' Llama names.
+
+    ffn, delta: (spec, size=E) -> the table of a feed-forward, of a gated delta net.
+    """
     V, E = spec.vocab_size, spec.hidden_size
     table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
     table: list[ParamSpec] = [
@@ -32,7 +36,7 @@ def decoder_params(
     for i, layer in enumerate(spec.layers):
         own = (
             norm("input_norm", "input_layernorm", E),
-            *mixer_params(layer.attention, size=E, sinks=sinks),
+            *mixer_params(layer.attention, size=E, sinks=sinks, delta=delta),
             norm("post_norm", "post_attention_layernorm", E),
             *ffn(layer.ffn, size=E),
         )
@@ -42,10 +46,16 @@ def decoder_params(
     return tuple(table)
 
 
-def mixer_params(spec: Mixer, *, size: int, sinks: tuple[str, ...]) -> ParamTable:
-    """Declare a layer's `attention`, of any kind."""
+def mixer_params(
+    spec: Mixer,
+    *,
+    size: int,
+    sinks: tuple[str, ...],
+    delta: Callable[..., ParamTable] | None = None,
+) -> ParamTable:
+    """Declare a layer's `attention`, of any kind. delta: of a gated delta net; None: Qwen3.5's."""
     if isinstance(spec, DeltaNetSpec):
-        return delta_params(spec, size=size)
+        return (delta or delta_params)(spec, size=size)
     if isinstance(spec, LatentAttentionSpec):
         return latent_params(spec, size=size)
     return attention_params(spec, in_size=size, out_size=size, sinks=sinks)
@@ -109,13 +119,13 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
     keys, values = spec.num_key_heads * spec.key_dim, H * spec.value_dim
     blocks = ((keys, spec.num_key_heads), (keys, spec.num_key_heads), (values, H))
 
-    def channels(name: str, width: int) -> tuple[Part, ...]:
-        """Queries, keys and values of one tensor [C, width]."""
+    def channels(name: str, *widths: int) -> tuple[Part, ...]:
+        """Queries, keys and values of one tensor [C, *widths]."""
         firsts = (0, keys, 2 * keys)
         return tuple(
             Part(
                 name=name,
-                shape=(spec.conv_dim, width),
+                shape=(spec.conv_dim, *widths),
                 size=count,
                 num_blocks=num_blocks,
                 first=first,
@@ -126,7 +136,12 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
     def of_heads(path: str, name: str) -> ParamSpec:
         part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD)
         return ParamSpec(
-            path=("decay", path), shape=(H,), layouts=((part,),), axes=("heads",), init=Init.ZEROS
+            path=("decay", path),
+            shape=(H,),
+            layouts=((part,),),
+            axes=("heads",),
+            init=Init.ZEROS,
+            format=FLOAT32,
         )
 
     table = (
@@ -148,7 +163,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
         ParamSpec(
             path=("conv", "kernel"),
             shape=(spec.conv_size, spec.conv_dim),
-            layouts=(channels("conv1d.weight", spec.conv_size),),
+            layouts=(channels("conv1d.weight", 1, spec.conv_size),),
             axes=(None, "heads"),
         ),
         of_heads("log", "A_log"),

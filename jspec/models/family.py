@@ -50,6 +50,7 @@ class Family:
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
     mtp: MtpFamily | None = None  # if its checkpoints include a draft
+    unread: tuple[str, ...] = ()  # prefixes of tensors that are ignored: other modalities' parts
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
         return self.mtp is not None and self.mtp.names(spec).is_layers(name)

@@ -156,26 +156,18 @@ def _with_gate_in_queries(
 ) -> list[ParamSpec]:
     """Let q_proj also hold the gate: for each head the rows of its query, then of its gate."""
     H, D = spec.num_heads, spec.head_dim
-    query, gate = (
-        Part(
-            name="q_proj.weight",
-            shape=(2 * H * D, in_size),
-            size=H * D,
-            num_blocks=H,
-            first=first,
-            stride=2 * D,
-        )
-        for first in (0, D)
+    gates = product(
+        ("gate",), in_size, (("q_proj", H * D, H),), axes=("embed", "heads"), bias=spec.qkv_bias
     )
-    own = ParamSpec(
-        path=("gate", "kernel"),
-        shape=(in_size, H * D),
-        layouts=((gate,),),
-        axes=("embed", "heads"),
-        op=Op.LINEAR,
-    )
-    qkv, *others = table
-    return [replace(qkv, layouts=((query, *qkv.layouts[0][1:]),)), *others, own]
+
+    def half(whole: ParamSpec, *, first: int) -> ParamSpec:
+        query, *others = whole.layouts[0]
+        shape = (2 * H * D, *query.shape[1:])
+        own = replace(query, shape=shape, first=first, stride=2 * D)
+        return replace(whole, layouts=((own, *others),))
+
+    queries = [half(own, first=0) if own.path[0] == "qkv" else own for own in table]
+    return [*queries, *(half(own, first=D) for own in gates)]
 
 
 def dense_params(
@@ -203,7 +195,8 @@ def dense_params(
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     """Declare a layer's `moe` under Qwen3-MoE's names, router bias and shared expert DeepSeek's.
 
-    Experts are one tensor each, or fused as transformers 5 writes them.
+    Experts are one tensor each, or fused as transformers 5 writes them. A shared expert with a gate
+    has Qwen's names.
     """
     X, inner = spec.num_experts, spec.inner
     single = tuple(
@@ -256,8 +249,10 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
         ),
     )
     if spec.shared is not None:
-        shared = dense_params(spec.shared, size=size, path=("shared",), stored="shared_experts.")
-        table = (*table, *shared)
+        stored = "shared_expert." if spec.shared_gate else "shared_experts."
+        table += dense_params(spec.shared, size=size, path=("shared",), stored=stored)
+        if spec.shared_gate:
+            table += product(("shared_gate",), size, (("shared_expert_gate", 1, 1),), op=None)
     return prefixed(table, path=("moe",), stored="mlp.")
 
 

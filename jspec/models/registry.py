@@ -16,6 +16,7 @@ from jspec.models.families import (
     mistral,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
     step3p5,
@@ -30,6 +31,8 @@ FAMILIES: list[Family] = [
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_5.FAMILY,
     gpt_oss.FAMILY,
     mimo.FAMILY,
     mimo_v2.FAMILY,
@@ -41,8 +44,8 @@ FAMILIES: list[Family] = [
 DRAFTS: dict[str, MtpFamily] = {
     "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
     "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
-    "Qwen3NextForCausalLMMTP": qwen3_next.ALONE,
-    "Qwen3_5ForCausalLMMTP": qwen3_next.ALONE,
+    "Qwen3NextForCausalLMMTP": qwen3_next.MTP,
+    "Qwen3_5ForCausalLMMTP": qwen3_next.MTP,
 }
 
 # Known architectures that are refused, and the missing features.

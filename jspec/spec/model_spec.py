@@ -221,6 +221,7 @@ class MoESpec:
     """A mixture of experts (MoE), gated MLPs: each token runs through top_k of num_experts.
 
     shared: one more MLP for every token, added to the experts' output
+    shared_gate: that MLP's output is multiplied by the sigmoid of one product with the token
     """
 
     num_experts: int
@@ -231,6 +232,7 @@ class MoESpec:
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared: DenseSpec | None = None
+    shared_gate: bool = False
 
     @property
     def has_router_bias(self) -> bool:

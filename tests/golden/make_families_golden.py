@@ -31,10 +31,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Step3p7TextConfig,
     Step3p7TextModel,
 )
@@ -172,6 +178,57 @@ def last_models() -> dict[str, PreTrainedModel]:
         sliding_window=WINDOW,
     )
     return {"mimo_v2": MiMoV2FlashForCausalLM(config)}
+
+
+def hybrid_models() -> dict[str, PreTrainedModel]:
+    """Qwen3-Next and Qwen3.5: gated delta nets and full attention with a gate for each number of a
+    head, RoPE on a part of each head, norms stored less one, and a gated shared expert.
+    """
+    torch.manual_seed(4)
+    linear, full = "linear_attention", "full_attention"
+    delta_net = {
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    }
+    mixture = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 10,
+    }
+    experts_only = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+    sections = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    return {
+        "qwen3_next": Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **COMMON | delta_net | mixture,
+                num_hidden_layers=3,
+                layer_types=[linear, full, linear],
+                mlp_only_layers=[2],
+                rope_parameters=rope,
+            )
+        ),
+        "qwen3_5": Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                **COMMON | delta_net | {"linear_num_value_heads": 6},
+                num_hidden_layers=4,
+                rope_parameters=rope | sections,
+                tie_word_embeddings=True,
+            )
+        ),
+        "qwen3_5_moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(
+                **experts_only | delta_net | mixture,
+                num_hidden_layers=2,
+                layer_types=[linear, full],
+                rope_parameters=rope | sections | {"partial_rotary_factor": 0.25},
+            )
+        ),
+    }
 
 
 STEP = {
@@ -316,9 +373,14 @@ def write_greedy(
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
     """Weights large enough for attention to matter; norms away from 1, biases from 0."""
+    is_hybrid = hasattr(model.config, "linear_num_key_heads")
     for name, value in model.named_parameters():
         if "norm" in name:
             value.uniform_(0.5, 1.5)
+            if is_hybrid and "linear_attn" not in name:  # stored less one
+                value.sub_(1.0)
+        elif "A_log" in name:  # from a memory of many tokens to one of a few
+            value.uniform_(-4.0, 0.5)
         elif "gate_up_proj_bias" in name:  # so that some gates are clamped
             value.normal_(std=5.0)
         elif "bias" in name:
@@ -337,7 +399,7 @@ def main() -> None:
     for made in (models, later_models):
         write(made())
     write_step()
-    for made in (latest_models, last_models):
+    for made in (latest_models, last_models, hybrid_models):
         write(made())
 
 

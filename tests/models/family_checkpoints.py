@@ -26,6 +26,9 @@ FAMILY_CHECKPOINTS = (
     "glm4_moe",
     "mimo",
     "mimo_v2",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 
 
@@ -53,6 +56,7 @@ def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) ->
             prefix_lens=jnp.asarray([start], jnp.int32),
             cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
             q_positions=jnp.arange(start, stop, dtype=jnp.int32),
+            slots=jnp.asarray([1], jnp.int32),
         )
         hidden, _, kv = decoder.forward(
             params, token_ids[start:stop], kv, rows, queries_per_row=stop - start if start else None

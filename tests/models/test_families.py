@@ -29,7 +29,7 @@ from jspec.spec.model_spec import (
     cache_groups,
 )
 from tests.models.random_params import assert_same
-from tests.support.caches import empty_pools
+from tests.support.caches import accept_chain, empty_pools
 from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
@@ -44,6 +44,9 @@ VARIANTS = [
     "step3p5",
     "glm4_moe",
     "mimo_v2",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 
@@ -90,6 +93,11 @@ def assert_equals_transformers(variant: str, logits: Any, hidden: Any, aux: Any)
     close(logits, golden["logits"])
 
 
+def unread(cache: jax.Array) -> jax.Array:
+    """What no row has written: NaN, or accepted tokens of another row."""
+    return jnp.full_like(cache, 1 if cache.dtype == jnp.int32 else jnp.nan)
+
+
 @pytest.mark.slow_cases("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla")
 @pytest.mark.parametrize(
     ("variant", "ops"),
@@ -112,8 +120,10 @@ def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
         shards=1,
         dtype=jnp.float32,
         ops=OPS[ops],
+        num_nodes=QUERIES,
     )
-    kv = tuple(jnp.full_like(pages, jnp.nan) for pages in pools)  # none of it may be read
+    kv = jax.tree.map(unread, pools)
+    slots = jnp.asarray([5], jnp.int32)
     step = jax.jit(decoder.forward, static_argnames="queries_per_row")
     starts = [0, *range(FIRST_CHUNK, len(token_ids), QUERIES)]
     found = []
@@ -123,6 +133,7 @@ def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
             prefix_lens=jnp.asarray([start], jnp.int32),
             cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
             q_positions=jnp.arange(start, stop, dtype=jnp.int32),
+            slots=slots,
         )
         ids = jnp.asarray(token_ids[start:stop], jnp.int32)
         with jax.default_matmul_precision("highest"):
@@ -130,6 +141,8 @@ def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
                 params, ids, kv, rows, queries_per_row=QUERIES if start else None
             )
             found.append((decoder.logits(params, hidden), hidden, aux))
+        if start:
+            kv = accept_chain(kv, slots, stop - start, ops=OPS[ops])
     assert_equals_transformers(
         variant, *(np.concatenate(parts) for parts in zip(*found, strict=True))
     )

@@ -19,11 +19,13 @@ from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of
 from jspec.spec.model_spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
     FeedForward,
     Gate,
     HeadGate,
     LayerSpec,
+    Mixer,
     ModelSpec,
     MoESpec,
     Routing,
@@ -51,7 +53,8 @@ SCALED = RopeConfig(
     high_freq_factor=32.0,
     original_max_position=32,
 )
-Layers = tuple[tuple[AttentionSpec, FeedForward], ...]
+DELTA_NET = DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=8, value_dim=6)
+Layers = tuple[tuple[Mixer, FeedForward], ...]
 
 
 def attention(window: int | None = None, **settings: Any) -> AttentionSpec:
@@ -76,6 +79,19 @@ def qwen3() -> Layers:
 
 def qwen3_moe() -> Layers:
     return ((attention(qk_norm=True), MIXTURE),) * 2
+
+
+def qwen3_next() -> Layers:
+    """A delta net before a gated shared expert, and attention with a gate and partial RoPE."""
+    moe = dataclasses.replace(MIXTURE, shared=DenseSpec(inner=12), shared_gate=True)
+    own = attention(qk_norm=True, rotary_dim=4, gate=HeadGate.OF_NUMBERS)
+    return ((DELTA_NET, moe), (own, DENSE))
+
+
+def qwen3_5() -> Layers:
+    """The same mixers, of which a key head has three value heads, and dense MLPs."""
+    (_, _), (own, _) = qwen3_next()
+    return ((dataclasses.replace(DELTA_NET, num_heads=6), DENSE), (own, DENSE))
 
 
 def gpt_oss() -> Layers:
@@ -116,6 +132,8 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
     "gpt_oss": gpt_oss,
     "mimo": qwen2,
     "mimo_v2": mimo_v2,
@@ -130,11 +148,13 @@ def target_of(family: str) -> ModelSpec:
 
 
 def drawn(spec: ModelSpec) -> Params:
-    """Random weights; biases and sinks away from 0."""
+    """Random weights; biases and sinks away from 0, and states that remember tens of tokens."""
     table = table_of(spec)
     params = init_params(table, seed=3)
     values = {own.path: value_at(params, own.path) for own in table}
     for i, own in enumerate(table):
         if own.init is Init.ZEROS:
             values[own.path] = jax.random.normal(jax.random.key(i), own.shape, jnp.float32) / 2
+        if own.path[-2:] == ("decay", "log"):
+            values[own.path] -= 3.0
     return nested(values.items())

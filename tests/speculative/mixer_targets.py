@@ -6,8 +6,6 @@ import dataclasses
 
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mixer,
@@ -16,7 +14,14 @@ from jspec.spec.model_spec import (
 )
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.speculative.engines import TARGET
-from tests.speculative.family_targets import ATTENTION, DENSE, MIXTURE, WINDOW, attention
+from tests.speculative.family_targets import (
+    DELTA_NET,
+    DENSE,
+    MIXTURE,
+    WINDOW,
+    attention,
+    target_of,
+)
 
 LATENT = LatentAttentionSpec(
     num_heads=4,
@@ -30,8 +35,6 @@ LATENT = LatentAttentionSpec(
         theta=1000.0, factor=4.0, original_max_position=64, yarn=YarnConfig(attention_factor=1.1)
     ),
 )
-DELTA_NET = DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=8, value_dim=6)
-GATED: AttentionSpec = dataclasses.replace(ATTENTION, qk_norm=True, rotary_dim=4)
 
 
 def target_with(*mixers: Mixer) -> ModelSpec:
@@ -43,7 +46,7 @@ def target_with(*mixers: Mixer) -> ModelSpec:
 
 MIXER_TARGETS: dict[str, ModelSpec] = {
     "latent": target_with(LATENT, dataclasses.replace(LATENT, q_rank=None)),
-    "hybrid": target_with(DELTA_NET, GATED),
+    "hybrid": target_of("qwen3_next"),
     "all_kinds": target_with(LATENT, DELTA_NET, attention(WINDOW), DELTA_NET),
 }
 MIXER_TARGETS["all_kinds_fp8"] = cached_in(MIXER_TARGETS["all_kinds"], FP8)

@@ -7,6 +7,7 @@ Both are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jspec.errors import CheckpointError, shown
@@ -35,22 +36,26 @@ def read(fields: Fields) -> ModelSpec:
         fields,
         family=FAMILY.name,
         attention=read_attention(fields, qk_norm=True, qkv_bias=bias, out_bias=bias),
-        ffn=_feed_forward(fields),
+        ffn=feed_forward(fields, _experts(fields)),
         windows=read_windows(fields, window=window, default=lambda _: SLIDING if window else FULL),
         default_max_position=32768,
     )
 
 
-def _feed_forward(fields: Fields) -> Any:
+def _experts(fields: Fields) -> MoESpec:
     normalized = fields.flag("norm_topk_prob", False)
     # Checkpoints have either name: transformers 5 maps one to the other.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    moe = MoESpec(
+    return MoESpec(
         num_experts=fields.integer(name, 128),
         top_k=fields.integer("num_experts_per_tok", 8),
         inner=fields.integer("moe_intermediate_size", 768),
         routing=(Routing.SOFTMAX_THEN_TOP_NORMALIZED if normalized else Routing.SOFTMAX_THEN_TOP),
     )
+
+
+def feed_forward(fields: Fields, moe: MoESpec) -> Callable[[int], FeedForward]:
+    """Return the feed-forward by layer: `moe`, or a dense MLP where the config says so."""
     step = fields.integer("decoder_sparse_step", 1)
     dense_ids = fields.get("mlp_only_layers") or []
     if not isinstance(dense_ids, list) or not all(type(i) is int for i in dense_ids):

@@ -1,33 +1,56 @@
-"""The layer for multi-token prediction of Qwen3-Next and Qwen3.5, in a checkpoint of its own.
+"""Qwen3-Next (Qwen3NextForCausalLM): gated delta nets, and full attention in every fourth layer.
 
-Full attention with a gate per query head dimension, RoPE on a part of each head, norms of q and k,
-and a dense MLP. All norms are stored less one. The layer reads the target's hidden after the final
-norm, and every draft level runs it again on its output after its final norm (family.feeds_normed).
-Embedding and lm_head are the target's. These families are not served as targets, nor are the
-experts of their larger layers.
+Full attention has a gate for each number of a head, norms of q and k, and RoPE on a part of each
+head. The feed-forward is an MoE with a gated shared expert, or dense where config.json says so. All
+norms are stored less one, except those of the delta nets' heads. A delta net's projections are
+fused, key head by key head.
+
+One layer for multi-token prediction, with full attention, is in the same checkpoint or in its own,
+also for Qwen3.5 (`qwen3_5`). It reads the target's hidden after the final norm, and every draft
+level runs it again on its output after its final norm (family.feeds_normed). Embedding and lm_head
+are the target's.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
-from jspec.errors import ConfigError
+from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
+from jspec.models.decoder_params import decoder_params, delta_params
+from jspec.models.families.qwen3_moe import feed_forward
 from jspec.models.family import (
     FULL,
     OF_RECURRENT_LAYERS,
+    Family,
     MtpFamily,
+    bos_id,
+    decoder_json,
+    eos_ids,
     feeds_normed,
     masks_first,
     read_attention,
     read_dense,
-    refuse_windows,
     without_partial_rotary,
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
+from jspec.models.layer_params import zero_centred
+from jspec.models.params import ParamTable, Part
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    FeedForward,
+    HeadGate,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    Routing,
+)
 
 NAMES = HeadNames(
     prefix="mtp.layers.{}.",
@@ -38,35 +61,148 @@ NAMES = HeadNames(
     norm=("norm",),
     zero_centred=True,
 )
-LINEAR = "linear_attention"  # layer_types lists the target's layers
+LINEAR = "linear_attention"
+ROTARY = 0.25
+# Keys of text_config that a config with images may have outside of it.
+OUTSIDE = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "only SwiGLU MLPs are served"),
+    "attn_output_gate": ((True,), "full attention has a gate here"),
+    "output_gate_type": (("swish", "silu"), "delta nets are gated by SiLU, attention by a sigmoid"),
+    "mamba_ssm_dtype": (("float32",), "recurrent states are float32"),
+    "use_sliding_window": ((False,), "no layer has a window"),
+}
 
 
-def read_alone(fields: Fields, target: ModelSpec) -> HeadSpec:
-    """Read config.json, or its text_config if the model also reads images."""
-    own = fields.table("text_config") if fields.get("text_config") else fields
-    check_quantization(fields)
+def read(fields: Fields) -> ModelSpec:
+    return read_hybrid(fields, family=FAMILY.name)
+
+
+def read_hybrid(fields: Fields, *, family: str) -> ModelSpec:
+    own = text_fields(fields)
+    check_quantization(own)
+    _refuse_others(own)
+    mixers = {FULL: _attention(own), LINEAR: _delta_net(own)}
+    ffn, eps = _feed_forward(own), own.number("rms_norm_eps", 1e-6)
+    return ModelSpec(
+        vocab_size=own.integer("vocab_size"),
+        hidden_size=own.integer("hidden_size"),
+        layers=tuple(
+            LayerSpec(attention=mixers[kind], ffn=ffn[i], eps=eps)
+            for i, kind in enumerate(_kinds(own))
+        ),
+        rms_norm_eps=eps,
+        tie_word_embeddings=own.flag("tie_word_embeddings", False),
+        max_position=own.integer("max_position_embeddings", 32768),
+        eos_token_ids=eos_ids(own),
+        bos_token_id=bos_id(own),
+        family=family,
+    )
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of the text model: text_config if the model also reads images."""
+    if fields.get("text_config") is None:
+        return fields
+    own, outer = fields.table("text_config"), fields.values
+    tied = "tie_word_embeddings"
+    if None not in (own.get(tied), fields.get(tied)) and own.get(tied) != fields.get(tied):
+        raise CheckpointError(
+            f"{fields.path}: {tied} is {shown(fields.get(tied))}, and in text_config "
+            f"{shown(own.get(tied))}; expected one value"
+        )
+    outside = {name: outer[name] for name in OUTSIDE if own.get(name) is None and name in outer}
+    return Fields(fields.path, {**own.values, **outside})
+
+
+def _refuse_others(fields: Fields) -> None:
+    for name, (allowed, why) in FIXED.items():
+        fields.refuse(name, allowed=allowed, why=why)
+
+
+def _kinds(fields: Fields) -> tuple[str, ...]:
+    count = fields.integer("num_hidden_layers")
+    interval = fields.integer("full_attention_interval", 4)
+    rule = tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
+    kinds = fields.strings("layer_types") or rule
+    if unknown := sorted(set(kinds) - {FULL, LINEAR}):
+        raise ConfigError(
+            f"{fields.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {LINEAR!r}"
+        )
+    if len(kinds) != count:
+        raise CheckpointError(
+            f"{fields.path}: layer_types has {len(kinds)} entries; expected num_hidden_layers "
+            f"{count}"
+        )
+    if FULL not in kinds:
+        raise ConfigError(
+            f"{fields.path}: none of the {count} layers is {FULL!r}; expected at least one"
+        )
+    return kinds
+
+
+def _attention(fields: Fields) -> AttentionSpec:
+    plain, factor = without_partial_rotary(fields, default=ROTARY)
+    bias = fields.flag("attention_bias", False)
+    spec = read_attention(plain, qk_norm=True, qkv_bias=bias, out_bias=bias, default_head_dim=256)
+    turned = int(spec.head_dim * factor)
+    rotary_dim = None if turned == spec.head_dim else turned
+    return replace(spec, gate=HeadGate.OF_NUMBERS, rotary_dim=rotary_dim)
+
+
+def _delta_net(fields: Fields) -> DeltaNetSpec:
+    return DeltaNetSpec(
+        num_heads=fields.integer("linear_num_value_heads", 32),
+        num_key_heads=fields.integer("linear_num_key_heads", 16),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        conv_size=fields.integer("linear_conv_kernel_dim", 4),
+    )
+
+
+def _feed_forward(fields: Fields) -> tuple[FeedForward, ...]:
+    numbers = range(fields.integer("num_hidden_layers"))
+    moe = _experts(fields)
+    if moe is None:
+        return (read_dense(fields),) * len(numbers)
+    return tuple(map(feed_forward(fields, moe), numbers))
+
+
+def _experts(fields: Fields) -> MoESpec | None:
+    if not fields.get("num_experts"):
+        return None
+    normalized = fields.flag("norm_topk_prob", True)
+    return MoESpec(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        inner=fields.integer("moe_intermediate_size", 512),
+        routing=Routing.SOFTMAX_THEN_TOP_NORMALIZED if normalized else Routing.SOFTMAX_THEN_TOP,
+        shared=DenseSpec(inner=fields.integer("shared_expert_intermediate_size", 512)),
+        shared_gate=True,
+    )
+
+
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
+    """Read the one layer, with experts if the config has some."""
+    own = text_fields(fields)
+    check_quantization(own)
+    _refuse_others(own)
     name = "mtp_num_hidden_layers"
     if own.integer(name, 1) != 1:
         raise ConfigError(f"{own.path}: {name} is {own.get(name)}; expected 1, run at every level")
-    own.refuse("num_experts", allowed=(0,), why="experts of such layers are not served")
-    own.refuse("attn_output_gate", allowed=(True,), why="these layers gate what heads give")
-    own.refuse("hidden_act", allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
     own.refuse(
         "mtp_use_dedicated_embeddings", allowed=(False,), why="the target's embedding is used"
     )
-    refuse_windows(own, kinds=(FULL, LINEAR))
+    if unknown := sorted(set(own.strings("layer_types")) - {FULL, LINEAR}):  # of the target
+        raise ConfigError(
+            f"{own.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {LINEAR!r}"
+        )
     eps = own.number("rms_norm_eps", 1e-6)
-    plain, factor = without_partial_rotary(own, default=0.25)
-    attention = read_attention(
-        plain, qk_norm=True, qkv_bias=own.flag("attention_bias", False), default_head_dim=256
-    )
-    attention = replace(
-        attention, gate=HeadGate.OF_NUMBERS, rotary_dim=int(attention.head_dim * factor)
-    )
+    layer = LayerSpec(attention=_attention(own), ffn=_experts(own) or read_dense(own), eps=eps)
     model = ModelSpec(
         vocab_size=own.integer("vocab_size"),
         hidden_size=own.integer("hidden_size"),
-        layers=(LayerSpec(attention=attention, ffn=read_dense(own), eps=eps),),
+        layers=(layer,),
         rms_norm_eps=eps,
         max_position=own.integer("max_position_embeddings", 32768),
         family=target.family,
@@ -80,8 +216,106 @@ def read_alone(fields: Fields, target: ModelSpec) -> HeadSpec:
     )
 
 
-ALONE = MtpFamily(
-    read=read_alone,
+def table(spec: ModelSpec) -> ParamTable:
+    return less_one(decoder_params(spec, delta=_fused_params))
+
+
+def less_one(table: ParamTable) -> ParamTable:
+    """Let all norms be stored less one, except those of the delta nets' heads."""
+    of_heads = ("attention", "norm", "scale")
+    return tuple(
+        plain if plain.path[-3:] == of_heads else centred
+        for plain, centred in zip(table, zero_centred(table), strict=True)
+    )
+
+
+def _fused_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
+    """Declare a delta net whose file has, for each key head, its q, k, v and z, and its b and a."""
+    heads = spec.num_heads // spec.num_key_heads
+    values = heads * spec.value_dim
+
+    def parts(name: str, *widths: int) -> list[Part]:
+        stride, count = sum(widths), spec.num_key_heads
+        return [
+            Part(
+                name=f"linear_attn.{name}.weight",
+                shape=(count * stride, size),
+                size=count * width,
+                num_blocks=count,
+                first=last - width,
+                stride=stride,
+            )
+            for width, last in zip(widths, accumulate(widths), strict=True)
+        ]
+
+    *qkv, z = parts("in_proj_qkvz", spec.key_dim, spec.key_dim, values, values)
+    stored = {"qkv": tuple(qkv), "gate": (z,), "steps": tuple(parts("in_proj_ba", heads, heads))}
+    return tuple(
+        replace(own, layouts=(stored[str(own.path[1])],)) if own.path[1] in stored else own
+        for own in delta_params(spec, size=size)
+    )
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    return hybrid_json(spec, architecture="Qwen3NextForCausalLM", model_type="qwen3_next")
+
+
+def hybrid_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
+    full = next(x for x in spec.layers if isinstance(x.attention, AttentionSpec))
+    attention = full.softmax_attention
+    delta_nets = [x.attention for x in spec.layers if isinstance(x.attention, DeltaNetSpec)]
+    rotated = attention.rotary_dim or attention.head_dim
+    written = decoder_json(
+        replace(spec, layers=(full,)), architecture=architecture, model_type=model_type
+    ) | {
+        "num_hidden_layers": spec.num_layers,
+        "attention_bias": attention.qkv_bias,
+        # Half a number more, which readers truncate.
+        "partial_rotary_factor": min((rotated + 0.5) / attention.head_dim, 1.0),
+        "layer_types": [
+            LINEAR if isinstance(x.attention, DeltaNetSpec) else FULL for x in spec.layers
+        ],
+    }
+    for own in delta_nets[:1]:
+        written |= {
+            "linear_num_value_heads": own.num_heads,
+            "linear_num_key_heads": own.num_key_heads,
+            "linear_key_head_dim": own.key_dim,
+            "linear_value_head_dim": own.value_dim,
+            "linear_conv_kernel_dim": own.conv_size,
+        }
+    return written | _feed_forward_json(spec)
+
+
+def _feed_forward_json(spec: ModelSpec) -> dict[str, Any]:
+    dense = [x.ffn.inner for x in spec.layers if isinstance(x.ffn, DenseSpec)]
+    moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
+    written: dict[str, Any] = {"intermediate_size": dense[0]} if dense else {}
+    if moe is None or moe.shared is None:
+        return written | {"num_experts": 0}
+    return written | {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.inner,
+        "shared_expert_intermediate_size": moe.shared.inner,
+        "norm_topk_prob": moe.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [
+            i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, DenseSpec)
+        ],
+    }
+
+
+MTP = MtpFamily(
+    read=read_mtp,
     names=lambda _: NAMES,
-    known=OF_RECURRENT_LAYERS | {"attn_output_gate"},
+    known=OF_RECURRENT_LAYERS | {"attn_output_gate", "output_gate_type"},
+)
+FAMILY = Family(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    read=read,
+    to_json=to_json,
+    table=table,
+    mtp=MTP,
 )

@@ -136,6 +136,7 @@ def load_target(
     table = with_formats(table_of(spec), formats)
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=_stray_of(spec))
+        _log_unread(tensors, spec)
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
         if packed:
             log.info(
@@ -184,7 +185,22 @@ def save_target(
 
 def _stray_of(spec: ModelSpec) -> Callable[[str], bool]:
     family = family_named(spec.family)
-    return lambda name: is_inv_freq(name) or is_kv_scale(name) or family.is_draft(spec, name)
+    return lambda name: (
+        is_inv_freq(name)
+        or is_kv_scale(name)
+        or name.startswith(family.unread)
+        or family.is_draft(spec, name)
+    )
+
+
+def _log_unread(tensors: Tensors, spec: ModelSpec) -> None:
+    prefixes = family_named(spec.family).unread
+    count = sum(name.startswith(prefixes) for name in tensors.sources)
+    if count:
+        log.info(
+            "%s: %d tensors of %s are not read: only text is served",
+            *(tensors.path, count, " and ".join(prefixes)),
+        )
 
 
 def is_inv_freq(name: str) -> bool:

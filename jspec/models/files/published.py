@@ -15,7 +15,7 @@ from jspec.device.fp8 import BLOCK, FP8Weight
 from jspec.device.weights import dense
 from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
-from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
+from jspec.models.files.stored import ParamRead, param_reads, pieces, put_piece
 from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import FP8, Shape
@@ -70,7 +70,7 @@ def published_tensor(
             return np.ascontiguousarray(piece, dtype=host.dtype)
         if found == name:
             whole = np.empty(part.shape, host.dtype) if whole is None else whole
-            whole[in_stored(part)] = piece
+            put_piece(whole, part, piece)
     assert whole is not None
     return whole
 

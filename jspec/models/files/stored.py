@@ -303,7 +303,7 @@ def _store(
             tensors[name] = np.ascontiguousarray(piece, dtype=dtype)
             continue
         whole = tensors.setdefault(name, np.empty(part.shape, dtype))
-        whole[in_stored(part)] = piece
+        put_piece(whole, part, piece)
 
 
 def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Part, HostArray]]:
@@ -318,8 +318,11 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
             yield name, part, piece - np.float32(part.plus) if part.plus else piece
 
 
-def in_stored(part: Part) -> tuple[Any, ...]:
-    return (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
+def put_piece(whole: HostArray, part: Part, piece: HostArray) -> None:
+    """Write a part into its stored tensor, whose axes of size one it may lack."""
+    rows = whole if piece.ndim == whole.ndim else whole.reshape(-1, whole.shape[-1])
+    index = (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
+    rows[index] = piece
 
 
 def value_at(params: Mapping[str, Any], path: ParamPath) -> Any:

@@ -1,0 +1,70 @@
+"""Qwen3.5, 3.6 and 3.8, dense and MoE: the text models, with Qwen3-Next's layers.
+
+Published checkpoints also read images: config.json has the text model in text_config, and its
+tensors are under `model.language_model.`. The vision tower (`model.visual.`) is not read. Positions
+of text are equal in all sections of the multimodal RoPE, so it is plain RoPE. A delta net's four
+projections have a tensor each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jspec.errors import ConfigError
+from jspec.files.json_files import Fields
+from jspec.models.decoder_params import decoder_params
+from jspec.models.families.qwen3_next import MTP, hybrid_json, less_one, read_hybrid, text_fields
+from jspec.models.family import Family
+from jspec.models.params import ParamSpec, ParamTable
+from jspec.spec.model_spec import ModelSpec, MoESpec
+
+DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+TEXT, NESTED = "model.", "model.language_model."
+
+
+def read(fields: Fields) -> ModelSpec:
+    own = text_fields(fields)
+    own.refuse("norm_topk_prob", allowed=(True,), why="this family normalises the chosen weights")
+    for name, allowed in (("decoder_sparse_step", (1,)), ("mlp_only_layers", ([],))):
+        own.refuse(name, allowed=allowed, why="all layers of this family are MoE, or none")
+    has_experts = bool(own.get("num_experts"))
+    if has_experts != (fields.architecture() in MOE):
+        raise ConfigError(
+            f"{fields.path}: num_experts is {own.get('num_experts')} for "
+            f"{fields.architecture()}; expected experts for {' and '.join(MOE)} alone"
+        )
+    return read_hybrid(fields, family=FAMILY.name)
+
+
+def table(spec: ModelSpec) -> ParamTable:
+    return tuple(map(_or_nested, less_one(decoder_params(spec))))
+
+
+def _or_nested(spec: ParamSpec) -> ParamSpec:
+    """Let the text model's tensors also be stored inside of a model that reads images."""
+    nested = tuple(
+        tuple(replace(part, name=NESTED + part.name.removeprefix(TEXT)) for part in layout)
+        for layout in spec.layouts
+        if layout[0].name.startswith(TEXT)
+    )
+    return replace(spec, layouts=spec.layouts + nested)
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    """Return config.json of the text model alone."""
+    is_moe = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
+    kind = "qwen3_5_moe_text" if is_moe else "qwen3_5_text"
+    return hybrid_json(spec, architecture=(MOE if is_moe else DENSE)[0], model_type=kind)
+
+
+FAMILY = Family(
+    name="qwen3_5",
+    architectures=(*DENSE, *MOE),
+    read=read,
+    to_json=to_json,
+    table=table,
+    mtp=MTP,
+    unread=("model.visual.", "visual."),
+)
