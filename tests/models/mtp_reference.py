@@ -43,6 +43,11 @@ class MtpReference:
         name = self.names.get(name, name)
         return self.tensors[f"{self.prefix.format(layer)}{name}.weight"].astype(np.float64)
 
+    def bias(self, layer: int, name: str) -> F64:
+        """Zero without one."""
+        found = self.tensors.get(f"{self.prefix.format(layer)}{name}.bias", np.zeros(()))
+        return found.astype(np.float64)
+
     def norm(self, x: F64, scale: F64) -> F64:
         root_mean_square: F64 = np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
         return x / root_mean_square * scale
@@ -50,8 +55,7 @@ class MtpReference:
     def heads(self, layer: int, x: F64, name: str, *, rotate: bool) -> F64:
         """[heads, T, D]; row t is rotated by position t."""
         y = x @ self.weight(layer, f"self_attn.{name}").T
-        bias = self.tensors.get(f"{self.prefix.format(layer)}self_attn.{name}.bias")
-        y = y if bias is None else y + bias.astype(np.float64)
+        y = y + self.bias(layer, f"self_attn.{name}")
         y = y.reshape(len(x), y.shape[1] // self.head_dim, self.head_dim).swapaxes(0, 1)
         if not rotate:
             return y
@@ -104,6 +108,7 @@ class MtpReference:
         mixed = self.mixed(layer, x)
         flat = mixed.swapaxes(0, 1).reshape(len(x), mixed.shape[0] * mixed.shape[2])
         x = x + flat @ self.weight(layer, "self_attn.o_proj").T
+        x = x + self.bias(layer, "self_attn.o_proj")
         normed = self.norm(x, self.weight(layer, "post_attention_layernorm"))
         return x + self.feed_forward(layer, normed)
 

@@ -60,6 +60,8 @@ FIRST = {  # what stands before the names of the first layer
     "mimo_v2": "model.mtp.layers.0.",
     "step3p5": "model.layers.2.",
     "glm4_moe": "model.layers.2.",
+    "qwen3_next": "mtp.layers.0.",
+    "qwen3_5": "mtp.layers.0.",
 }
 
 
@@ -91,6 +93,8 @@ def written(path: Path, layout: str, *, with_target: bool = False, **changes: An
     tensors = stored(table_of(target)) if with_target else {}
     tensors |= stored(head_params(layers, mtp.names(target)))
     save_file(tensors, path / "model.safetensors")
+    if "text_config" in config:
+        changes = {"text_config": config["text_config"] | changes}
     (path / "config.json").write_text(json.dumps(config | changes))
     return path
 

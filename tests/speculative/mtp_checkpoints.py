@@ -221,11 +221,113 @@ TINY_GLM = {
     "routed_scaling_factor": 2.5,
     "use_qk_norm": True,
 }
+QWEN3_NEXT_80B: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_5_27B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 248056,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "output_gate_type": "swish",
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+}
+TINY_HYBRID = {
+    **{name: value for name, value in TINY.items() if name != "max_window_layers"},
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 6,
+}
+TINY_NEXT = TINY_HYBRID | {
+    "full_attention_interval": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000,
+    "shared_expert_intermediate_size": 12,
+}
+TINY_TEXT = TINY_HYBRID | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": QWEN3_5_27B["text_config"]["rope_parameters"]
+    | {"partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+}
 CONFIGS = {
     "mimo": MIMO_7B | TINY,
     "mimo_v2": MIMO_V2_FLASH | TINY_V2,
     "step3p5": STEP3P5_FLASH | TINY_STEP,
     "glm4_moe": GLM_4_5_AIR | TINY_GLM,
+    "qwen3_next": QWEN3_NEXT_80B | TINY_NEXT,
+    "qwen3_5": QWEN3_5_27B | {"text_config": QWEN3_5_27B["text_config"] | TINY_TEXT},
 }
 STEPS = 3  # as published, and the default
 
@@ -253,6 +355,11 @@ def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
     table = tuple(own for own in head_params(layers, family.mtp.names(spec)) if own.layouts)
     tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
     tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
+    if "text_config" in config:
+        tensors = {
+            name.replace("model.", "model.language_model."): value
+            for name, value in tensors.items()
+        } | {"model.visual.patch_embed.proj.bias": np.zeros(3, np.float32)}
     save_file(tensors, path / "model.safetensors")
     tiny_tokenizer().save(str(path / "tokenizer.json"))
 

@@ -7,7 +7,7 @@ Written by hand, off SGLang's and vLLM's loaders and forwards, so that a family 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ class Published:
         self, path: Path, fields: Fields, *, num_layers: int, target: Path | None = None
     ) -> MtpReference:
         """The layers in float64. target: where embedding and lm_head are, if not in `path`."""
-        tensors = dict(load_file(path / "model.safetensors"))
-        of_target = tensors if target is None else load_file(target / "model.safetensors")
+        tensors = flat_tensors(path)
+        of_target = tensors if target is None else flat_tensors(target)
         tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
         tensors["head.weight"] = of_target["lm_head.weight"]
         for layer in range(num_layers):  # counted from 0, as the reference does
@@ -84,6 +84,7 @@ class Published:
                     for name in self.tensor_names(fields, num_layers)
                     if name.startswith(before)
                 }
+        fields = fields.get("text_config", fields)
         return self.make(
             fields,
             tensors=tensors,
@@ -98,6 +99,12 @@ class Published:
             zeroes_first=self.zeroes_first,
             names=self.names,
         )
+
+
+def flat_tensors(path: Path) -> dict[str, Any]:
+    """A file's tensors; those of a text model inside of another have a text model's names."""
+    stored = load_file(path / "model.safetensors").items()
+    return {name.replace("model.language_model.", "model."): value for name, value in stored}
 
 
 def after_the_target(fields: Fields) -> int:
@@ -118,11 +125,12 @@ def with_experts(make: Callable[..., GlmLayers], rotary: float) -> Callable[...,
     """rotary: the share of each head that RoPE turns, where config.json says nothing."""
 
     def made(fields: Fields, **settings: Any) -> MtpReference:
-        share = fields.get("partial_rotary_factor")
+        rope = fields.get("rope_parameters") or fields
+        share = rope.get("partial_rotary_factor")
         return make(
             rotary=int(fields["head_dim"] * (rotary if share is None else share)),
-            top_k=fields["num_experts_per_tok"],
-            scale=fields["routed_scaling_factor"],
+            top_k=fields.get("num_experts_per_tok", 0),
+            scale=fields.get("routed_scaling_factor", 1.0),
             **settings,
         )
 
@@ -130,6 +138,21 @@ def with_experts(make: Callable[..., GlmLayers], rotary: float) -> Callable[...,
 
 
 DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
+SHARED = ("shared_expert_gate.weight", *(f"shared_expert.{part}" for part in MLP))
+QWEN_LAYER = Published(
+    prefix="mtp.layers.{}.",
+    around="mtp.",
+    names={
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    },
+    attention=(*ATTENTION, *BIASES, "o_proj.bias", *QK_NORMS),
+    recurrent=True,
+    feeds_normed=True,
+    make=with_experts(Qwen3NextLayers, 0.25),
+)
 PUBLISHED = {
     "mimo": Published(
         prefix="model.mtp_layers.{}.",
@@ -180,18 +203,15 @@ PUBLISHED = {
         feeds_normed=True,
         make=with_experts(GlmLayers, 1.0),
     ),
-    QWEN: Published(
-        prefix="mtp.layers.{}.",
-        around="mtp.",
-        names={
-            "enorm": "pre_fc_norm_embedding",
-            "hnorm": "pre_fc_norm_hidden",
-            "eh_proj": "fc",
-            "final_layernorm": "norm",
-        },
-        attention=(*ATTENTION, *BIASES, *QK_NORMS),
-        recurrent=True,
-        feeds_normed=True,
-        make=with_experts(Qwen3NextLayers, 0.25),
+    QWEN: QWEN_LAYER,
+    "qwen3_next": replace(
+        QWEN_LAYER,
+        attention=(*ATTENTION, *QK_NORMS),
+        mlp=("gate.weight", *EXPERTS, *SHARED),
+    ),
+    "qwen3_5": replace(
+        QWEN_LAYER,
+        attention=(*ATTENTION, *QK_NORMS),
+        theta=lambda fields: float(fields["rope_parameters"]["rope_theta"]),
     ),
 }

@@ -393,7 +393,7 @@ def test_a_layer_of_its_own_changes_no_text(tmp_path: Path) -> None:
         (DEEPSEEK, {"kv_lora_rank": 512}, "kv_lora_rank is 512; expected no such key: latent"),
         (DEEPSEEK, {"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
         (DEEPSEEK, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; expected 1"),
-        (QWEN, {"num_experts": 512}, "num_experts is 512; expected 0: experts of such layers"),
+        (QWEN, {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; expected 'swish'"),
         (QWEN, {"attn_output_gate": False}, "attn_output_gate is False; expected True"),
         (QWEN, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2; expected 1"),
     ],
