@@ -257,6 +257,29 @@ def test_each_layer_of_a_multi_layer_draft_has_its_own_weights(tmp_path: Path) -
     assert draft["embed"]["table"] is target["embed"]["table"]
 
 
+@pytest.mark.parametrize(("family", "shards"), [("qwen3_next", 2), ("qwen3_5", 1)])
+def test_a_tensor_may_hold_parts_of_several_weights(
+    family: str, shards: int, tmp_path: Path
+) -> None:
+    """Queries and gates in q_proj; a delta net's inputs and gates, or its steps."""
+    write_checkpoint(tmp_path, CONFIGS[family])
+    arguments: dict[str, Any] = {"model_path": str(tmp_path), "speculative_algorithm": "NEXTN"}
+    weights, runner = serving(load(shards, **arguments))
+    stored = load_file(tmp_path / "model.safetensors")
+    read = [name for name in stored if "visual" not in name]
+    for name in read:
+        np.testing.assert_array_equal(weights.tensor(name, None), stored[name])
+    some = [x for x in read if "q_proj" in x or "in_proj" in x]
+    for changed in (some, [x for x in read if not x.startswith("mtp.")]):
+        arrays = {name: stored[name] * 2 for name in changed}
+        stored |= arrays
+        for model in (None,) if changed is not some else (Model.TARGET, Model.DRAFT):
+            own = {x: a for x, a in arrays.items() if (model is Model.DRAFT) == ("mtp." in x)}
+            weights.switch(weights.prepare(ArrayUpdate(arrays=own, model=model)))
+        save_file(stored, tmp_path / "model.safetensors")
+        same(runner.params, load(shards, **arguments).params)
+
+
 def test_a_draft_that_is_not_there_has_no_weights(pairs: tuple[TinyPair, TinyPair]) -> None:
     ours, _ = pairs
     weights, _ = serving(load(model_path=str(ours.target_path)))

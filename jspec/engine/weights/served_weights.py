@@ -140,7 +140,7 @@ class ServedWeights:
             found = layouts_by_name(self._published(each)).get(stored)
             if found is not None:
                 how: dict[str, Any] = {"dtype": self._dtype, "shards": self._shards}
-                return published_tensor(*found, stored, self._served(each), **how)
+                return published_tensor(found, stored, self._served(each), **how)
         whose = "target or draft" if model is None else f"the {model.value}"
         raise RequestError(f"name is {shown(name)}; expected a tensor of {whose}")
 

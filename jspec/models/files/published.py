@@ -22,6 +22,7 @@ from jspec.spec.weight_format import FP8, Shape
 
 ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]
+Stored = tuple[tuple[ParamSpec, Layout], ...]  # the weights of which a tensor has parts
 
 
 def unsharded(spec: ParamSpec, served: HostArray, *, shards: int) -> HostArray:
@@ -40,20 +41,19 @@ def unsharded(spec: ParamSpec, served: HostArray, *, shards: int) -> HostArray:
     return out
 
 
-def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
-    """Return the weight and layout of each tensor that may be stored unpacked, by name."""
-    found: dict[str, tuple[ParamSpec, Layout]] = {}
+def layouts_by_name(table: ParamTable) -> dict[str, Stored]:
+    """Return the weights and layouts of each tensor that may be stored unpacked, by name."""
+    found: dict[str, dict[ParamPath, tuple[ParamSpec, Layout]]] = {}
     for spec in table:
         for layout in spec.readable:
             for part in layout if layout[0].format is None else ():
                 for name in part.names:
-                    found.setdefault(name, (spec, layout))
-    return found
+                    found.setdefault(name, {}).setdefault(spec.path, (spec, layout))
+    return {name: tuple(stored.values()) for name, stored in found.items()}
 
 
 def published_tensor(
-    spec: ParamSpec,
-    layout: Layout,
+    stored: Stored,
     name: str,
     served: ServedArray,
     *,
@@ -61,16 +61,17 @@ def published_tensor(
     shards: int,
 ) -> HostArray:
     """Return one tensor as a checkpoint would store it unpacked, in the served dtype."""
-    host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
-    if spec.is_integer:  # a vocabulary map, which is stored as offsets
-        host = host.astype(np.int64) - np.arange(len(host))
     whole: HostArray | None = None
-    for found, part, piece in pieces(layout, host):
-        if found == name and piece.shape == part.shape:
-            return np.ascontiguousarray(piece, dtype=host.dtype)
-        if found == name:
-            whole = np.empty(part.shape, host.dtype) if whole is None else whole
-            put_piece(whole, part, piece)
+    for spec, layout in stored:
+        host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
+        if spec.is_integer:  # a vocabulary map, which is stored as offsets
+            host = host.astype(np.int64) - np.arange(len(host))
+        for found, part, piece in pieces(layout, host):
+            if found == name and piece.shape == part.shape:
+                return np.ascontiguousarray(piece, dtype=host.dtype)
+            if found == name:
+                whole = np.empty(part.shape, host.dtype) if whole is None else whole
+                put_piece(whole, part, piece)
     assert whole is not None
     return whole
 
@@ -90,13 +91,13 @@ def changed_reads(
     """
     known = layouts_by_name(table)
     tensors = lazy_tensors(Path(where), given)
-    fixed = [name for name in given if name in known and known[name][0].is_integer]
+    fixed = [name for name in given if any(spec.is_integer for spec, _ in known.get(name, ()))]
     if fixed:
         raise CheckpointError(
             f"{where}: {fixed[0]} determines which ids are drafted; expected it unchanged, or an "
             "update of the draft from disk"
         )
-    shapes = {name: _shape(name, known[name][1]) for name in given if name in known}
+    shapes = {name: _shape(name, known[name]) for name in given if name in known}
     tensors.check({}, optional=shapes, is_stray=lambda _: False)
     layouts = _layouts(where, given, known)
     specs = tuple(spec for spec in table if spec.path in layouts or spec.tied_to in layouts)
@@ -106,8 +107,9 @@ def changed_reads(
         for name in (name for part in layout for name in part.names if name not in given):
             weight = served(spec.path)
             own = np.dtype(dtype if isinstance(weight, FP8Weight) else weight.dtype)
-            fetch = partial(published_tensor, spec, layout, name, served, dtype=own, shards=shards)
-            all_tensors[name] = LazyTensor(_shape(name, layout), dtype_name(own), fetch)
+            whole = known[name]
+            fetch = partial(published_tensor, whole, name, served, dtype=own, shards=shards)
+            all_tensors[name] = LazyTensor(_shape(name, whole), dtype_name(own), fetch)
     reads = param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
     return [
         replace(
@@ -133,19 +135,20 @@ def _with_kept(
     )
 
 
-def _shape(name: str, layout: Layout) -> Shape:
-    return next(part.shape for part in layout if name in part.names)
+def _shape(name: str, stored: Stored) -> Shape:
+    return next(part.shape for part in stored[0][1] if name in part.names)
 
 
 def _layouts(
-    where: str, given: Mapping[str, LazyTensor], known: dict[str, tuple[ParamSpec, Layout]]
+    where: str, given: Mapping[str, LazyTensor], known: dict[str, Stored]
 ) -> dict[ParamPath, Layout]:
-    by_path = {spec.path: (spec, layout) for spec, layout in reversed(known.values())}
+    all_stored = [own for stored in known.values() for own in stored]
+    by_path = {spec.path: layout for spec, layout in reversed(all_stored)}
     layouts: dict[ParamPath, Layout] = {}
-    for name in given:
-        spec, layout = known[name]
+    changed = [(name, *own) for name in given for own in known[name]]
+    for name, spec, layout in sorted(changed, key=lambda each: each[1].tied_to is not None):
         if spec.tied_to is not None:
-            layouts.setdefault(spec.tied_to, by_path[spec.tied_to][1])
+            layouts.setdefault(spec.tied_to, by_path[spec.tied_to])
             continue
         before = layouts.setdefault(spec.path, layout)
         if before != layout:
