@@ -1,4 +1,4 @@
-"""Published config.json files of Qwen and Mistral."""
+"""Published config.json files of Qwen and Mistral; those of hybrids are in mtp_checkpoints.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,38 @@ from typing import Any
 
 import pytest
 
-from jspec.errors import CheckpointError, ConfigError
+from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.registry import family_named
 from jspec.spec.model_spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
+    HeadGate,
     LayerSpec,
     ModelSpec,
     MoESpec,
     Routing,
 )
 from jspec.spec.rope import RopeConfig
+from tests.speculative.mtp_checkpoints import QWEN3_5_27B, QWEN3_NEXT_80B
 
+QWEN3_5_35B_A3B = QWEN3_5_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        **{k: v for k, v in QWEN3_5_27B["text_config"].items() if k != "intermediate_size"},
+        "hidden_size": 2048,
+        "layer_types": None,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
+}
 QWEN2_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -216,6 +235,87 @@ def test_mistral_is_llama_but_for_the_window(tmp_path: Path) -> None:
     mistral = read(tmp_path, MISTRAL_7B | {"sliding_window": None})
     llama = read(tmp_path, MISTRAL_7B | {"architectures": ["LlamaForCausalLM"]})
     assert dataclasses.replace(mistral, family="llama") == llama
+
+
+def test_qwen3_next(tmp_path: Path) -> None:
+    spec = read(tmp_path, QWEN3_NEXT_80B)
+    delta_net, full = spec.layers[0], spec.layers[3]
+    moe = MoESpec(
+        num_experts=512, top_k=10, inner=512, shared=DenseSpec(inner=512), shared_gate=True
+    )
+    own = DeltaNetSpec(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128)
+    attention = AttentionSpec(
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        rope=RopeConfig(theta=1e7),
+        qk_norm=True,
+        rotary_dim=64,
+        gate=HeadGate.OF_NUMBERS,
+    )
+    assert spec.layers == (*(delta_net,) * 3, full) * 12
+    assert delta_net == LayerSpec(attention=own, ffn=moe, eps=1e-6)
+    assert full == LayerSpec(attention=attention, ffn=moe, eps=1e-6)
+    some = read(tmp_path, QWEN3_NEXT_80B | {"mlp_only_layers": [1], "decoder_sparse_step": 1})
+    assert [i for i, x in enumerate(some.layers) if x.ffn != moe] == [1]
+
+
+def test_qwen3_5(tmp_path: Path) -> None:
+    """The text model of a model that reads images, and alone."""
+    spec = read(tmp_path, QWEN3_5_27B)
+    assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (64, 5120, 248320)
+    own = DeltaNetSpec(num_heads=48, num_key_heads=16, key_dim=128, value_dim=128)
+    assert [x.attention == own for x in spec.layers] == [i % 4 != 3 for i in range(64)]
+    attention = spec.layers[3].softmax_attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.rotary_dim) == (24, 4, 64)
+    assert attention.rope == RopeConfig(theta=1e7)
+    assert {x.ffn for x in spec.layers} == {DenseSpec(inner=17408)}
+    assert spec.eos_token_ids == (248044,)
+    alone = QWEN3_5_27B["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert read(tmp_path, alone) == spec
+    moe = read(tmp_path, QWEN3_5_35B_A3B)
+    assert {x.ffn for x in moe.layers} == {
+        MoESpec(num_experts=256, top_k=8, inner=512, shared=DenseSpec(inner=512), shared_gate=True)
+    }
+    tied = read(tmp_path, QWEN3_5_27B | {"tie_word_embeddings": True})
+    assert tied == dataclasses.replace(spec, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' or 'swish'"),
+        ({"attn_output_gate": False}, "attn_output_gate is False; expected True"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; expected 'swish'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'; expected 'float32'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True; expected False"),
+        ({"layer_types": ["sliding_attention"] * 64}, "layer_types has .'sliding_attention'.; exp"),
+        ({"layer_types": ["linear_attention"] * 64}, "none of the 64 layers is 'full_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; expected num_hidden_lay"),
+        ({"linear_num_value_heads": 40}, "linear_num_value_heads is 40; expected a multiple of"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; expected a positive integer"),
+        ({"num_experts": 8}, "num_experts is 8 for Qwen3_5ForConditionalGeneration; expected exp"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; expected True"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; expected \[\]: all layers"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is False, and in text_config True"),
+        ({"partial_rotary_factor": 0.1, "rope_parameters": None}, "RoPE turns 25 numbers"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope type is 'linear'"),
+    ],
+)
+def test_variants_of_qwen3_5_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    text = QWEN3_5_27B["text_config"] | changes
+    with pytest.raises(JspecError, match=message):
+        read(tmp_path, QWEN3_5_27B | {"text_config": text})
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN3_NEXT_80B, QWEN3_5_27B, QWEN3_5_35B_A3B], ids=lambda x: x["model_type"]
+)
+def test_written_configs_of_hybrids_read_back(config: dict[str, Any], tmp_path: Path) -> None:
+    spec = read(tmp_path, config)
+    assert read(tmp_path, family_named(spec.family).to_json(spec)) == spec
 
 
 @pytest.mark.parametrize("config", [QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B, MISTRAL_7B])
