@@ -20,32 +20,44 @@ from jspec.config.shared_prefixes import UNIT
 from jspec.engine.plan_runner import Dispatched
 from jspec.engine.runner import init_state
 from jspec.errors import InvariantError
+from jspec.layers.linear import Shard
 from jspec.messages.plan import SnapshotCopy, StepKind, StepPlan
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.registry import table_of
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.ranked import EagleDrafter
 from tests.engine.pool_copies import pool_copies
 from tests.speculative.engines import Compiled, build, corpus_params, make_request, serve
-from tests.speculative.every_drafter import KINDS, sharded
+from tests.speculative.every_drafter import KINDS, sharded, with_all_ids
 from tests.speculative.mixer_targets import MIXER_TARGETS
+from tests.speculative.published_layers import published_config, published_params
 from tests.speculative.test_mixer_identity import params_of, plain_engine
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
 from tests.speculative.test_shared_prefixes import SHARING, LeadersPages
 from tests.support.flat_limits import with_limits
 
 MANY, FEW = SnapshotLimits(40, 1), SnapshotLimits(2, 2)
-TREE, CHAIN = "tree of a lookup", "chain of a model"
+TREE, CHAIN = "tree of a lookup", "chain of an MTP layer"
+MTP = "qwen3_5"
 
 
 @functools.cache
 def engine(name: str) -> Compiled:
     """Page size 4, two shards and a corpus of what rows say, or 16 and one."""
     is_tree = name == TREE
-    kind = KINDS["ngram" if is_tree else "standalone"]
+    kind = KINDS["ngram" if is_tree else "recurrent"]
     spec, target = kind.spec((3, 3, 8) if is_tree else (3, 1, 4)), MIXER_TARGETS["hybrid"]
     shards = 2 if is_tree else 1
     said = [each.prompt_ids + plain_ids(each) for each in turns_of(count=3)]
-    draft = corpus_params(said) if is_tree else kind.params()
+    draft = corpus_params(said) if is_tree else with_all_ids(published_params(MTP))
+
+    def layer_drafter(ops: Ops, shard: Shard) -> Drafter:
+        config, names = published_config(MTP)
+        return EagleDrafter(FeatureHead(config, ops, shard, names), spec)
+
     return build(
         spec,
         page_size=4 if is_tree else 16,
@@ -53,7 +65,7 @@ def engine(name: str) -> Compiled:
         variants=(StepOptions(),),
         params=(sharded(table_of(target), params_of("hybrid"), shards), draft),
         target_spec=target,
-        make=lambda ops, shard: kind.make(spec, ops, shard),
+        make=(lambda ops, shard: kind.make(spec, ops, shard)) if is_tree else layer_drafter,
         snapshots=MANY,
     )
 
