@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jspec.engine.weights.loading import LoadedModels
 from jspec.errors import CheckpointError, ConfigError
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
 from jspec.models.files.stored import value_at
+from jspec.spec.model_spec import DeltaNetSpec, HeadGate
 from jspec.spec.weight_format import Op, num_bytes
 from tests.models.dense_forward import dense_forward
 from tests.models.fp8_checkpoints import (
@@ -114,6 +116,22 @@ def test_by_name_are_the_numbers_also_of_weights_whose_blocks_the_shards_would_c
     assert len(packed_in(models)) == (8 if shards == 1 else 4)
     weights, _ = serving(models)
     for name, value in load_file(numbers_beside(blocks)).items():
+        np.testing.assert_array_equal(weights.tensor(name, None), value, strict=True)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_delta_net_s_fused_projections_stay_packed(shards: int, tmp_path: Path) -> None:
+    """Parts of each key head, of whole blocks; the steps' product is never packed."""
+    delta_net = DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=128, value_dim=128)
+    attention = replace(SPEC.one_layer.softmax_attention, gate=HeadGate.OF_NUMBERS, qk_norm=True)
+    layers = (replace(SPEC.layers[0], attention=own) for own in (delta_net, attention))
+    wide = replace(wide_spec(inner=512), layers=tuple(layers), family="qwen3_next")
+    write_fp8(write_plain(tmp_path / "plain", wide), tmp_path / "packed", "blocks")
+    models = loaded(tmp_path / "packed", shards=shards)
+    found = {(path[1], path[3]) for path in packed_in(models) if path[2] == "attention"}
+    assert found == {(layer, name) for layer in (0, 1) for name in ("qkv", "gate", "out")}
+    weights, _ = serving(models)
+    for name, value in load_file(numbers_beside(tmp_path / "packed")).items():
         np.testing.assert_array_equal(weights.tensor(name, None), value, strict=True)
 
 
