@@ -77,6 +77,8 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
     yield f"  weights as {info.dtype} (--dtype): {gib(info.weight_bytes)}{tied}"
     if info.cache_bytes_per_token:
         yield f"  cache: {info.cache_bytes_per_token:,} bytes a token"
+    if info.state_bytes_per_row:
+        yield f"  recurrent states: {info.state_bytes_per_row:,} bytes a row"
     if info.algorithm is not None:
         yield f"  drafts for: {info.algorithm}"
     if info.memory is not None:

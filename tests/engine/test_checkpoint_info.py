@@ -20,6 +20,7 @@ from jspec.models.heads.head_params import head_params
 from jspec.models.heads.mtp import save_mtp, written_config
 from jspec.models.placement import init_params
 from jspec.spec.head_spec import eagle1_spec
+from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 
@@ -95,6 +96,22 @@ def test_a_device_holds_a_draft_and_its_target(pair: TinyPair) -> None:
     assert both.memory.tokens == (900_000 - both.memory.weight_bytes) // of_token
     with pytest.raises(ConfigError, match="a draft, which is served with its target; expected --t"):
         describe(pair.draft_path, memory=10**6)
+
+
+def test_a_recurrent_target_has_a_state_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One delta net: four states of 8 x 6 in float32, three inputs of 56 channels in bfloat16."""
+    write_checkpoint(tmp_path, CONFIGS["qwen3_5"])
+    info = describe(tmp_path, memory=10**6)
+    assert info.problems == ()
+    assert info.state_bytes_per_row == 4 * 8 * 6 * 4 + 3 * 56 * 2
+    assert info.cache_bytes_per_token == 2 * 2 * 8 * 2
+    assert info.serve.endswith(" --speculative-algorithm NEXTN")
+    assert info.memory is not None
+    assert info.memory.cache_bytes == 900_000 - info.weight_bytes - info.state_bytes_per_row
+    assert main(["info", str(tmp_path)]) == 0
+    assert "recurrent states: 1,104 bytes a row" in capsys.readouterr().out
 
 
 def test_layers_that_are_fewer_than_the_default_steps_are_served(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ tests/golden/make_families_golden.py wrote the checkpoints; 24 tokens, windows o
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jspec.layers.attention import Attend
 from jspec.models.decoder import Decoder, Params
@@ -98,7 +99,7 @@ def unread(cache: jax.Array) -> jax.Array:
     return jnp.full_like(cache, 1 if cache.dtype == jnp.int32 else jnp.nan)
 
 
-@pytest.mark.slow_cases("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla")
+@pytest.mark.slow_cases("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5_moe-xla")
 @pytest.mark.parametrize(
     ("variant", "ops"),
     [
@@ -167,6 +168,35 @@ def test_fused_experts_are_the_same_model() -> None:
     (spec, params), (fused_spec, fused) = (loaded(f"qwen3_moe{end}") for end in ("", "_fused"))
     assert fused_spec == spec
     assert_same(fused, params)
+
+
+def test_inside_of_a_model_that_reads_images_is_the_same_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3.5's MoEs are published: experts fused, names and config nested, vision beside."""
+    config = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    tensors = dict(load_file(GOLDEN / "qwen3_5_moe" / "model.safetensors"))
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            np.stack([tensors.pop(f"{place}{e}.{part}_proj.weight") for e in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{place}gate_up_proj"] = np.concatenate((gate, up), axis=1)
+        tensors[f"{place}down_proj"] = down
+    tensors = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
+    save_file(
+        {**tensors, "model.visual.patch_embed.proj.bias": np.zeros(3, np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    architecture = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    whole = architecture | {"text_config": config, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec, params = loaded("qwen3_5_moe")
+    assert load_model_spec(tmp_path) == spec
+    with caplog.at_level("INFO", "jspec"):
+        assert_same(load_target(tmp_path, spec, dtype=np.float32), params)
+    assert "1 tensors of model.visual. and visual. are not read: only text is served" in caplog.text
 
 
 def test_every_family_is_tested() -> None:

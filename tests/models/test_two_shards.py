@@ -35,7 +35,10 @@ from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 # Their layers are split like those of the others.
-REPETITIONS = ("qwen2", "qwen3", "qwen3_moe_mixed", "mistral", "mimo")
+REPETITIONS = (
+    *("qwen2", "qwen3", "qwen3_moe_mixed", "mistral", "mimo"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
 
 
 @pytest.mark.slow

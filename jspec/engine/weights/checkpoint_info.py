@@ -23,7 +23,7 @@ from jspec.models.heads.head_files import LAYER, stored_names
 from jspec.models.params import with_formats
 from jspec.models.registry import architectures, draft_algorithm, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.cache_entry import CacheLayout, Unit
+from jspec.spec.cache_entry import CacheLayout, State, Unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
 from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups, cached_in
 from jspec.spec.weight_format import num_bytes
@@ -51,6 +51,7 @@ class CheckpointInfo:
     parameters: number of weights
     stored_bytes: bytes of the files' tensors by dtype
     weight_bytes, cache_bytes_per_token: as served in `dtype`
+    state_bytes_per_row: of recurrent layers, without what a verification leaves pending
     tied_bytes: the part of weight_bytes that is a transposed copy, not counted in `parameters`
     serve: the command that serves it; "" if problems prevent that
     """
@@ -68,6 +69,7 @@ class CheckpointInfo:
     weight_bytes: int = 0
     tied_bytes: int = 0
     cache_bytes_per_token: int = 0
+    state_bytes_per_row: int = 0
     algorithm: str | None = None
     memory: MemoryFit | None = None
 
@@ -178,6 +180,7 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         weight_bytes=total * _itemsize(info.dtype),
         tied_bytes=tied * _itemsize(info.dtype),
         cache_bytes_per_token=_cache_bytes(cache_groups(cached, name="target"), info.dtype),
+        state_bytes_per_row=_state_bytes(cache_groups(spec, name="target"), info.dtype),
     )
     if info.problems:
         return info
@@ -291,13 +294,19 @@ def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
     return cache_bytes(of_tokens, CacheLayout(page_size=1, dtype=dtype))
 
 
+def _state_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
+    states = tuple(replace(g, entry=g.entry.snapshot) for g in groups if isinstance(g.entry, State))
+    return cache_bytes(states, CacheLayout(page_size=1, dtype=dtype))
+
+
 def _with_memory(
     info: CheckpointInfo, memory: int, *, beside: CheckpointInfo | None
 ) -> CheckpointInfo:
     both = (info,) if beside is None else (info, beside)
     weights = sum(each.weight_bytes for each in both)
     of_token = sum(each.cache_bytes_per_token for each in both)
-    left = max(memory * 9 // 10 - weights, 0)
+    of_rows = sum(each.state_bytes_per_row for each in both)  # at least one row
+    left = max(memory * 9 // 10 - weights - of_rows, 0)
     fit = MemoryFit(
         device_bytes=memory,
         weight_bytes=weights,
