@@ -38,6 +38,8 @@ MOST = {
     "num_attention_groups": 2**16,
     "swa_num_key_value_heads": 2**16,
     "v_head_dim": 2**16,
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 2**16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 2**20),
     "moe_intermediate_size": 2**22,
     "share_expert_dim": 2**22,
     "shared_expert_intermediate_size": 2**22,
@@ -49,6 +51,7 @@ MOST = {
     # per layer; experts may have own tensors (models/files/checkpoint.py bounds their number)
     **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4096),
+    **dict.fromkeys(("n_group", "topk_group"), 4096),
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k"), 4096),
     "n_shared_experts": 256,
     # drafts

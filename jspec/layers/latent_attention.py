@@ -40,17 +40,21 @@ def latent_attention(
     """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
 
     params: kv_a gives the latent and the shared part of K, k_up and v_up have the columns of each
-    head, q those of the queries; with q_a and its norm, q reads these instead of x.
+    head, q those of the queries; with q_a and its norm, q reads these instead of x. eps: of the
+    layer's norms, unused: the low-rank norms have their own.
     """
+    del eps
     num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
     given = x
     if "q_a" in params:
-        given = norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=eps)
+        given = norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=spec.norm_eps)
     queries = linear(params["q"], given, ops=ops).reshape(-1, num_heads, spec.head_dim)
     latent, shared = jnp.split(linear(params["kv_a"], x, ops=ops), (rank,), axis=-1)
-    latent = norm(params["kv_a_norm"], latent, eps=eps)
+    latent = norm(params["kv_a_norm"], latent, eps=spec.norm_eps)
     cos, sin = angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
     plain, turned = jnp.split(queries, (spec.nope_dim,), axis=-1)
+    if spec.interleaved:
+        turned, shared = _in_halves(turned), _in_halves(shared)
     k_up = params["k_up"]["kernel"].reshape(rank, num_heads, spec.nope_dim)
     absorbed = jnp.einsum("thd,rhd->thr", plain, k_up)
     mixed = attend(
@@ -60,3 +64,11 @@ def latent_attention(
     v_up = params["v_up"]["kernel"].reshape(rank, num_heads, spec.value_dim)
     heads = jnp.einsum("thr,rhv->thv", take_kept(mixed, kept)[..., :rank], v_up)
     return linear(params["out"], heads.reshape(heads.shape[0], -1), ops=ops, reduce=shard)
+
+
+def _in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """Order the pairs (0, 1), (2, 3) of neighbours as RoPE's halves: [0 1 2 3] -> [0 2 1 3].
+
+    Scores stay the same, since queries and K are ordered alike.
+    """
+    return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

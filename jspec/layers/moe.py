@@ -33,10 +33,27 @@ def route(
     if spec.routing is Routing.TOP_THEN_SOFTMAX:
         top, ids = jax.lax.top_k(logits, spec.top_k)
         return ids, jax.nn.softmax(top, axis=-1)
-    weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), spec.top_k)
+    scores = within_groups(jax.nn.softmax(logits, axis=-1), spec=spec, num_best=1)
+    weights, ids = jax.lax.top_k(scores, spec.top_k)
     if spec.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return ids, weights
+    return ids, weights if spec.weight_scale == 1.0 else weights * spec.weight_scale
+
+
+def within_groups(
+    scores: Float[Array, "T X"], *, spec: MoESpec, num_best: int
+) -> Float[Array, "T X"]:
+    """Set the scores outside of each token's best groups to -inf.
+
+    num_best: highest scores of a group whose sum ranks it (DeepSeek-V2: 1, V3: 2).
+    """
+    if spec.top_groups == spec.num_groups:
+        return scores
+    grouped = scores.reshape(-1, spec.num_groups, spec.num_experts // spec.num_groups)
+    heights = jnp.sum(jax.lax.top_k(grouped, min(num_best, grouped.shape[-1]))[0], axis=-1)
+    _, best = jax.lax.top_k(heights, spec.top_groups)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(spec.num_groups), axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _by_sigmoid(
@@ -44,7 +61,8 @@ def _by_sigmoid(
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Select by score plus router bias, but weight by the score alone (DeepSeek-V3's router)."""
     scores = jax.nn.sigmoid(logits)
-    _, ids = jax.lax.top_k(scores + correction.astype(jnp.float32), spec.top_k)
+    heights = scores + correction.astype(jnp.float32)
+    _, ids = jax.lax.top_k(within_groups(heights, spec=spec, num_best=2), spec.top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
     if spec.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)

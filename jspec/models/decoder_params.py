@@ -51,14 +51,18 @@ def mixer_params(
     *,
     size: int,
     sinks: tuple[str, ...],
+    in_size: int | None = None,
     delta: Callable[..., ParamTable] | None = None,
 ) -> ParamTable:
-    """Declare a layer's `attention`, of any kind. delta: of a gated delta net; None: Qwen3.5's."""
+    """Declare a layer's `attention`, of any kind.
+
+    in_size: of the inputs of plain attention. delta: of a gated delta net; None: Qwen3.5's.
+    """
     if isinstance(spec, DeltaNetSpec):
         return (delta or delta_params)(spec, size=size)
     if isinstance(spec, LatentAttentionSpec):
         return latent_params(spec, size=size)
-    return attention_params(spec, in_size=size, out_size=size, sinks=sinks)
+    return attention_params(spec, in_size=in_size or size, out_size=size, sinks=sinks)
 
 
 def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:

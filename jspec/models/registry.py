@@ -8,7 +8,10 @@ from pathlib import Path
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.families import (
+    deepseek_v2,
+    deepseek_v3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
     mimo,
@@ -38,6 +41,9 @@ FAMILIES: list[Family] = [
     mimo_v2.FAMILY,
     step3p5.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
 ]
 
 # Architectures of checkpoints with a layer for multi-token prediction and no target.
@@ -50,8 +56,9 @@ DRAFTS: dict[str, MtpFamily] = {
 
 # Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
-    "DeepseekV3ForCausalLM": "latent attention and groups of experts (DeepSeek-V3)",
+    "DeepseekV32ForCausalLM": "the indexer of sparse attention (DeepSeek-V3.2)",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
+    "GlmMoeDsaForCausalLM": "the indexer of sparse attention (GLM-5)",
     "KimiLinearForCausalLM": "delta attention (Kimi Linear)",
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",
     "Glm5NextForConditionalGeneration": "delta attention and sparse attention (GLM-5.3-Flash)",

@@ -196,7 +196,7 @@ class GpuOps(Ops):
         spec: MoESpec,
     ) -> tuple[jax.Array, Mixed] | None:
         """Use a few launches instead of 20 to 30. Supports the softmax routers only."""
-        if x.ndim != 2 or spec.has_router_bias or spec.num_experts > MOST_RANKED:
+        if x.ndim != 2 or not spec.has_plain_router or spec.num_experts > MOST_RANKED:
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())

@@ -105,10 +105,14 @@ class LatentAttentionSpec(AttentionSpec):
     then the rotary_dim numbers that RoPE turns. Only the latent is cached.
 
     kv_rank: of the latent. q_rank: of the queries' low-rank projection; None: a full one.
+    interleaved: RoPE turns pairs of neighbours, not pairs of a number in each half.
+    norm_eps: of the two low-rank norms, which the published code does not take from config.json.
     """
 
     kv_rank: int
     q_rank: int | None = None
+    interleaved: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -233,6 +237,17 @@ class MoESpec:
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared: DenseSpec | None = None
     shared_gate: bool = False
+    num_groups: int = 1  # each of equally many neighbouring experts
+    top_groups: int = 1  # number of groups, the best, among whose experts the top k are chosen
+
+    @property
+    def has_plain_router(self) -> bool:
+        """True if the weights are softmaxes of logits, chosen among all experts."""
+        return (
+            not self.has_router_bias
+            and self.top_groups == self.num_groups
+            and (self.weight_scale == 1.0)
+        )
 
     @property
     def has_router_bias(self) -> bool:
@@ -244,6 +259,16 @@ class MoESpec:
             raise ConfigError(
                 f"num_experts_per_tok is {self.top_k}; expected 1 to {self.num_experts}, the "
                 f"number of experts"
+            )
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"n_group is {self.num_groups} and topk_group {self.top_groups}; expected a "
+                f"divisor of {self.num_experts}, the number of experts, and at most as many"
+            )
+        if self.top_k > (among := self.num_experts // self.num_groups * self.top_groups):
+            raise ConfigError(
+                f"num_experts_per_tok is {self.top_k}; expected at most {among}, the experts of "
+                f"topk_group {self.top_groups} of n_group {self.num_groups} groups"
             )
 
 

@@ -14,12 +14,16 @@ class YarnConfig:
 
         truncate: round the ramp's ends to whole pairs
         attention_factor: factor of cos and sin
+        mscale, mscale_all_dim: DeepSeek's keys, from which attention_factor follows; 0: absent.
+            The second also scales the scores of latent attention (models/families/deepseek_v3.py)
     """
 
     attention_factor: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,10 +124,10 @@ def _llama3(merged: Fields) -> RopeConfig:
 def _yarn(merged: Fields) -> RopeConfig:
     theta, factor = merged.number("rope_theta", DEFAULT_THETA), _factor(merged)
     fast, slow = merged.number("beta_fast", 32.0), merged.number("beta_slow", 1.0)
-    if fast <= slow:
+    if fast < slow:
         raise CheckpointError(
             f"{merged.path}: beta_fast is {fast} and beta_slow is {slow}; expected the first "
-            "above the second"
+            "not below the second"
         )
     if theta <= 1.0:
         raise CheckpointError(f"{merged.path}: rope_theta is {theta}; expected above 1 for YaRN")
@@ -140,6 +140,8 @@ def _yarn(merged: Fields) -> RopeConfig:
             beta_fast=fast,
             beta_slow=slow,
             truncate=merged.flag("truncate", True),
+            mscale=merged.number("mscale") if merged.get("mscale") else 0.0,
+            mscale_all_dim=merged.number("mscale_all_dim") if merged.get("mscale_all_dim") else 0.0,
         ),
     )
 
@@ -147,11 +149,15 @@ def _yarn(merged: Fields) -> RopeConfig:
 def _attention_factor(merged: Fields, factor: float) -> float:
     """Return 0.1 ln(factor) + 1; with both mscales, the ratio of their factors, as in DeepSeek."""
     if not merged.get("mscale") or not merged.get("mscale_all_dim"):
-        return 0.1 * math.log(factor) + 1.0
+        return yarn_mscale(factor, 1.0)
     first, second = (
-        0.1 * merged.number(name) * math.log(factor) + 1.0 for name in ("mscale", "mscale_all_dim")
+        yarn_mscale(factor, merged.number(name)) for name in ("mscale", "mscale_all_dim")
     )
     return first / second
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rope_json(rope: RopeConfig) -> dict[str, Any]:
@@ -167,6 +173,8 @@ def rope_json(rope: RopeConfig) -> dict[str, Any]:
             "truncate": rope.yarn.truncate,
             "original_max_position_embeddings": rope.original_max_position,
         }
+        mscales = {"mscale": rope.yarn.mscale, "mscale_all_dim": rope.yarn.mscale_all_dim}
+        scaling |= {name: value for name, value in mscales.items() if value}
     elif rope.factor > 1.0:
         scaling = {
             "rope_type": "llama3",

@@ -20,8 +20,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MiMoV2FlashConfig,
@@ -231,6 +237,60 @@ def hybrid_models() -> dict[str, PreTrainedModel]:
     }
 
 
+def latent_models() -> dict[str, PreTrainedModel]:
+    """DeepSeek-V3 with groups of experts and a YaRN whose two mscales differ; Kimi K2, with one
+    group and a ramp of no width; V2 with softmaxes and full queries; GLM-4.7-Flash, with values as
+    wide as keys.
+    """
+    torch.manual_seed(4)
+    common = COMMON | {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 14,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 16,
+    }
+    kimi = yarn | {"rope_theta": 50000.0, "beta_fast": 1.0, "factor": 32.0, "mscale_all_dim": 1.0}
+    one_group = {"n_group": 1, "topk_group": 1}
+    lite = {name: value for name, value in common.items() if name != "first_k_dense_replace"}
+    return {
+        "deepseek_v3": DeepseekV3ForCausalLM(DeepseekV3Config(**common, rope_parameters=yarn)),
+        "kimi_k2": DeepseekV3ForCausalLM(
+            DeepseekV3Config(**common | one_group, rope_parameters=kimi, num_mtp_layers=0)
+        ),
+        "deepseek_v2": DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                **common | {"q_lora_rank": None, "n_shared_experts": 2},
+                topk_method="group_limited_greedy",
+                rope_parameters=yarn | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            )
+        ),
+        "glm4_moe_lite": Glm4MoeLiteForCausalLM(
+            Glm4MoeLiteConfig(**lite | one_group | {"v_head_dim": 12})
+        ),
+    }
+
+
 STEP = {
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -399,7 +459,7 @@ def main() -> None:
     for made in (models, later_models):
         write(made())
     write_step()
-    for made in (latest_models, last_models, hybrid_models):
+    for made in (latest_models, last_models, hybrid_models, latent_models):
         write(made())
 
 

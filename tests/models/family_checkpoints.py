@@ -29,6 +29,10 @@ FAMILY_CHECKPOINTS = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
 )
 
 

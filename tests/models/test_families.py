@@ -48,6 +48,10 @@ VARIANTS = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 

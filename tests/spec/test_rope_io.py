@@ -158,7 +158,7 @@ def test_yarn(rope: dict[str, Any], expected: RopeConfig, tmp_path: Path) -> Non
     [
         ({"factor": 0.5}, ConfigError, r"rope factor is 0\.5; expected at least 1"),
         ({"factor": None}, CheckpointError, "factor is None; expected a positive number"),
-        ({"beta_slow": 32}, CheckpointError, r"beta_fast is 32\.0 and beta_slow is 32\.0"),
+        ({"beta_slow": 33}, CheckpointError, r"beta_fast is 32\.0 and beta_slow is 33\.0"),
         ({"truncate": 0}, CheckpointError, "truncate is 0; expected true or false"),
         ({"rope_theta": 1.0}, CheckpointError, r"rope_theta is 1\.0; expected above 1"),
         ({"attention_factor": -1}, CheckpointError, "attention_factor is -1; expected a positive"),

@@ -24,6 +24,7 @@ from jspec.spec.model_spec import (
     FeedForward,
     Gate,
     HeadGate,
+    LatentAttentionSpec,
     LayerSpec,
     Mixer,
     ModelSpec,
@@ -40,6 +41,7 @@ ATTENTION = TARGET.one_layer.attention
 DENSE = DenseSpec(inner=48)
 MIXTURE = MoESpec(num_experts=4, top_k=2, inner=16)
 SIGMOIDS = dataclasses.replace(MIXTURE, routing=Routing.SIGMOID_THEN_TOP_NORMALIZED)
+SHARED = dataclasses.replace(SIGMOIDS, weight_scale=2.5, shared=DenseSpec(inner=16))
 YARN = RopeConfig(
     theta=150000.0,
     factor=32.0,
@@ -122,8 +124,32 @@ def step3p5() -> Layers:
 
 def glm4_moe() -> Layers:
     own = attention(qk_norm=True, qkv_bias=True, rotary_dim=4)
-    moe = dataclasses.replace(SIGMOIDS, weight_scale=2.5, shared=DenseSpec(inner=16))
+    return ((own, DENSE), (own, SHARED))
+
+
+def latent(**settings: Any) -> LatentAttentionSpec:
+    own: dict[str, Any] = {"head_dim": 12, "v_dim": 6, "rotary_dim": 4, "kv_rank": 10}
+    own |= {"num_heads": 4, "num_kv_heads": 4, "interleaved": True, **settings}
+    return LatentAttentionSpec(**own)
+
+
+def deepseek_v2() -> Layers:
+    moe = dataclasses.replace(
+        MIXTURE, routing=Routing.SOFTMAX_THEN_TOP, weight_scale=3.0, num_groups=2, top_groups=1
+    )
+    return ((latent(), DENSE), (latent(), moe))
+
+
+def deepseek_v3() -> Layers:
+    """With YaRN's factor on scores; experts of the best group beside a shared one."""
+    own = latent(q_rank=14, rope=YARN, scale=0.4)
+    moe = dataclasses.replace(SHARED, num_groups=2, top_groups=1)
     return ((own, DENSE), (own, moe))
+
+
+def glm4_moe_lite() -> Layers:
+    own = latent(q_rank=14, v_dim=12)
+    return ((own, DENSE), (own, SHARED))
 
 
 LAYERS: dict[str, Callable[[], Layers]] = {
@@ -139,6 +165,9 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "mimo_v2": mimo_v2,
     "step3p5": step3p5,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 
 

@@ -1,13 +1,8 @@
 """GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the NextN drafts of DeepSeek-V3 and GLM.
 
-RoPE rotates half of each head. The first layers have dense MLPs, the others MoE (sigmoid scores,
-router bias) plus a shared expert. One layer for multi-token prediction follows the target's layers
-by number. It reads the target's hidden after the final norm, and every draft level runs it again on
-its output after its final norm (as SGLang and transformers do; vLLM feeds back the output before
-that norm).
-
-That layer may have its own checkpoint, as layer 0, for any target that it was trained for; its
-config gives attention and feed-forward. DeepSeek's latent attention is not supported.
+RoPE rotates half of each head. Feed-forwards and the layer for multi-token prediction are those of
+DeepSeek-V3. That layer may have its own checkpoint, as layer 0, for any target that it was trained
+for; its config gives attention, which is latent if it has kv_lora_rank, and feed-forward.
 """
 
 from __future__ import annotations
@@ -16,35 +11,26 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.files.json_files import Fields
+from jspec.models.families.deepseek_v3 import (
+    NAMES,
+    moe_json,
+    read_latent_decoder,
+    recurrent,
+    sigmoid_moe,
+)
 from jspec.models.family import (
     OF_RECURRENT_LAYERS,
     Family,
     MtpFamily,
-    check_one_mtp_layer,
     decoder_json,
-    feeds_normed,
-    masks_first,
     read_attention,
     read_decoder,
-    read_dense,
-    refuse_windows,
     without_partial_rotary,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.head_params import HeadNames
-from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
-NAMES = HeadNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
-GROUPS = ("n_group", "topk_group")
-LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_topk")
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
 BEYOND = 1 << 31  # for a layer of unknown number: after all dense ones
 
@@ -56,15 +42,12 @@ def read(fields: Fields) -> ModelSpec:
 def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
     """Read the layers with these numbers. rotary: the default share of a head that is rotated."""
     check_quantization(fields)
-    for name in GROUPS:
-        fields.refuse(name, allowed=(1,), why="groups of experts are not served")
-    fields.refuse("scoring_func", allowed=("sigmoid",), why="this family's router has sigmoids")
-    fields.refuse("topk_method", allowed=("noaux_tc",), why="this family's router has a bias")
+    ffn = sigmoid_moe(fields, default_dense=1)
     return read_decoder(
         without_partial_rotary(fields, default=rotary)[0],
         family=FAMILY.name,
         attention=_attention(fields, rotary),
-        ffn=lambda i: _feed_forward(fields, numbers[i]),
+        ffn=lambda i: ffn(numbers[i]),
         windows=(None,) * len(numbers),
         default_eps=1e-5,
         default_max_position=131072,
@@ -82,77 +65,37 @@ def _attention(fields: Fields, rotary: float) -> AttentionSpec:
     return replace(spec, rotary_dim=None if turned == spec.head_dim else turned)
 
 
-def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    dense = 0 if fields.get("first_k_dense_replace") == 0 else None
-    dense = fields.integer("first_k_dense_replace", 1) if dense is None else dense
-    if layer < dense or not fields.get("n_routed_experts"):
-        return read_dense(fields)
-    inner = fields.integer("moe_intermediate_size")
-    is_normalized = fields.flag("norm_topk_prob", True)
-    num_shared = fields.get("n_shared_experts") and fields.integer("n_shared_experts")
-    return MoESpec(
-        num_experts=fields.integer("n_routed_experts"),
-        top_k=fields.integer("num_experts_per_tok", 8),
-        inner=inner,
-        routing=Routing.SIGMOID_THEN_TOP_NORMALIZED if is_normalized else Routing.SIGMOID_THEN_TOP,
-        weight_scale=fields.number("routed_scaling_factor", 1.0),
-        shared=DenseSpec(inner=inner * num_shared) if num_shared else None,
-    )
-
-
 def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    check_one_mtp_layer(fields)
-    refuse_windows(fields)
     number = target.num_layers
-    return _recurrent(fields, _layers(fields, range(number, number + 1), rotary=0.5), target)
+    layer = _layers(fields, range(number, number + 1), rotary=0.5)
+    return recurrent(fields, layer, target)
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> HeadSpec:
-    for name in LATENT:
-        fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
-    check_one_mtp_layer(fields)
-    refuse_windows(fields)
-    return _recurrent(fields, _layers(fields, range(BEYOND, BEYOND + 1), rotary=1.0), target)
-
-
-def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> HeadSpec:
-    return mtp_spec(
-        layer=layer,
-        target_num_layers=target.num_layers,
-        recurrent=True,
-        feeds_back_normed=feeds_normed(fields),
-        zeroes_first=masks_first(fields, False),
-    )
+    numbers = range(BEYOND, BEYOND + 1)
+    if fields.get("kv_lora_rank") is None:
+        return recurrent(fields, _layers(fields, numbers, rotary=1.0), target)
+    ffn = sigmoid_moe(fields, default_dense=1)
+    layer = read_latent_decoder(fields, numbers, family=FAMILY.name, ffn=ffn)
+    return recurrent(fields, layer, target)
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.layers[0].softmax_attention
-    moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
-    dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
-    written = decoder_json(spec, architecture="Glm4MoeForCausalLM", model_type="glm4_moe") | {
-        "attention_bias": attention.qkv_bias,
-        "use_qk_norm": attention.qk_norm,
-        "partial_rotary_factor": (
-            1.0
-            if attention.rotary_dim is None
-            else (attention.rotary_dim + 0.5) / attention.head_dim
-        ),
-        "first_k_dense_replace": sum(isinstance(x.ffn, DenseSpec) for x in spec.layers),
-    }
-    if dense is not None:
-        written["intermediate_size"] = dense.inner
-    if moe is not None:
-        written |= {
-            "n_routed_experts": moe.num_experts,
-            "n_shared_experts": moe.shared.inner // moe.inner if moe.shared else None,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.inner,
-            "norm_topk_prob": moe.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED,
-            "routed_scaling_factor": moe.weight_scale,
-            "n_group": 1,
-            "topk_group": 1,
+    written = decoder_json(spec, architecture="Glm4MoeForCausalLM", model_type="glm4_moe")
+    return (
+        written
+        | moe_json(spec)
+        | {
+            "attention_bias": attention.qkv_bias,
+            "use_qk_norm": attention.qk_norm,
+            "partial_rotary_factor": (
+                1.0
+                if attention.rotary_dim is None
+                else (attention.rotary_dim + 0.5) / attention.head_dim
+            ),
         }
-    return written
+    )
 
 
 FAMILY = Family(

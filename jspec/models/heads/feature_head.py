@@ -18,23 +18,23 @@ norm(out) is fed back. `HeadSpec` has all of this as data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm
 from jspec.models.decoder import (
     KVPool,
     LayerSettings,
-    PagedAttend,
     Params,
-    kv_scales_of,
+    attend_of,
     paged_layer,
     run_layer,
     run_sublayers,
@@ -54,7 +54,7 @@ def run_first_layer(
     embedded: Float[Array, "*b E"],
     hidden: Float[Array, "*b E"],
     positions: Int[Array, "*b"],
-    attend: Attend,
+    attend: Callable[..., jax.Array],
     *,
     head: HeadSpec,
     spec: LayerSpec,
@@ -85,16 +85,15 @@ def _paged_first_layer(
     params: Params,
     embedded: jax.Array,
     hidden: jax.Array,
-    pages: jax.Array,
+    pages: Any,
     rows: AttentionMetadata,
     kept: jax.Array | None,
     *,
     head: HeadSpec,
     spec: LayerSpec,
     settings: LayerSettings,
-) -> tuple[jax.Array, jax.Array]:
-    scales = kv_scales_of(params["attention"])
-    attend = PagedAttend(pages, rows, spec.softmax_attention, settings, scales)
+) -> tuple[jax.Array, Any]:
+    attend = attend_of(params["attention"], pages, rows, spec.attention, settings)
     out = run_first_layer(
         params,
         embedded,

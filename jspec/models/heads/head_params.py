@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jspec.models.decoder_params import mixer_params
 from jspec.models.layer_params import (
-    attention_params,
     ffn_params,
     lm_head,
     norm,
@@ -151,7 +151,7 @@ def _layer_params(
     in_size = 2 * E if is_first and spec.join is Join.WIDE else E
     return (
         *((_either(norm("input_norm", x, E) for x in names.input_norm),) if has_norm else ()),
-        *attention_params(layer.softmax_attention, in_size=in_size, out_size=E, sinks=names.sinks),
+        *mixer_params(layer.attention, size=E, sinks=names.sinks, in_size=in_size),
         norm("post_norm", names.post_norm, E),
         *ffn_params(layer.ffn, size=E),
     )

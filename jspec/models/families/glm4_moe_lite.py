@@ -1,0 +1,72 @@
+"""GLM-4.7-Flash (Glm4MoeLiteForCausalLM): GLM-4.5's MoE with DeepSeek-V3's latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jspec.errors import ConfigError, shown
+from jspec.files.json_files import Fields
+from jspec.models.families.deepseek_v3 import (
+    NAMES,
+    latent_json,
+    moe_json,
+    read_latent_decoder,
+    recurrent,
+    sigmoid_moe,
+)
+from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
+from jspec.spec.head_spec import HeadSpec
+from jspec.spec.model_spec import DenseSpec, ModelSpec
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+def read(fields: Fields) -> ModelSpec:
+    return _layers(fields, range(fields.integer("num_hidden_layers")))
+
+
+def _layers(fields: Fields, numbers: range) -> ModelSpec:
+    plain = Fields(fields.path, fields.values | {"first_k_dense_replace": _num_dense(fields)})
+    return read_latent_decoder(
+        plain, numbers, family=FAMILY.name, ffn=sigmoid_moe(plain, default_dense=1)
+    )
+
+
+def _num_dense(fields: Fields) -> Any:
+    """Return the number of dense layers, published or by transformers' list of kinds."""
+    kinds: Sequence[str] = fields.strings("mlp_layer_types")
+    if not kinds:
+        return fields.get("first_k_dense_replace")
+    count, num_dense = fields.integer("num_hidden_layers"), kinds.count(DENSE)
+    if list(kinds) != [DENSE] * num_dense + [SPARSE] * (count - num_dense):
+        raise ConfigError(
+            f"{fields.path}: mlp_layer_types is {shown(list(kinds))}; expected {count} entries, "
+            f"{DENSE!r} ones before {SPARSE!r} ones"
+        )
+    return num_dense
+
+
+def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
+    number = target.num_layers
+    return recurrent(fields, _layers(fields, range(number, number + 1)), target)
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    written = latent_json(spec, architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite")
+    kinds = [DENSE if isinstance(layer.ffn, DenseSpec) else SPARSE for layer in spec.layers]
+    return written | moe_json(spec) | {"mlp_layer_types": kinds}
+
+
+FAMILY = Family(
+    name="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    read=read,
+    to_json=to_json,
+    mtp=MtpFamily(
+        read=read_mtp,
+        names=lambda spec: replace(NAMES, first=spec.num_layers),
+        known=OF_RECURRENT_LAYERS,
+    ),
+)
