@@ -38,8 +38,13 @@ class GlmLayers(MtpReference):
         out = self.gated(layer, "mlp.shared_experts.", normed)
         scores = 1 / (1 + np.exp(-normed @ self.weight(layer, "mlp.gate").T))
         for t, token in enumerate(normed):
-            best = np.argsort(-(scores[t] + self.tensors[correction]))[: self.top_k]
+            best = self.best(scores[t] + self.tensors[correction])
             for e in best:
                 share = self.scale * scores[t, e] / scores[t, best].sum()
                 out[t] += share * self.gated(layer, f"mlp.experts.{e}.", token[None])[0]
         return out
+
+    def best(self, heights: F64) -> list[int]:
+        """The experts of one token."""
+        chosen: list[int] = np.argsort(-heights)[: self.top_k].tolist()
+        return chosen

@@ -52,9 +52,11 @@ ALONE: dict[str, Any] = {
     "topk_method": "noaux_tc",
 }
 QWEN = ALONE | {"architectures": ["Qwen3NextForCausalLMMTP"], "attn_output_gate": True}
-LAYOUTS = {"nextn": ALONE, "qwen": QWEN, **CONFIGS}
+LATENT = CONFIGS["deepseek_v3"] | {"architectures": ALONE["architectures"], "num_hidden_layers": 1}
+LAYOUTS = {"nextn": ALONE, "nextn_latent": LATENT, "qwen": QWEN, **CONFIGS}
 FIRST = {  # what stands before the names of the first layer
     "nextn": "model.layers.0.",
+    "nextn_latent": "model.layers.0.",
     "qwen": "mtp.layers.0.",
     "mimo": "model.mtp_layers.0.",
     "mimo_v2": "model.mtp.layers.0.",
@@ -62,6 +64,7 @@ FIRST = {  # what stands before the names of the first layer
     "glm4_moe": "model.layers.2.",
     "qwen3_next": "mtp.layers.0.",
     "qwen3_5": "mtp.layers.0.",
+    "deepseek_v3": "model.layers.2.",
 }
 
 

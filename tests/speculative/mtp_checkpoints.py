@@ -321,6 +321,77 @@ TINY_TEXT = TINY_HYBRID | {
     "rope_parameters": QWEN3_5_27B["text_config"]["rope_parameters"]
     | {"partial_rotary_factor": 0.5, "rope_theta": 1000.0},
 }
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+TINY_DEEPSEEK = {
+    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
+    **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 10,
+    "moe_intermediate_size": 16,
+    "n_group": 3,
+    "n_routed_experts": 6,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"]
+    | {"original_max_position_embeddings": 16, "mscale_all_dim": 0.7},
+    "topk_group": 2,
+    "v_head_dim": 6,
+}
 CONFIGS = {
     "mimo": MIMO_7B | TINY,
     "mimo_v2": MIMO_V2_FLASH | TINY_V2,
@@ -328,6 +399,7 @@ CONFIGS = {
     "glm4_moe": GLM_4_5_AIR | TINY_GLM,
     "qwen3_next": QWEN3_NEXT_80B | TINY_NEXT,
     "qwen3_5": QWEN3_5_27B | {"text_config": QWEN3_5_27B["text_config"] | TINY_TEXT},
+    "deepseek_v3": DEEPSEEK_V3 | TINY_DEEPSEEK,
 }
 STEPS = 3  # as published, and the default
 
@@ -344,7 +416,7 @@ def drawn(table: Any, *, seed: int) -> Params:
     return nested(values.items())
 
 
-def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
+def write_checkpoint(path: Path, config: dict[str, Any], *, seed: int = 3) -> None:
     """A target with its layers for multi-token prediction, in one file, as they are published."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -353,8 +425,8 @@ def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
     assert family.mtp is not None
     layers = family.mtp.read(Fields(path / "config.json", config), spec)
     table = tuple(own for own in head_params(layers, family.mtp.names(spec)) if own.layouts)
-    tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
-    tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
+    tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=seed), dtype=np.float32)
+    tensors |= stored_tensors(table, drawn(table, seed=seed + 1), dtype=np.float32)
     if "text_config" in config:
         tensors = {
             name.replace("model.", "model.language_model."): value

@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from tests.models.deepseek_reference import DeepseekLayers
 from tests.models.glm_reference import GlmLayers
 from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
 from tests.models.mtp_reference import MtpReference
@@ -22,6 +23,13 @@ from tests.models.step_reference import StepLayers
 ATTENTION = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 QK_NORMS = ("q_norm.weight", "k_norm.weight")
+LATENT = tuple(
+    f"{name}.weight"
+    for name in (
+        *("q_a_proj", "q_a_layernorm", "q_b_proj", "o_proj"),
+        *("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
+    )
+)
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 EXPERTS = tuple(f"experts.{e}.{part}" for e in range(6) for part in MLP)
 MIXTURE = ("gate.weight", "gate.e_score_correction_bias", *EXPERTS)
@@ -89,7 +97,7 @@ class Published:
             fields,
             tensors=tensors,
             prefix="own.{}.",
-            head_dim=fields["head_dim"],
+            head_dim=fields.get("head_dim"),
             theta=self.theta(fields),
             eps=fields.get("rms_norm_eps", fields.get("layernorm_epsilon")),
             chained=self.chained,
@@ -135,6 +143,11 @@ def with_experts(make: Callable[..., GlmLayers], rotary: float) -> Callable[...,
         )
 
     return made
+
+
+def deepseek_layers(fields: Fields, **settings: Any) -> MtpReference:
+    own = {"top_k": fields["num_experts_per_tok"], "scale": fields["routed_scaling_factor"]}
+    return DeepseekLayers(config=fields, rotary=0, **own, **settings)
 
 
 DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
@@ -194,6 +207,16 @@ PUBLISHED = {
         recurrent=True,
         feeds_normed=True,
         make=with_experts(GlmLayers, 0.5),
+    ),
+    "deepseek_v3": Published(
+        prefix="model.layers.{}.",
+        first=after_the_target,
+        names={"final_layernorm": "shared_head.norm"},
+        attention=LATENT,
+        mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
+        recurrent=True,
+        feeds_normed=True,
+        make=deepseek_layers,
     ),
     DEEPSEEK: Published(
         prefix="model.layers.{}.",

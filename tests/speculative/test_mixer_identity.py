@@ -138,11 +138,13 @@ def test_speculative_equals_plain(case: Case) -> None:
     assert histogram.all(), histogram
 
 
-def test_retracted_rows_start_again() -> None:
+@pytest.mark.parametrize(("case", "num_pages"), [(CHAIN, 20), (FAST[0], 80)], ids=str)
+def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
     """Their states are made again from nothing, in slots that other rows had."""
     requests = many_requests(8, num_tokens=90, seed=300, temperature=1.0)
-    expected = serve(plain_engine("hybrid"), requests, overlap_depth=0).ids
-    served = serve(engine(CHAIN), requests, num_pages=20, dial=dial_for(requests, list(expected)))
+    expected = serve(plain_engine(case.target), requests, overlap_depth=0).ids
+    dial = dial_for(requests, list(expected))
+    served = serve(engine(case), requests, num_pages=num_pages, dial=dial)
     assert served.num_retractions > 0
     assert served.ids == expected
 
