@@ -389,7 +389,6 @@ def test_device_data_is_frozen() -> None:
 FOR_TESTS_ALONE = {
     "__getattr__": "Python calls it, for the public names of the package",
     "causal_attention": "the dense reference that paged attention is held against",
-    "grow_from_lattice": "block drafters build their tree by it; the tests have the first one",
     "is_copy_free": "a promise about a pool's shape; the tests read it off the compiled text",
     "metrics_table": "docs/metrics.md is made by it, and a test compares them",
 }

@@ -75,6 +75,7 @@ class Algorithm:
     keeps_ids: its state derives from the ids of its row alone; a row that begins after a cached
         prefix must be given the ids in it.
     has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
+    default_steps: S if none is requested. is_block: one forward drafts all levels.
     """
 
     name: str
@@ -87,11 +88,14 @@ class Algorithm:
     has_model: bool = False
     lag: OfTree = _nothing
     in_target: bool = False
+    default_steps: int = DEFAULT_STEPS
+    is_block: bool = False
     bundled_draft: str | None = None
 
     NONE: ClassVar[Algorithm]
     EAGLE: ClassVar[Algorithm]
     EAGLE3: ClassVar[Algorithm]
+    DFLASH: ClassVar[Algorithm]
     NGRAM: ClassVar[Algorithm]
     STANDALONE: ClassVar[Algorithm]
     NEXTN: ClassVar[Algorithm]
@@ -111,12 +115,13 @@ class Algorithm:
     def filled_in(
         self, steps: int | None, topk: int | None, nodes: int | None
     ) -> tuple[int, int, int]:
-        """Return S/K/N with defaults for None: 3/1/4, and as many nodes as suit S and K."""
+        """Return S/K/N with defaults for None: K = 1, and as many nodes as suit S and K."""
         topk = 1 if topk is None else topk
         if steps is None:
-            steps = DEFAULT_STEPS
-            if not self.has_model and topk == 1 and nodes is not None:
-                steps = max(nodes - 1, 1)  # like SGLang, whose flags of NGRAM give only N
+            steps = self.default_steps
+            of_nodes = self.is_block or not self.has_model
+            if of_nodes and topk == 1 and nodes is not None:
+                steps = max(nodes - 1, 1)  # SGLang's flags of these algorithms give only N
         if nodes is None:
             pool = self.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
@@ -170,3 +175,5 @@ Algorithm.NEXTN = _expanding("NEXTN", lookahead=1, in_target=True, bundled_draft
 Algorithm.MULTI_LAYER_EAGLE = _expanding(
     "MULTI_LAYER_EAGLE", lookahead=1, lag=_lag, in_target=True, bundled_draft="draft_mtp"
 )
+# A block in one forward, in S + 1 scratch slots. What is cached of a token is made of its feature.
+Algorithm.DFLASH = _expanding("DFLASH", propose_slots=emitted, default_steps=7, is_block=True)

@@ -135,7 +135,8 @@ class EngineArgs:
         None,
         "Draft algorithm: EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the "
         "target's own layers for multi-token prediction; also EAGLE with "
-        "--enable-multi-layer-eagle) or NONE; unset: EAGLE3 for the bundled pair, else NONE",
+        "--enable-multi-layer-eagle), DFLASH (a block in one forward) or NONE; unset: EAGLE3 for "
+        "the bundled pair, else NONE",
         _SPECULATION,
     )
     enable_multi_layer_eagle: bool = argument(
@@ -143,9 +144,9 @@ class EngineArgs:
     )
     speculative_draft_model_path: str | None = argument(
         None,
-        "Draft model: an EAGLE head, a language model (STANDALONE), or NEXTN layers that are "
-        "not in the target's checkpoint; the bundled target has its own for EAGLE, EAGLE3, "
-        "NEXTN and STANDALONE",
+        "Draft model: an EAGLE head, a block drafter, a language model (STANDALONE), or NEXTN "
+        "layers that are not in the target's checkpoint; the bundled target has its own for "
+        "EAGLE, EAGLE3, NEXTN and STANDALONE",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
         **_CHECKPOINT,
@@ -153,7 +154,9 @@ class EngineArgs:
     speculative_draft_model_quantization: str | None = argument(
         None, "The same for the draft model's weights", _SPECULATION, **_QUANTIZATION
     )
-    speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
+    speculative_num_steps: int | None = argument(
+        None, "S: draft levels (3; 7 for a block drafter)", _SPECULATION, low=1
+    )
     speculative_eagle_topk: int | None = argument(
         None, "K: branches per level (1)", _SPECULATION, low=1
     )

@@ -43,13 +43,7 @@ def attention(
     to every q and k head before RoPE, and gets the sinks. gate (per shard the columns of its heads)
     gates the heads' output (`HeadGate`).
     """
-    num_heads = spec.num_heads // shard.size
-    heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
-    norms = None
-    if "q_norm" in params:
-        norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
-    cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
-    rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
+    heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))
     mixed, x = take_kept(mixed, kept), take_kept(x, kept)
     if spec.value_dim < spec.head_dim:
@@ -58,6 +52,26 @@ def attention(
         share = jax.nn.sigmoid(linear(params["gate"], x, ops=ops))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
     return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), ops=ops, reduce=shard)
+
+
+def project(
+    params: dict[str, Any],
+    x: Float[Array, "*b I"],
+    positions: Int[Array, "*b"],
+    *,
+    spec: AttentionSpec,
+    eps: float,
+    shard: Shard,
+    ops: Ops,
+) -> tuple[Float[Array, "*b heads D"], Rotation]:
+    """Return the heads of q, k and v, and the norms and RoPE that they still need."""
+    num_heads = spec.num_heads // shard.size
+    heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
+    norms = None
+    if "q_norm" in params:
+        norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
+    cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
+    return heads, Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
 
 
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:

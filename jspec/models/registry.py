@@ -54,6 +54,13 @@ DRAFTS: dict[str, MtpFamily] = {
     "Qwen3_5ForCausalLMMTP": qwen3_next.MTP,
 }
 
+# Block drafters' architectures and speculators' model types, and SGLang's names of the algorithms.
+BLOCKS: dict[str, str] = {
+    "DFlashDraftModel": "DFLASH",
+    "MuseGlimmerAssistantModel": "DFLASH",
+    "dflash": "DFLASH",
+}
+
 # Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
     "DeepseekV32ForCausalLM": "the indexer of sparse attention (DeepSeek-V3.2)",
@@ -81,6 +88,8 @@ def draft_algorithm(fields: Fields) -> str | None:
     name = names[0] if isinstance(names, list) and names else ""
     if fields.get("speculators_model_type") == "eagle3" or "Eagle3" in str(name):
         return "EAGLE3"
+    if (block := BLOCKS.get(fields.get("speculators_model_type") or name)) is not None:
+        return block
     if name in DRAFTS:
         return "NEXTN"
     return "EAGLE" if "Eagle" in str(name) else None

@@ -242,7 +242,8 @@ class Texts:
     def expected(self, row: int) -> Candidates:
         """EAGLE-2's candidates: K after the root, then K after each of the K best of a level."""
         assert self.kind.guesses is not None
-        guesses, (num_steps, topk) = self.kind.guesses(), self.shape
+        (num_steps, topk) = self.shape
+        guesses = self.kind.guesses(num_steps)
         tokens, features = self.known(row)
         ids: list[int] = []
         scores: list[float] = []

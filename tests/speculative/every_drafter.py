@@ -25,6 +25,8 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.stored import on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
+from jspec.models.heads.block_head import BlockHead
+from jspec.models.heads.dflash import block_params
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable
@@ -34,9 +36,11 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
+from tests.models.block_reference import BlockReference
 from tests.models.eagle3_reference import (
     DecoderReference,
     Eagle1Reference,
@@ -44,7 +48,7 @@ from tests.models.eagle3_reference import (
     HeadReference,
 )
 from tests.models.mtp_reference import MtpReference, RecurrentReference
-from tests.speculative import own_layers
+from tests.speculative import own_blocks, own_layers
 from tests.speculative.engines import (
     DRAFT,
     NGRAM_MAX_MATCH,
@@ -114,6 +118,18 @@ class LayerGuesses:
 
 
 @dataclass(frozen=True)
+class BlockGuesses:
+    """Of a block drafter of S levels: what may follow a path depends on its length alone."""
+
+    block: BlockReference
+    num_steps: int
+
+    def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        hidden = self.block.run(tokens[-1], features, self.block.rows(self.num_steps))
+        return log_softmax(self.block.logits(hidden)[-self.num_steps :][len(path)])
+
+
+@dataclass(frozen=True)
 class ModelGuesses:
     """Of a language model, which reads no features."""
 
@@ -166,6 +182,16 @@ def contextless_target() -> Params:
     drafted = np.isin(np.arange(VOCAB), np.asarray(tiny_params()[1]["draft_ids"]))
     kernel = values["lm_head", "kernel"]
     values["lm_head", "kernel"] = kernel.at[0].add(jnp.where(drafted, 0.0, -1e4))
+    return nested(values.items())
+
+
+@functools.cache
+def constant_target() -> Params:
+    """A target whose logits are always the same, for drafters that guess several tokens before
+    they know the first: what it says depends on the noise alone."""
+    params = contextless_target()
+    values = leaves_of(params)
+    values["embed", "table"] = jnp.zeros_like(values["embed", "table"]).at[:, 0].set(1.0)
     return nested(values.items())
 
 
@@ -231,6 +257,14 @@ def right_layers(config: HeadSpec, _: Sequence[tuple[int, ...]]) -> Params:
     return {**nested(own.items()), **of_target(shared, target)}
 
 
+def right_block(name: str, _: Sequence[tuple[int, ...]]) -> Params:
+    """The layers add nothing, so that every row is the embedding of all tokens."""
+    own = zeros_but_norms(block_params(own_blocks.SPECS[name]))
+    return with_all_ids(
+        {**nested(own.items()), **of_target(("embed", "lm_head"), constant_target())}
+    )
+
+
 def right_recurrent(texts: Sequence[tuple[int, ...]]) -> Params:
     """As `right_layers`: what is fed back is not read."""
     return with_all_ids(right_layers(own_layers.RECURRENT, texts))
@@ -280,7 +314,7 @@ def rope_of(config: Any) -> dict[str, Any]:
     }
 
 
-def eagle1_guesses() -> Guesses:
+def eagle1_guesses(_: int) -> Guesses:
     params, ids = eagle1_weights(), np.arange(VOCAB)
     tensors = dict(stored_tensors(head_params(EAGLE1), params, dtype=np.float32))
     tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
@@ -289,7 +323,7 @@ def eagle1_guesses() -> Guesses:
     return HeadGuesses(head, ids)
 
 
-def eagle3_guesses() -> Guesses:
+def eagle3_guesses(_: int) -> Guesses:
     params = tiny_params()[1]
     tensors = dict(stored_tensors(head_params(EAGLE3), params, dtype=np.float32))
     tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
@@ -297,7 +331,7 @@ def eagle3_guesses() -> Guesses:
     return HeadGuesses(head, np.asarray(params["draft_ids"]))
 
 
-def standalone_guesses() -> Guesses:
+def standalone_guesses(_: int) -> Guesses:
     stored = stored_tensors(table_of(TARGET), standalone_weights(), dtype=np.float32)
     tensors = {name.removeprefix("model."): value for name, value in stored.items()}
     return ModelGuesses(DecoderReference(tensors=tensors, **rope_of(TARGET)))
@@ -307,7 +341,7 @@ def layers_guesses(name: str) -> Guesses:
     return LayerGuesses(with_lent(name))
 
 
-def recurrent_guesses() -> Guesses:
+def recurrent_guesses(_: int) -> Guesses:
     return HeadGuesses(RecurrentReference.of(with_lent("recurrent")), np.arange(VOCAB))
 
 
@@ -323,7 +357,7 @@ def with_lent(name: str) -> MtpReference:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A way of drafting. params: random, as one shard holds them. guesses: None for a lookup.
+    """A way of drafting. params: random, as one shard holds them. guesses: by S; None for a lookup.
 
     always_right: params with which every guess for right_target is right; given all that this says
     to the requests that are served. num_steps: most that it can draft. lags: whether pool s knows
@@ -334,7 +368,7 @@ class Kind:
     algorithm: Algorithm
     make: Callable[[SpeculativeConfig, Ops, Shard], Drafter]
     params: Callable[[], Params]
-    guesses: Callable[[], Guesses] | None
+    guesses: Callable[[int], Guesses] | None
     always_right: Callable[[Sequence[tuple[int, ...]]], Params]
     right_target: Callable[[], Params] = contextless_target
     aux_layer_ids: tuple[int, ...] = ()
@@ -357,11 +391,25 @@ def of_layers(name: str) -> Kind:
             FeatureHead(config, ops, shard, names), spec
         ),
         params=lambda: layers_weights(name),
-        guesses=lambda: layers_guesses(name),
+        guesses=lambda _: layers_guesses(name),
         always_right=functools.partial(right_layers, config),
         aux_layer_ids=config.aux_layer_ids,
         num_steps=own_layers.S,
         lags=True,
+    )
+
+
+def of_blocks(name: str) -> Kind:
+    spec = own_blocks.SPECS[name]
+    return Kind(
+        name=name,
+        algorithm=Algorithm.DFLASH,
+        make=lambda shape, ops, shard: BlockDrafter(BlockHead(spec, ops, shard), shape),
+        params=lambda: own_blocks.params_of(name),
+        guesses=lambda num_steps: BlockGuesses(own_blocks.reference_of(name), num_steps),
+        always_right=functools.partial(right_block, name),
+        right_target=constant_target,
+        aux_layer_ids=spec.aux_layer_ids,
     )
 
 
@@ -400,6 +448,7 @@ EVERY: tuple[Kind, ...] = (
     of_layers("not_chained"),
     of_layers("chained"),
     of_layers("hidden_first"),
+    of_blocks("dflash"),
     Kind(
         name="recurrent",
         algorithm=Algorithm.NEXTN,

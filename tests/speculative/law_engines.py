@@ -56,6 +56,7 @@ FAST = (
     Setting("multi_layer_not_chained", (3, 1, 4), 64),
     Setting("ngram", (3, 3, 10), 16, shards=4),
     Setting("recurrent", (2, 1, 3), 4),
+    Setting("dflash", (3, 2, 11), 4),
 )
 REST = (
     Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
@@ -65,6 +66,7 @@ REST = (
     Setting("eagle1", (3, 1, 4), 1, shards=2),
     Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
     Setting("recurrent", (2, 2, 7), 16, shards=2),
+    Setting("dflash", (5, 1, 6), 1, rounds=3, shards=2),
 )
 
 

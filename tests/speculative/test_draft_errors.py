@@ -24,6 +24,7 @@ from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
+from tests.speculative import own_blocks
 
 SMALL = WORKLOADS["tiny"].small
 FLOAT = np.float32
@@ -54,6 +55,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "EAGLE3": write_eagle3,
     "NEXTN": write_mtp,
     "STANDALONE": write_small,
+    "DFLASH": lambda path: own_blocks.write(path, "dflash"),
 }
 
 
@@ -84,6 +86,7 @@ def source(kind: str, path: Path) -> DraftSource:
             "model_path": "target",
             "speculative_algorithm": kind,
             "speculative_draft_model_path": str(path),
+            "speculative_num_steps": 3,
         }
     )
     request = DraftRequest(

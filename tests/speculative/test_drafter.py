@@ -16,6 +16,7 @@ from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
+from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
@@ -34,12 +35,14 @@ from jspec.speculative.drafter import (
     next_positions,
     with_next_ids,
 )
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
+from tests.speculative import own_blocks
 from tests.speculative.engines import DRAFT, TARGET, spec_of
 from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
 from tests.support.caches import empty_pools
@@ -185,6 +188,9 @@ def drafters() -> dict[Algorithm, Drafter]:
         Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
             FeatureHead(mtp_spec(layer=TARGET, target_num_layers=3), Ops()),
             spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
+        ),
+        Algorithm.DFLASH: BlockDrafter(
+            BlockHead(own_blocks.SPECS["dflash"], Ops()), spec_of(3, 2, 7, Algorithm.DFLASH)
         ),
     }
 

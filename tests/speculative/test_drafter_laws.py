@@ -51,6 +51,7 @@ SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
 LAWFUL = {kind.name: kind for kind in (*EVERY, *(of_layers(name) for name in FAMILIES))}
 # What CI runs of each kind; the whole cross is run by hand.
 FAST: dict[str, Shape] = {
+    "dflash": TREE,
     "eagle3": (5, 2),
     "multi_layer_not_chained": TREE,
     "ngram": (5, 2),
@@ -301,6 +302,13 @@ MUTATIONS = (
         lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
         "multi_layer_hidden_first",
         check_caches,
+    ),
+    Mutation(
+        "position of a row of a block",
+        indexing,
+        "target_position",
+        lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
+        "dflash",
     ),
     Mutation(
         "last row",

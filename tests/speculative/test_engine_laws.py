@@ -81,6 +81,7 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
         (2, 8, 2, 1.3, "min_p", True),
         (8, 5, 1, 1.3, "mixed", False),
         (1, 32, 0, 0.0, "none", False),
+        (5, 8, 1, 1.3, "top_k_top_p", True),
     )
 )
 

@@ -85,6 +85,7 @@ SETTINGS = {
     "nextn": Setting(nextn(), (3, 1, 4), 4),
     "eagle1": Setting(KINDS["eagle1"], (3, 2, 7), 4),
     "standalone": Setting(KINDS["standalone"], (3, 1, 4), 16),
+    "dflash": Setting(KINDS["dflash"], (3, 2, 7), 4),
 }
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jspec.config.drafting import DEFAULT_STEPS
+from jspec.config.drafting import ALGORITHMS
 from jspec.config.engine_args import EngineArgs
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import ConfigError, JspecError
@@ -240,15 +240,15 @@ def _of_draft(
 
 def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
     """Return the draft's source and its extra words of the command. Raises JspecError."""
-    least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
+    most = ALGORITHMS[info.algorithm or "NONE"].default_steps
     spec = load_model_spec(target)
     faults: list[JspecError] = []  # the last one applies to every S
-    for steps in range(DEFAULT_STEPS, least - 1, -1):
+    for steps in range(most, 0, -1):
         args = EngineArgs(
             model_path=str(target),
             speculative_algorithm=info.algorithm,
             speculative_draft_model_path=str(path),
-            speculative_num_steps=None if steps == DEFAULT_STEPS else steps,
+            speculative_num_steps=None if steps == most else steps,
         )
         request = DraftRequest(
             args=args,

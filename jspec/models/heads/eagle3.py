@@ -14,18 +14,21 @@ import numpy.typing as npt
 
 from jspec.errors import CheckpointError
 from jspec.models.files.fp8 import open_tensors
-from jspec.models.files.stored import Place, check_names, on_host, stored_tensors
-from jspec.models.files.tensor_files import HostArray, Shape, Tensors, listed, write_checkpoint
+from jspec.models.files.stored import Place, on_host, stored_tensors
+from jspec.models.files.tensor_files import HostArray, Tensors, listed, write_checkpoint
 from jspec.models.heads.eagle3_config import eagle3_config_json
 from jspec.models.heads.head_files import (
     LAYER,
     Params,
     canonical_name,
+    check_vocabulary_names,
     is_stray,
+    read_draft_ids,
     read_head,
+    shared_with_target,
     stored_embed,
 )
-from jspec.models.heads.head_params import HEAD, head_params
+from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.weight_format import Formats
@@ -62,7 +65,7 @@ def load_eagle3(
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
-        shares = _shared(tensors, spec)
+        shares = shared_with_target(tensors, spec)
         own = [each for each in _own_table(spec) if each.path[0] not in shares]
         if "embed" not in shares:
             own.append(stored_embed(head_params(spec)[0]))
@@ -71,7 +74,7 @@ def load_eagle3(
             spec,
             own,
             shares=shares,
-            ids=_draft_ids(tensors, spec),
+            ids=read_draft_ids(tensors, spec),
             target_params=target_params,
             dtype=dtype,
             shards=shards,
@@ -87,27 +90,17 @@ def check_eagle3(path: Path, spec: HeadSpec) -> tuple[str, ...]:
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
-        return _shared(tensors, spec)
-
-
-def _shared(tensors: Tensors, spec: HeadSpec) -> tuple[str, ...]:
-    is_full = spec.draft_vocab_size == spec.layer.vocab_size
-    embed = () if "embed_tokens.weight" in tensors else ("embed",)
-    return (*embed, "lm_head") if is_full and "lm_head.weight" not in tensors else embed
+        return shared_with_target(tensors, spec)
 
 
 def _check(tensors: Tensors, spec: HeadSpec) -> None:
     """Check the file's names and shapes; it needs no lm_head if U = V."""
     _refuse_variants(tensors, spec)
-    required = _own_table(spec)
-    if spec.draft_vocab_size == spec.layer.vocab_size:  # lm_head may be the target's
-        required = tuple(each for each in required if each.path != HEAD)
-    check_names(
+    check_vocabulary_names(
         tensors,
-        required,
-        optional=_optional_shapes(spec),
+        spec,
+        head_params(spec),
         is_stray=lambda name: is_stray(name) or _is_unread(name, spec),
-        integers=("d2t", "t2d"),
     )
 
 
@@ -142,14 +135,6 @@ def _own_table(spec: HeadSpec) -> ParamTable:
     return tuple(each for each in head_params(spec) if each.layouts)
 
 
-def _optional_shapes(spec: HeadSpec) -> dict[str, Shape]:
-    V, U, E = spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.hidden_size
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
-    if U == V:
-        shapes["lm_head.weight"] = (U, E)
-    return shapes
-
-
 def _refuse_variants(tensors: Tensors, spec: HeadSpec) -> None:
     declared = {
         name
@@ -175,34 +160,6 @@ def _is_unread(name: str, spec: HeadSpec) -> bool:
     """Match fc of a head that reads the last hidden, and a norm that config.json turns off."""
     is_fc = name == "fc.weight" and not spec.aux_layer_ids
     return is_fc or (name == "norm.weight" and not spec.norm_before_head)
-
-
-def _draft_ids(tensors: Tensors, spec: HeadSpec) -> HostArray:
-    """Return i32[U] target ids, distinct and in [0, V)."""
-    V, U = spec.layer.vocab_size, spec.draft_vocab_size
-    ids = np.arange(U, dtype=np.int64)
-    if U != V and "d2t" not in tensors:
-        raise CheckpointError(f"{tensors.path}: no tensor d2t; expected shape {(U,)}")
-    if "d2t" in tensors:
-        offsets = tensors.read("d2t")
-        if offsets.dtype.kind not in "iu":
-            raise CheckpointError(
-                f"{tensors.file_of('d2t')}: d2t has dtype {offsets.dtype}; expected integers"
-            )
-        ids = ids + offsets
-    if ids.min() < 0 or ids.max() >= V or np.unique(ids).size != U:
-        raise CheckpointError(
-            f"{tensors.file_of('d2t')}: d2t gives target ids from {ids.min()} to {ids.max()}, "
-            f"{np.unique(ids).size} of them distinct; expected {U} distinct ids in [0, {V})"
-        )
-    if "t2d" in tensors:
-        mask = tensors.read("t2d").astype(bool)
-        if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
-            raise CheckpointError(
-                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
-                f"{U} of d2t; expected where(t2d) == d2t + arange"
-            )
-    return ids.astype(np.int32)
 
 
 def _stored_vocabulary(ids: HostArray, spec: HeadSpec) -> dict[str, HostArray]:

@@ -1,4 +1,4 @@
-"""Common parts of all EAGLE heads' files: names, arrays shared with the target, unknown settings.
+"""Common parts of all heads' files: names, arrays shared with the target, unknown settings.
 
 Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases.
 """
@@ -6,11 +6,12 @@ Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `mod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError, ConfigError, shown
@@ -18,11 +19,12 @@ from jspec.files.json_files import Fields
 from jspec.models.family import read_attention, read_decoder, read_dense
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import ParamRead, Place, param_reads, value_at
-from jspec.models.files.tensor_files import HostArray, Tensors, has_tensors, open_tensors
+from jspec.models.files.stored import ParamRead, Place, check_names, param_reads, value_at
+from jspec.models.files.tensor_files import HostArray, Shape, Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
 from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, with_formats
 from jspec.models.placement import nested
+from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import Formats
@@ -160,9 +162,64 @@ def published_specs(table: ParamTable) -> ParamTable:
     )
 
 
+def check_vocabulary_names(
+    tensors: Tensors,
+    spec: HeadSpec | BlockSpec,
+    table: ParamTable,
+    *,
+    is_stray: Callable[[str], bool],
+) -> None:
+    """Check names and shapes of a head that may have a vocabulary of its own (d2t).
+
+    It may lack its embedding, and its lm_head if U = V: then they are the target's.
+    """
+    V, U, E = spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.hidden_size
+    required = tuple(each for each in table if each.layouts)
+    optional: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
+    if U == V:
+        required = tuple(each for each in required if each.path != HEAD)
+        optional["lm_head.weight"] = (U, E)
+    check_names(tensors, required, optional=optional, is_stray=is_stray, integers=("d2t", "t2d"))
+
+
+def shared_with_target(tensors: Tensors, spec: HeadSpec | BlockSpec) -> tuple[str, ...]:
+    """Return the names of the params that the file lacks, for which the target's are read."""
+    is_full = spec.draft_vocab_size == spec.layer.vocab_size
+    embed = () if "embed_tokens.weight" in tensors else ("embed",)
+    return (*embed, "lm_head") if is_full and "lm_head.weight" not in tensors else embed
+
+
+def read_draft_ids(tensors: Tensors, spec: HeadSpec | BlockSpec) -> HostArray:
+    """Return i32[U] target ids, distinct and in [0, V): d2t's, or without it all ids."""
+    V, U = spec.layer.vocab_size, spec.draft_vocab_size
+    ids = np.arange(U, dtype=np.int64)
+    if U != V and "d2t" not in tensors:
+        raise CheckpointError(f"{tensors.path}: no tensor d2t; expected shape {(U,)}")
+    if "d2t" in tensors:
+        offsets = tensors.read("d2t")
+        if offsets.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{tensors.file_of('d2t')}: d2t has dtype {offsets.dtype}; expected integers"
+            )
+        ids = ids + offsets
+    if ids.min() < 0 or ids.max() >= V or np.unique(ids).size != U:
+        raise CheckpointError(
+            f"{tensors.file_of('d2t')}: d2t gives target ids from {ids.min()} to {ids.max()}, "
+            f"{np.unique(ids).size} of them distinct; expected {U} distinct ids in [0, {V})"
+        )
+    if "t2d" in tensors:
+        mask = tensors.read("t2d").astype(bool)
+        if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
+            raise CheckpointError(
+                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
+                f"{U} of d2t; expected where(t2d) == d2t + arange"
+            )
+    return ids.astype(np.int32)
+
+
 def read_head(
     tensors: Tensors,
-    spec: HeadSpec,
+    spec: HeadSpec | BlockSpec,
     own: Iterable[ParamSpec],
     *,
     shares: Collection[str],
@@ -188,7 +245,10 @@ def read_head(
 
 
 def _check_shared(
-    tensors: Tensors, spec: HeadSpec, target_params: Mapping[str, Any], path: ParamPath
+    tensors: Tensors,
+    spec: HeadSpec | BlockSpec,
+    target_params: Mapping[str, Any],
+    path: ParamPath,
 ) -> None:
     """Raise CheckpointError if a weight of the target does not fit the head."""
     found = tuple(value_at(target_params, path).shape)

@@ -1,4 +1,4 @@
-"""The plans of drafters with a head: EAGLE-1 to 3, and layers for multi-token prediction (NEXTN).
+"""The plans of drafters with a head: EAGLE-1 to 3, multi-token prediction (NEXTN), blocks (DFLASH).
 
 A checkpoint's layers decide how NEXTN drafts. Several layers draft one level each
 (`multi_layer`); a single recurrent layer runs for every level, which is EAGLE's procedure.
@@ -19,6 +19,9 @@ from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
+from jspec.models.heads.block_config import load_block_config
+from jspec.models.heads.block_head import BlockHead
+from jspec.models.heads.dflash import block_name, block_params, check_block, load_block
 from jspec.models.heads.eagle1 import (
     check_eagle1,
     load_eagle1,
@@ -40,9 +43,11 @@ from jspec.models.heads.mtp import (
 from jspec.models.heads.target_copies import TargetCopy
 from jspec.models.heads.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -137,6 +142,41 @@ def mtp_source(request: DraftRequest) -> DraftSource:
     )
 
 
+def block_source(request: DraftRequest) -> DraftSource:
+    """Plan a block drafter; raises ConfigError or CheckpointError if it does not fit."""
+    args, path = request.args, request.checkpoint
+    spec = load_block_config(
+        path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
+    )
+    spec = replace(spec, layer=cached_in(spec.layer, request.kv_dtype))
+    _check_draft_vocabulary(spec, request)
+    if args.speculative.num_steps > spec.most_steps:
+        raise ConfigError(
+            f"speculative_num_steps is {args.speculative.num_steps}; expected at most "
+            f"{spec.most_steps}, by the draft's block_size {spec.block_size}"
+        )
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        model = BlockHead(spec, ops, shard, request.formats)
+        return BlockDrafter(model, args.speculative, args.speculative_draft_noise)
+
+    is_dummy = args.load_format == "dummy"
+    return DraftSource(
+        make=make,
+        read=_reader(partial(load_block, path, spec), request),
+        specs=(spec.layer,),
+        aux_layer_ids=spec.aux_layer_ids,
+        # Checked before the slower read of the target.
+        shares=("embed", "lm_head") if is_dummy else check_block(path, spec),
+        published=published_specs(block_params(spec)),
+        canonical=block_name,
+        copies={
+            "embed_tokens.weight": TargetCopy(path=EMBED, is_read=True),
+            "lm_head.weight": TargetCopy(path=HEAD, is_read=True),
+        },
+    )
+
+
 def _cached(spec: HeadSpec, request: DraftRequest) -> HeadSpec:
     return replace(spec, layer=cached_in(spec.layer, request.kv_dtype))
 
@@ -151,7 +191,7 @@ def _source_of(
     **more: Any,
 ) -> DraftSource:
     """Return the source of a head. more: fields of DraftSource."""
-    args, shards = request.args, request.shards
+    args = request.args
     speculation = replace(args.speculative, algorithm=algorithm or args.algorithm)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
@@ -159,13 +199,9 @@ def _source_of(
         head = FeatureHead(spec, ops, shard, names, request.formats)
         return kind(head, speculation, draft_noise=args.speculative_draft_noise)
 
-    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
-        how: dict[str, Any] = {"shards": shards, "place": place, "formats": request.formats}
-        return load(target_params=target_params, dtype=np.dtype(dtype), **how)
-
     return DraftSource(
         make=make,
-        read=read,
+        read=_reader(load, request),
         specs=(spec.layer,),
         aux_layer_ids=spec.aux_layer_ids,
         algorithm=algorithm,
@@ -173,7 +209,19 @@ def _source_of(
     )
 
 
-def _check_draft_vocabulary(spec: HeadSpec, request: DraftRequest) -> None:
+def _reader(
+    load: Callable[..., Params], request: DraftRequest
+) -> Callable[[Params, DTypeLike, Place], Params]:
+    """Return `DraftSource.read` of a loader of heads."""
+
+    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
+        how: dict[str, Any] = {"shards": request.shards, "formats": request.formats}
+        return load(target_params=target_params, dtype=np.dtype(dtype), place=place, **how)
+
+    return read
+
+
+def _check_draft_vocabulary(spec: HeadSpec | BlockSpec, request: DraftRequest) -> None:
     """Raise ConfigError for a draft vocabulary under K ids or not divisible by the shards."""
     size, topk = spec.draft_vocab_size, request.args.speculative.topk
     if topk > size:

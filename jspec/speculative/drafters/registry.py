@@ -5,7 +5,12 @@ from __future__ import annotations
 from jspec.config import drafting
 from jspec.config.drafting import Algorithm
 from jspec.speculative.drafter import NoDrafter
-from jspec.speculative.drafters.head_sources import eagle1_source, eagle3_source, mtp_source
+from jspec.speculative.drafters.head_sources import (
+    block_source,
+    eagle1_source,
+    eagle3_source,
+    mtp_source,
+)
 from jspec.speculative.drafters.ngram import ngram_source
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource, made
 from jspec.speculative.drafters.standalone import standalone_source
@@ -24,6 +29,7 @@ DRAFTERS: dict[str, ReadSource] = {
     "STANDALONE": standalone_source,
     "NEXTN": mtp_source,
     "MULTI_LAYER_EAGLE": mtp_source,
+    "DFLASH": block_source,
 }
 
 

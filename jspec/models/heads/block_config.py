@@ -1,0 +1,202 @@
+"""A block drafter's config.json, read against its target.
+
+Three layouts: z-lab's (SpecForge, SGLang), with some keys in `dflash_config`; transformers'
+MuseGlimmerAssistant, all at the top level; and speculators', with the layers' keys in
+`transformer_layer_config`. They count layers and windows differently:
+
+    layout        ids of the target's layers   window w: row at p of a block with root at L sees
+    z-lab         outputs, from 0              keys from p - w + 1, no later row of the block
+    transformers  outputs, from 0              keys from p - w
+    speculators   inputs (outputs, from 1)     keys from L - w, no later row of the block
+
+Raises ConfigError for a variant that is not served, and CheckpointError for a file that is missing,
+unreadable, or belongs to another target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields, in_file, read_fields
+from jspec.models.family import (
+    FULL,
+    SLIDING,
+    read_attention,
+    read_decoder,
+    read_dense,
+    read_windows,
+)
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.head_files import check_target, refuse_unknown
+from jspec.models.registry import BLOCKS
+from jspec.spec.block_spec import BlockSpec
+from jspec.spec.model_spec import ModelSpec
+
+NESTED, INPUT_IDS, OUTPUT_IDS = (
+    "transformer_layer_config",
+    "aux_hidden_state_layer_ids",
+    "target_layer_ids",
+)
+# Keys that are read, of those that head_files.refuse_unknown takes for settings of a forward.
+KNOWN = frozenset(
+    (
+        *("rms_norm_eps", "attention_bias", "mask_token_id", "dflash_config", INPUT_IDS),
+        *("draft_vocab_size", "is_causal", "sliding_window_non_causal"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The tables of a config.json. head: keys of the head; layers: keys of its decoder layers."""
+
+    head: Fields
+    layers: Fields
+    is_speculators: bool = False
+    is_assistant: bool = False
+
+    @property
+    def tables(self) -> tuple[Fields, ...]:
+        return (self.head, self.layers) if self.is_speculators else (self.head,)
+
+
+def load_block_config(
+    path: Path, *, target: ModelSpec, draft_rope_theta: float | None = None
+) -> BlockSpec:
+    """Read a block drafter's model from `path`/config.json and check it against its target.
+
+    RoPE comes from the draft's own config, with theta 10000 by default; draft_rope_theta overrides
+    theta.
+    """
+    fields = read_fields(path / "config.json")
+    with in_file(fields.path):
+        found = _layout_of(fields)
+        for table in found.tables:
+            check_quantization(table)
+            table.refuse("rope_dim", allowed=(), why="RoPE turns whole heads here")
+            refuse_unknown(table, known=KNOWN)
+        layer = _layers_of(found, target, draft_rope_theta=draft_rope_theta)
+        size = found.head.integer("target_hidden_size", layer.hidden_size)
+        check_target(fields, layer, target, hidden_size=size)
+        if size != layer.hidden_size:
+            raise ConfigError(
+                f"{fields.path}: hidden_size is {layer.hidden_size}; expected the target's {size}, "
+                "whose embedding a block drafter reads"
+            )
+        return BlockSpec(
+            layer=layer,
+            draft_vocab_size=_draft_vocab_size(found.head, layer),
+            aux_layer_ids=_aux_layer_ids(found, target.num_layers),
+            block_size=found.head.integer("block_size"),
+            mask_token_id=_mask_id(found.head),
+            from_root=found.head.flag("sample_from_anchor", False),
+            causal_windows=_causal_windows(found, layer),
+            windows_from_root=found.is_speculators,
+        )
+
+
+def _layout_of(fields: Fields) -> _Layout:
+    if fields.get("speculators_model_type") is not None:
+        kinds = tuple(name for name in BLOCKS if name.islower())
+        fields.refuse("speculators_model_type", allowed=kinds, why="another draft model")
+        return _Layout(head=fields, layers=fields.table(NESTED), is_speculators=True)
+    architecture = fields.architecture()
+    if architecture not in BLOCKS:
+        known = ", ".join(name for name in BLOCKS if not name.islower())
+        raise ConfigError(
+            f"{fields.path}: draft architecture is {architecture!r}; expected one of {known}, or "
+            "speculators_model_type"
+        )
+    nested = fields.table("dflash_config")
+    both = {k for k, v in nested.values.items() if fields.get(k) not in (None, v)}
+    if both:
+        raise CheckpointError(
+            f"{fields.path}: {shown(sorted(both))} differ in dflash_config and at the top level; "
+            "expected one value of each"
+        )
+    flat = Fields(fields.path, {**fields.values, **nested.values})
+    return _Layout(
+        head=flat, layers=flat, is_assistant=fields.get("model_type") == "muse_glimmer_assistant"
+    )
+
+
+def _layers_of(found: _Layout, target: ModelSpec, *, draft_rope_theta: float | None) -> ModelSpec:
+    """Read the decoder layers: Qwen3's, with norms of q and k."""
+    values = dict(found.layers.values)
+    if found.is_assistant:  # it states no vocabulary
+        values.setdefault("vocab_size", target.vocab_size)
+    fields = Fields(found.layers.path, values)
+    bias = fields.flag("attention_bias", False)
+    attention = read_attention(fields, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    if draft_rope_theta is not None:
+        attention = replace(attention, rope=replace(attention.rope, theta=draft_rope_theta))
+    dense = read_dense(fields)
+    layer = read_decoder(
+        fields,
+        family="llama",
+        attention=attention,
+        ffn=lambda _: dense,
+        windows=_windows(found, fields),
+    )
+    return replace(layer, tie_word_embeddings=False)
+
+
+def _windows(found: _Layout, fields: Fields) -> tuple[int | None, ...]:
+    """Return the layers' windows as AttentionSpec counts them: with the row itself."""
+    size = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
+    kind = SLIDING if found.is_assistant else FULL
+    windows = read_windows(fields, window=size, default=lambda _: kind)
+    if any(windows):
+        fields.refuse("use_sliding_window", allowed=(True,), why="layer_types has windows")
+    more = found.is_assistant or found.is_speculators
+    return tuple(None if w is None else w + more for w in windows)
+
+
+def _causal_windows(found: _Layout, layer: ModelSpec) -> bool:
+    """Return whether rows see no later row in layers with a window; in other layers they do."""
+    if found.is_speculators:
+        return not found.head.flag("sliding_window_non_causal", False)
+    is_causal = found.head.get("is_causal")
+    if is_causal is True and any(each.attention.window is None for each in layer.layers):
+        raise ConfigError(
+            f"{found.head.path}: is_causal is True; expected false or no such key in a head with "
+            "layers of full attention, whose rows see each other both ways"
+        )
+    return found.head.flag("is_causal", not found.is_assistant)
+
+
+def _aux_layer_ids(found: _Layout, num_layers: int) -> tuple[int, ...]:
+    """Return the ids as inputs of layers. [1, 9] of z-lab and [2, 10] of speculators are alike."""
+    name = INPUT_IDS if found.is_speculators else OUTPUT_IDS
+    value = found.head.get(name)
+    named = f"{found.head.path}: {name} is {shown(value)}"
+    if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
+        raise CheckpointError(f"{named}; expected a list of layers")
+    stated = found.head.integer("num_target_layers", num_layers)
+    if stated != num_layers:
+        raise CheckpointError(
+            f"{found.head.path}: num_target_layers is {stated}; expected the target's {num_layers}"
+        )
+    ids = tuple(item + (not found.is_speculators) for item in value)
+    if min(ids) < 0 or max(ids) > num_layers:
+        raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
+    return ids
+
+
+def _mask_id(head: Fields) -> int:
+    value = head.get("mask_token_id")
+    if type(value) is not int:
+        raise CheckpointError(f"{head.path}: mask_token_id is {shown(value)}; expected a token id")
+    return value
+
+
+def _draft_vocab_size(head: Fields, layer: ModelSpec) -> int:
+    size = head.integer("draft_vocab_size", layer.vocab_size)
+    if size > layer.vocab_size:
+        raise CheckpointError(
+            f"{head.path}: draft_vocab_size is {size}; expected at most the target's "
+            f"{layer.vocab_size}"
+        )
+    return size

@@ -1,0 +1,174 @@
+"""The forward pass of a model that drafts a block at once: DFlash (arXiv:2602.06036).
+
+context, of a committed token at position i: ctx = hidden_norm(fc(the target's captured layers at
+    i)). Every layer caches K and V of ctx itself, by its own projections, k_norm and RoPE at i.
+block, at positions L, L + 1, ...: the embeddings of the root and of masks run through the layers
+    and attend to the context and to each other. logits = lm_head(norm(out)); the row at position p
+    predicts the token at p, and with `BlockSpec.from_root` the token at p + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.layers.attention import attention, project
+from jspec.layers.embedding import embed
+from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.norm import Residual, norm, norm_of_sum
+from jspec.models.decoder import (
+    KVPool,
+    LayerSettings,
+    PagedAttend,
+    Params,
+    feed_forward,
+    kv_scales_of,
+)
+from jspec.models.heads.dflash import block_params
+from jspec.models.params import ParamTable, with_formats
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.block_spec import BlockSpec
+from jspec.spec.model_spec import LayerSpec
+from jspec.spec.weight_format import Formats
+
+
+@partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
+def _write_context(
+    params: Params,
+    ctx: jax.Array,
+    cache: jax.Array,
+    rows: AttentionMetadata,
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+) -> jax.Array:
+    """Return the layer's pool with K and V of the context."""
+    own = params["attention"]
+    heads, rotation = project(
+        own,
+        ctx,
+        rows.q_positions,
+        spec=spec.softmax_attention,
+        eps=spec.eps,
+        shard=settings.shard,
+        ops=settings.ops,
+    )
+    _, k, v = rotate_and_split(heads, rotation)
+    return settings.ops.write_kv(
+        k, v, cache, rows, queries_per_row=settings.queries_per_row, scales=kv_scales_of(own)
+    )
+
+
+@partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
+def _run_layer(
+    params: Params,
+    stream: Residual,
+    cache: jax.Array,
+    positions: jax.Array,
+    rows: AttentionMetadata,
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+) -> tuple[Residual, jax.Array]:
+    """Run a layer over the block. positions: for RoPE; rows has those that windows count from."""
+    ops, own = settings.ops, params["attention"]
+    attend = PagedAttend(cache, rows, spec.softmax_attention, settings, kv_scales_of(own))
+    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
+    mixed = attention(
+        own,
+        normed,
+        positions,
+        attend,
+        spec=spec.softmax_attention,
+        eps=spec.eps,
+        shard=settings.shard,
+        ops=ops,
+    )
+    x, normed = norm_of_sum(params["post_norm"], Residual(x=x, delta=mixed), eps=spec.eps, ops=ops)
+    out = feed_forward(params, normed, spec=spec, settings=settings)
+    return Residual(x=x + out), attend.cache
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """A block drafter's model over its own KV pools, one per layer."""
+
+    spec: BlockSpec
+    ops: Ops
+    shard: Shard = field(default_factory=Shard)
+    formats: Formats = ()
+
+    @property
+    def table(self) -> ParamTable:
+        return with_formats(block_params(self.spec), self.formats)
+
+    def write_context(
+        self,
+        params: Params,
+        features: Float[Array, "T A"],
+        kv: KVPool,
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+    ) -> KVPool:
+        """Return the pools with K and V of tokens whose features are given."""
+        ctx = linear(params["fc"], features, ops=self.ops)
+        ctx = norm(params["hidden_norm"], ctx, eps=self.spec.layer.rms_norm_eps)
+        settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        return tuple(
+            _write_context(
+                params["layers"][i],
+                ctx,
+                kv[i],
+                rows.of_window(layer.attention.window),
+                spec=layer,
+                settings=settings,
+            )
+            for i, layer in enumerate(self.spec.layer.layers)
+        )
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B R"],
+        kv: KVPool,
+        rows: AttentionMetadata,
+        *,
+        causal_mask: UInt32[Array, "T words"],
+    ) -> tuple[Float[Array, "B R E"], KVPool]:
+        """Run blocks. Return (the final norm's output, pools with the block's K and V).
+
+        rows: R queries a row after its context, a tail in which all see each other
+        causal_mask: the tail mask of layers whose rows see no later row
+        """
+        batch, size = token_ids.shape
+        settings = LayerSettings(self.ops, self.shard, size)
+        stream, pools = Residual(x=embed(params["embed"], token_ids.reshape(-1))), list(kv)
+        for i, layer in enumerate(self.spec.layer.layers):
+            window = layer.attention.window
+            own = rows.of_window(window)
+            if window is not None and self.spec.causal_windows:
+                own = replace(own, tail_mask=causal_mask)
+            if self.spec.windows_from_root:
+                own = replace(own, q_positions=jnp.repeat(rows.prefix_lens, size))
+            stream, pools[i] = _run_layer(
+                params["layers"][i],
+                stream,
+                kv[i],
+                rows.q_positions,
+                own,
+                spec=layer,
+                settings=settings,
+            )
+        out = norm(params["norm"], stream.sum(), eps=self.spec.layer.rms_norm_eps)
+        return out.reshape(batch, size, -1), tuple(pools)
+
+    def logits(self, params: Params, out: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
+        """Return f32 logits over this device's shard of the draft vocabulary."""
+        return logits_of(out, params["lm_head"]["kernel"])

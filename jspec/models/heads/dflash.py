@@ -1,0 +1,107 @@
+"""Block drafters' weights: their table, and reading them from z-lab's or speculators' files.
+
+Files have no embedding, and an lm_head with the map d2t only for a draft vocabulary; without them
+both are the target's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy.typing as npt
+
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import Place, on_host
+from jspec.models.heads.head_files import (
+    Params,
+    canonical_name,
+    check_vocabulary_names,
+    is_stray,
+    read_draft_ids,
+    read_head,
+    shared_with_target,
+    stored_embed,
+)
+from jspec.models.heads.head_params import EMBED, FUSED, draft_ids
+from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
+from jspec.models.params import Init, ParamSpec, ParamTable, or_fused, prefixed
+from jspec.spec.block_spec import BlockSpec
+from jspec.spec.weight_format import Formats
+
+# transformers' names for the product of the features and the norm after it.
+ENCODER = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+
+
+def block_name(name: str) -> str:
+    """Map a stored name to the table's: without `model.`, and ENCODER."""
+    name = canonical_name(name)
+    return ENCODER.get(name, name)
+
+
+def block_params(spec: BlockSpec) -> ParamTable:
+    """Declare a block drafter's weights. The embedding and draft_ids have no layout."""
+    model, E, U = spec.layer, spec.layer.hidden_size, spec.draft_vocab_size
+    table: list[ParamSpec] = [
+        ParamSpec(path=EMBED, shape=(model.vocab_size, E), init=Init.TABLE),
+        *product(("fc",), len(spec.aux_layer_ids) * E, (("fc", E, 1),)),
+        norm("hidden_norm", "hidden_norm", E),
+    ]
+    for i, layer in enumerate(model.layers):
+        own = (
+            norm("input_norm", "input_layernorm", E),
+            *attention_params(layer.softmax_attention, in_size=E, out_size=E),
+            norm("post_norm", "post_attention_layernorm", E),
+            *ffn_params(layer.ffn, size=E),
+        )
+        table += prefixed(own, path=("layers", i), stored=f"layers.{i}.")
+    table += (norm("norm", "norm", E), lm_head(E, U, tied=False), draft_ids(U))
+    return or_fused(table, FUSED)
+
+
+def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
+    """Return the names of the params that are the target's: those that the file lacks.
+
+    Raise CheckpointError if the headers show that `load_block` would fail; needs no target.
+    """
+    with open_tensors(path, canonical=block_name) as tensors:
+        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=is_stray)
+        return shared_with_target(tensors, spec)
+
+
+def load_block(
+    path: Path,
+    spec: BlockSpec,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+    formats: Formats = (),
+) -> Params:
+    """Load the params (`dtype`; draft_ids int32[U]) to where `place` puts them.
+
+    What the file lacks of embedding and lm_head is the target's own array. Raise CheckpointError
+    for a file that is unreadable or does not fit `spec`.
+    """
+    with open_tensors(path, canonical=block_name) as tensors:
+        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=is_stray)
+        shares = shared_with_target(tensors, spec)
+        table = block_params(spec)
+        own = [each for each in table if each.layouts and each.path[0] not in shares]
+        if "embed" not in shares:
+            own.append(stored_embed(table[0]))
+        return read_head(
+            tensors,
+            spec,
+            own,
+            shares=shares,
+            ids=read_draft_ids(tensors, spec),
+            target_params=target_params,
+            dtype=dtype,
+            shards=shards,
+            place=place,
+            formats=formats,
+        )

@@ -1,0 +1,59 @@
+"""A model that drafts a block of tokens in one forward, as hashable host data.
+
+Its queries are the root and a mask token for each further position. K and V of the committed text
+are made of the target's features; the text itself never runs through its layers. Its checkpoint's
+reader (`jspec/models/heads/block_config.py`) makes a BlockSpec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jspec.errors import ConfigError
+from jspec.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """A block drafter's model (DFlash).
+
+    layer: its decoder layers; vocab_size is the target's V. draft_vocab_size: U.
+    aux_layer_ids: as in HeadSpec: the residual at the INPUT of these layers of the target
+    block_size: rows of its forward in training
+    from_root: the root's own row predicts the first draft; else the first mask's row does
+    causal_windows: in layers with a window, a row of the block sees no later row of it. In all
+        other layers the rows see each other both ways.
+    windows_from_root: a window counts back from the root for all rows of the block, instead of
+        from each row
+    """
+
+    layer: ModelSpec
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    from_root: bool = False
+    causal_windows: bool = True
+    windows_from_root: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
+            raise ConfigError(
+                f"aux layer ids are {self.aux_layer_ids}; expected at least one, ascending"
+            )
+        if not 0 <= self.mask_token_id < self.layer.vocab_size:
+            raise ConfigError(
+                f"mask_token_id is {self.mask_token_id}; expected an id of the vocabulary of "
+                f"{self.layer.vocab_size}"
+            )
+        if self.most_steps < 1:
+            raise ConfigError(f"block_size is {self.block_size}; expected at least 2")
+
+    @property
+    def most_steps(self) -> int:
+        """The largest S: the number of rows that predict."""
+        return self.block_size - (not self.from_root)
+
+    def num_rows(self, num_steps: int) -> int:
+        """Return the rows of a forward that drafts S levels."""
+        return num_steps + (not self.from_root)

@@ -1,0 +1,72 @@
+"""Block drafters in numpy float64: the specification, off the papers and stored names.
+
+Independent of jspec: takes a checkpoint's tensors as they are stored ([out, in]) and recomputes
+everything from the row's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.models.eagle3_reference import F64, LayersReference
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReference(LayersReference):
+    """DFlash. windows: of each layer, as config.json gives it; None: none.
+
+    reach: keys before p - window + reach are not seen. from_root: windows count from the root.
+    """
+
+    mask_token_id: int
+    windows: tuple[int | None, ...]
+    reach: int = 1
+    windows_from_root: bool = False
+    is_causal: bool = True  # in layers with a window
+    from_root: bool = False
+
+    def rows(self, num_steps: int) -> int:
+        return num_steps + (not self.from_root)
+
+    def run(self, root: int, features: F64, num_rows: int) -> F64:
+        """The final norm's output of each row of the block, [R, E]."""
+        ctx = self.norm(self.product(features, "fc"), "hidden_norm.weight")
+        ids = [root, *[self.mask_token_id] * (num_rows - 1)]
+        x = self.weight("embed_tokens.weight")[ids]
+        for i, window in enumerate(self.windows):
+            x = self.run_layer(x, ctx, f"layers.{i}.", window)
+        return self.norm(x, "norm.weight")
+
+    def run_layer(self, x: F64, ctx: F64, layer: str, window: int | None) -> F64:
+        normed = self.norm(x, f"{layer}input_layernorm.weight")
+        x = x + self.mixed(normed, ctx, layer, window)
+        return x + self.mlp(self.norm(x, f"{layer}post_attention_layernorm.weight"), layer)
+
+    def mixed(self, x: F64, ctx: F64, layer: str, window: int | None) -> F64:
+        length, size = len(ctx), len(x)
+        q, own_k, own_v = self.heads(x, layer)
+        _, k, v = self.heads(ctx, layer)
+        k, v = np.concatenate((k, own_k), axis=1), np.concatenate((v, own_v), axis=1)
+        before = np.zeros((len(q), length, self.head_dim))
+        q, k = self.rotated(np.concatenate((before, q), axis=1)), self.rotated(k)
+        mixed = np.zeros((len(q), size, self.head_dim))
+        key = np.arange(length + size)
+        for row in range(size):
+            seen = np.ones(length + size, bool)
+            if window is not None:
+                start = length if self.windows_from_root else length + row
+                seen = key >= start - window + self.reach
+                if self.is_causal:
+                    seen &= key <= length + row
+            for h in range(len(q)):
+                g = h * len(k) // len(q)
+                scores = k[g, seen] @ q[h, length + row] / np.sqrt(self.head_dim)
+                weights = np.exp(scores - scores.max())
+                mixed[h, row] = weights / weights.sum() @ v[g, seen]
+        flat = mixed.swapaxes(0, 1).reshape(size, -1)
+        return self.product(flat, f"{layer}self_attn.o_proj")
+
+    def logits(self, hidden: F64) -> F64:
+        return hidden @ self.weight("lm_head.weight").T

@@ -1,0 +1,154 @@
+"""Block drafters' files: read, run over pages, and compared with the libraries that wrote them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jspec.config.limits import Algorithm
+from jspec.device.batch import Features
+from jspec.device.state import empty_sampling
+from jspec.models.heads.block_config import load_block_config
+from jspec.models.heads.block_head import BlockHead
+from jspec.models.heads.dflash import block_name, load_block
+from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.block_spec import BlockSpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
+from jspec.speculative.drafter import Emitted, StepBatch
+from jspec.speculative.drafters.block import BlockDrafter
+from tests.models.block_reference import BlockReference
+from tests.speculative.engines import spec_of
+from tests.support.caches import empty_pools
+from tests.support.golden_arrays import arrays_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "blocks"
+PAGE, PAGES = 4, 8
+# What the reference is told of each.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "assistant": {"windows": (4, None), "reach": 0, "is_causal": False},
+    "dflash": {"windows": (None, None)},
+    "dflash_window": {"windows": (4, None), "reach": 0, "windows_from_root": True},
+    "dflash_both_ways": {
+        "windows": (4, None),
+        "reach": 0,
+        "windows_from_root": True,
+        "is_causal": False,
+        "from_root": True,
+    },
+}
+
+
+@functools.cache
+def golden_target() -> ModelSpec:
+    return uniform_decoder(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+    )
+
+
+def golden_head(name: str) -> tuple[BlockSpec, Any, dict[str, np.ndarray]]:
+    golden = arrays_of(GOLDEN / name / "outputs.npz")
+    spec = load_block_config(GOLDEN / name, target=golden_target())
+    lent = {"embed": {"table": golden["embed"]}}
+    if "lm_head" in golden:
+        lent["lm_head"] = {"kernel": golden["lm_head"].T}
+    params = load_block(GOLDEN / name, spec, target_params=lent, dtype=np.float32)
+    return spec, params, golden
+
+
+class Row:
+    """One row whose context is told in chunks."""
+
+    def __init__(self, spec: BlockSpec, params: Any, golden: dict[str, np.ndarray]) -> None:
+        size = spec.most_steps
+        self.drafter = BlockDrafter(
+            BlockHead(spec, Ops()), spec_of(size, 1, size + 1, Algorithm.DFLASH)
+        )
+        self.params = jax.tree.map(jnp.asarray, params)
+        self.golden = golden
+        self.table = jnp.arange(1, 1 + PAGES, dtype=jnp.int32)[::-1][None]
+        self.caches = empty_pools(
+            self.drafter.cache_groups,
+            num_pages=1 + PAGES,
+            page_size=PAGE,
+            shards=1,
+            dtype=jnp.float32,
+            ops=Ops(),
+        )
+        self.length = 0
+
+    def tell(self, end: int) -> None:
+        places = jnp.arange(self.length, end, dtype=jnp.int32)
+        ids = jnp.asarray(self.golden["token_ids"], jnp.int32)
+        emitted = Emitted(
+            token_ids=ids[places],
+            features=Features(
+                hidden=jnp.zeros((end - self.length, 0)),
+                aux_hidden=jnp.asarray(self.golden["features"])[places],
+            ),
+            next_ids=ids[end : end + 1],
+            rows=AttentionMetadata(
+                page_table=self.table,
+                prefix_lens=jnp.asarray([self.length], jnp.int32),
+                cu_q_lens=jnp.asarray([0, end - self.length], jnp.int32),
+                q_positions=places,
+            ),
+            last=jnp.asarray([end - self.length - 1], jnp.int32),
+            is_first=jnp.asarray([self.length == 0]),
+            sampling=empty_sampling(1, vocab_size=64),
+            queries_per_row=None,
+        )
+        self.caches, _ = self.drafter.advance(self.params, self.caches, (), emitted)
+        self.length = end
+
+    def block(self) -> np.ndarray:
+        rows = StepBatch(
+            root_ids=jnp.asarray(self.golden["token_ids"][self.length : self.length + 1]),
+            seq_lens=jnp.asarray([self.length], jnp.int32),
+            page_table=self.table,
+            sampling=empty_sampling(1, vocab_size=64),
+        )
+        hidden, self.caches = self.drafter.run_block(self.params, self.caches, rows)
+        return np.asarray(self.drafter.model.logits(self.params, hidden)[0])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blocks_after_chunks_equal_the_library_that_wrote_the_head(name: str) -> None:
+    spec, params, golden = golden_head(name)
+    assert spec.block_size == golden["logits"].shape[1]
+    row = Row(spec, params, golden)
+    for root, expected in zip(golden["roots"], golden["logits"], strict=True):
+        row.tell(int(root))
+        np.testing.assert_allclose(row.block(), expected[-spec.most_steps :], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_numpy_reference_equals_it_too(name: str) -> None:
+    golden = arrays_of(GOLDEN / name / "outputs.npz")
+    stored = load_file(GOLDEN / name / "model.safetensors")
+    tensors = {block_name(each): value for each, value in stored.items()}
+    for each in ("embed", "lm_head"):
+        if each in golden:
+            lent = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}[each]
+            tensors[lent] = golden[each]
+    reference = BlockReference(
+        tensors=tensors, head_dim=8, eps=1e-6, theta=1000.0, mask_token_id=63, **SETTINGS[name]
+    )
+    for root, expected in zip(golden["roots"], golden["logits"], strict=True):
+        hidden = reference.run(
+            int(golden["token_ids"][root]), golden["features"][:root].astype(float), len(expected)
+        )
+        np.testing.assert_allclose(reference.logits(hidden), expected, rtol=1e-4, atol=1e-4)

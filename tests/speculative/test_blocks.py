@@ -1,0 +1,141 @@
+"""Block drafters from their files: what is served, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import Engine
+from jspec.config.engine_args import EngineArgs
+from jspec.engine.weights.checkpoint_info import describe
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.errors import JspecError
+from jspec.models.files.checkpoint import save_target
+from jspec.models.heads.block_config import load_block_config
+from tests.speculative import own_blocks
+from tests.speculative.engines import TARGET, make_request, mesh_of, plain_ids, tiny_params
+from tests.support.tiny_models import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and block drafters for it."""
+    path = tmp_path_factory.mktemp("blocks")
+    save_target(path / "target", TARGET, tiny_params()[0], dtype=np.float32)
+    tiny_tokenizer().save(str(path / "target" / "tokenizer.json"))
+    for name in own_blocks.SPECS:
+        own_blocks.write(path / name, name)
+    return path
+
+
+def load(pair: Path, draft: Path, **arguments: Any) -> LoadedModels:
+    args = EngineArgs(
+        model_path=str(pair / "target"),
+        speculative_draft_model_path=str(draft),
+        **{"speculative_algorithm": "DFLASH", "speculative_num_steps": 5} | arguments,
+    )
+    return load_models(args, resolve_paths(args), mesh=mesh_of(1))
+
+
+@pytest.mark.parametrize("name", own_blocks.SPECS)
+def test_a_checkpoint_is_read_as_it_was_written(name: str, pair: Path) -> None:
+    models = load(pair, pair / name)
+    spec = own_blocks.SPECS[name]
+    assert models.drafter.model.spec == spec
+    assert models.target.aux_layer_ids == spec.aux_layer_ids
+    own = {**own_blocks.params_of(name), "draft_ids": np.arange(TARGET.vocab_size)}
+    jax.tree.map(np.testing.assert_array_equal, models.params["draft"], own)
+    for each in ("embed", "lm_head"):
+        assert models.params["draft"][each] is models.params["target"][each]
+    info = describe(pair / name, target=pair / "target")
+    assert (info.algorithm, info.problems) == ("DFLASH", ())
+    assert info.serve.endswith("--speculative-num-steps 5")
+
+
+# What is refused: the change of config.json, and what the error says.
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["DominoModel"]}, "'DominoModel'; expected one of DFlash"),
+    "sinks": ({"attention_sink_bias": True}, "attention_sink_bias is True; expected no such key"),
+    "values": ({"attention_value_scale": 0.7}, "attention_value_scale is 0.7; expected no such"),
+    "norms": ({"use_gemma_norm": True}, "use_gemma_norm is True; expected no such key"),
+    "rope": ({"rope_dim": 4}, "rope_dim is 4; expected no such key: RoPE turns whole heads"),
+    "nested": ({"dflash_config": {"fc_layernorm": True}}, "fc_layernorm is True; expected no such"),
+    "twice": ({"mask_token_id": 3}, r"\['mask_token_id'\] differ in dflash_config and at the top"),
+    "mask": ({"dflash_config": {"mask_token_id": 320}}, "mask_token_id is 320; expected an id"),
+    "ids": ({"dflash_config": {"target_layer_ids": [3, 1]}}, r"ids are \(4, 2\).*ascending|of a"),
+    "layers": ({"num_target_layers": 9}, "num_target_layers is 9; expected the target's 3"),
+    "block": ({"block_size": 5}, "speculative_num_steps is 5; expected at most 4, by the draft's"),
+    "causal": ({"is_causal": True}, "is_causal is True; expected false or no such key in a head"),
+    "windows": ({"use_sliding_window": False}, "use_sliding_window is False; expected True"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_computed_is_refused_by_name(fault: str, pair: Path, tmp_path: Path) -> None:
+    changes, message = FAULTS[fault]
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for file in (pair / "dflash").iterdir():
+        (draft / file.name).write_bytes(file.read_bytes())
+    config = json.loads((draft / "config.json").read_text())
+    nested = config["dflash_config"] | changes.get("dflash_config", {})
+    (draft / "config.json").write_text(json.dumps(config | changes | {"dflash_config": nested}))
+    with pytest.raises(JspecError, match=message):
+        load(pair, draft)
+
+
+def test_layouts_count_layers_and_windows_differently(pair: Path, tmp_path: Path) -> None:
+    """The same model in speculators' words, where a window counts from the root."""
+    config = json.loads((pair / "dflash" / "config.json").read_text())
+    plain = load_block_config(pair / "dflash", target=TARGET)
+    of_head = {
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [i + 1 for i in config["dflash_config"]["target_layer_ids"]],
+        "mask_token_id": config["dflash_config"].pop("mask_token_id"),
+        "block_size": config.pop("block_size"),
+        "transformer_layer_config": config,
+    }
+    del config["dflash_config"]
+    (tmp_path / "config.json").write_text(json.dumps(of_head))
+    found = load_block_config(tmp_path, target=TARGET)
+    assert found.aux_layer_ids == plain.aux_layer_ids
+    windows = [own.attention.window for own in found.layer.layers]
+    assert windows == [own_blocks.WINDOW + 1, None]
+    assert (found.windows_from_root, plain.windows_from_root) == (True, False)
+
+
+@pytest.mark.slow
+def test_it_is_served_from_its_files_and_changes_no_text(pair: Path) -> None:
+    requests = [
+        make_request(
+            i, prompt_len=9, seed=i, temperature=float(i), max_new_tokens=40, ignore_eos=True
+        )
+        for i in range(2)
+    ]
+    with Engine(
+        model_path=str(pair / "target"),
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(pair / "dflash"),
+        speculative_num_draft_tokens=6,
+        dtype="float32",
+        max_running_requests=1,
+        context_length=128,
+        max_total_tokens=512,
+        disable_logprobs=True,
+    ) as engine:
+        for request in requests:
+            sampling = {
+                "max_new_tokens": request.sampling.max_new_tokens,
+                "temperature": request.sampling.temperature,
+                "sampling_seed": request.seed,
+                "ignore_eos": True,
+            }
+            out = engine.generate(input_ids=list(request.prompt_ids), sampling_params=sampling)
+            assert tuple(out["output_ids"]) == plain_ids(request)
+        info = engine.get_server_info()
+    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == ("DFLASH", 5)
