@@ -155,9 +155,9 @@ def batch_of(
         ([200, 200], 0),
         ([400, 200], 0),
         ([None, 200], 0),
-        ([400, 400], 1),
-        ([None, 500], 1),
-        ([None], 1),
+        ([400, 400], 3),
+        ([None, 500], 3),
+        ([None], 3),
     ],
 )
 def test_a_batch_fails_if_no_line_was_answered(

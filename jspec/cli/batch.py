@@ -4,56 +4,95 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from jspec.cli.batch_files.batch_file import AnswerFile, count_lines, read_lines
+from jspec.cli.batch_files.batch_file import (
+    AnswerFile,
+    Line,
+    count_lines,
+    object_in,
+    read_lines,
+    retried_lines,
+)
 from jspec.cli.flag_table import GROUPS
 from jspec.cli.flags import FlagParser, add_flags, parse_flags
 from jspec.engine.interrupts import interruptible
 from jspec.engine.memory.device_memory import share_for_server
+from jspec.errors import ConfigError
 from jspec.server.server_args import Settings
 from jspec.serving.batch_progress import BatchProgress
 
+NO_LINE_ANSWERED = 3  # exit status
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
 # Server arguments that affect answers.
 ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
 def run_batch_command(argv: Sequence[str]) -> int:
-    """Answer a file, continuing after an interruption; return 0 if any line succeeded, else 1."""
+    """Answer a file, continuing after an interruption; return 0 if any line succeeded, else 3."""
     parser = FlagParser(
         prog="jspec batch",
         allow_abbrev=False,
         description="Answers OpenAI's batch lines (custom_id, method, url, body) from one file "
         "into another, in order. The same command continues after an interruption.",
         epilog="A line without a seed gets one from --random-seed (0) and its number. Exit status: "
-        "0 if at least one line was answered (others have their error), 1 if none was or the run "
-        "failed, 2 for invalid arguments, 130 after Ctrl-C.",
+        "0 if at least one line was answered (others have their error), 1 if the run failed, 2 for "
+        "invalid arguments, 3 if every line has an error, 130 after Ctrl-C.",
     )
     parser.add_argument("requests", metavar="IN.jsonl", help="One request per line")
     parser.add_argument("answers", metavar="OUT.jsonl", help="One answer per line")
+    parser.add_argument(
+        "--retry-errors",
+        metavar="EARLIER.jsonl",
+        help="Copy the answers of an earlier run over IN.jsonl and run only its errors again",
+    )
     add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
     options, settings = parse_flags(parser, argv)
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
     requests, path = Path(options.requests), Path(options.answers)
+    earlier = None if options.retry_errors is None else Path(options.retry_errors)
     total = count_lines(requests)
+    if earlier is not None:
+        _check_earlier(earlier, requests, path, total)
     answers = AnswerFile(path, requests)
     with closing(answers):
         if answers.num_written:
             print(f"{path}: {_there(answers, total)}", file=sys.stderr)
+        _copy_first(requests, earlier, answers)
         if answers.num_written < total:
-            _answer(settings, requests, answers, total=total, created=_created(path))
+            created = _created([path] if earlier is None else [path, earlier])
+            _answer(settings, requests, answers, total=total, created=created, earlier=earlier)
     if total and not answers.num_well:
         print(f"jspec: failed: {path}: no line was answered; each has its error", file=sys.stderr)
-        return 1
+        return NO_LINE_ANSWERED
     return 0
+
+
+def _lines(requests: Path, earlier: Path | None) -> Generator[Line]:
+    return read_lines(requests) if earlier is None else retried_lines(requests, earlier)
+
+
+def _check_earlier(earlier: Path, requests: Path, path: Path, total: int) -> None:
+    """Report how many lines are run again. Raises ConfigError before anything is written."""
+    if path.exists() and earlier.exists() and path.samefile(earlier):
+        raise ConfigError(f"answers would go to {str(path)!r}, the earlier ones; expected another")
+    num_again = sum(line.answered is None for line in retried_lines(requests, earlier))
+    print(f"{earlier}: {num_again} of {total} lines are run again", file=sys.stderr)
+
+
+def _copy_first(requests: Path, earlier: Path | None, answers: AnswerFile) -> None:
+    """Copy what needs no engine, so that none starts if no line is left to run."""
+    with closing(_lines(requests, earlier)) as lines:
+        for line in itertools.islice(lines, answers.num_written, None):
+            if line.answered is None:
+                return
+            answers.write(line.answered)
 
 
 def _there(answers: AnswerFile, total: int) -> str:
@@ -64,22 +103,31 @@ def _there(answers: AnswerFile, total: int) -> str:
     errors = "an error" if answers.num_errors == 1 else "errors"
     return (
         f"{said}, {answers.num_errors} of them {errors}, the first in line {answers.first_error}; "
-        "they are kept: to run them again, cut the file before that line and repeat the command"
+        "they are kept: --retry-errors with this file and another OUT.jsonl runs them again"
     )
 
 
-def _created(path: Path) -> int:
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            response = json.loads(text).get("response")
-            body = response.get("body") if isinstance(response, dict) else None
-            if isinstance(body, dict) and isinstance(body.get("created"), int):
-                return int(body["created"])
+def _created(paths: Sequence[Path]) -> int:
+    for path in paths:
+        with path.open("rb") as file:
+            for text in file:
+                response = object_in(text).get("response")
+                body = response.get("body") if isinstance(response, dict) else None
+                if isinstance(body, dict):
+                    found = body.get("created", body.get("created_at"))
+                    if isinstance(found, int):
+                        return found
     return int(time.time())
 
 
 def _answer(
-    settings: Settings, requests: Path, answers: AnswerFile, *, total: int, created: int
+    settings: Settings,
+    requests: Path,
+    answers: AnswerFile,
+    *,
+    total: int,
+    created: int,
+    earlier: Path | None,
 ) -> None:
     os.environ.update(share_for_server(os.environ))
     with interruptible():
@@ -103,6 +151,6 @@ def _answer(
             window=window_of(engine),
             server=settings.server,
         )
-        with closing(progress), closing(read_lines(requests)) as lines:
+        with closing(progress), closing(_lines(requests, earlier)) as lines:
             left = itertools.islice(lines, answers.num_written, None)
             asyncio.run(run_batch(engine, left, answers, of_run, on_answer=progress.add))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import jspec.cli.batch
 from jspec.cli.batch_files import batch_file
 from jspec.cli.batch_files.batch_file import (
     AnswerFile,
@@ -19,6 +20,7 @@ from jspec.cli.batch_files.batch_file import (
     is_well,
     read_lines,
     refusal,
+    retried_lines,
 )
 from jspec.cli.main import main
 from jspec.errors import ConfigError
@@ -123,7 +125,7 @@ def test_a_finished_file_says_how_many_lines_are_errors(
     assert main(["batch", str(requests), str(path)]) == 0  # as the run that wrote it
     assert capsys.readouterr().err == (
         f"{path}: 4 of 4 lines are there, 2 of them errors, the first in line 2; they are kept: "
-        "to run them again, cut the file before that line and repeat the command\n"
+        "--retry-errors with this file and another OUT.jsonl runs them again\n"
     )
     assert path.read_bytes() == before
     few = written(tmp_path / "few", request("a"))
@@ -167,3 +169,43 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         AnswerFile(tmp_path, requests)
     with pytest.raises(ConfigError, match="No such file or directory; expected a file to write"):
         AnswerFile(tmp_path / "none" / "out", requests)
+
+
+def test_only_errors_of_an_earlier_run_are_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line is repaired in its place, one has no answer yet, and the order stays."""
+    before = written(tmp_path / "before", request("a"), "no JSON", request("c"), request("d"))
+    lines = list(read_lines(before))
+    earlier = [answer(lines[0], 200, {"created": 7}), refusal(lines[1], "invalid_request", "x")]
+    earlier += [answer(lines[2], 500, {"created": 7})]
+    old = written(tmp_path / "old", *earlier)
+    old.write_bytes(old.read_bytes() + b'{"id": "batch_')  # torn
+    requests = written(tmp_path / "in", *(request(name) for name in "abcd"))
+    ran: list[str | None] = []
+
+    def run(_: Any, __: Path, answers: AnswerFile, *, created: int, **more: Any) -> None:
+        left = list(retried_lines(requests, more["earlier"]))[answers.num_written :]
+        assert (created, more["total"]) == (7, 4)
+        for line in left:
+            ran.append(None if line.answered else line.custom_id)
+            answers.write(line.answered or answer(line, 200, {"created": created}))
+
+    monkeypatch.setattr(jspec.cli.batch, "_answer", run)
+    words = ["batch", str(requests), str(tmp_path / "out"), "--retry-errors"]
+    assert main([*words, str(old)]) == 0
+    assert capsys.readouterr().err == f"{old}: 3 of 4 lines are run again\n"
+    assert ran == ["b", "c", "d"]
+    found = [json.loads(text) for text in (tmp_path / "out").read_text().splitlines()]
+    assert [(each["id"], each["custom_id"]) for each in found] == [
+        (f"batch_req_{i}", name) for i, name in enumerate("abcd", start=1)
+    ]
+    again = ["batch", str(requests), str(tmp_path / "again"), "--retry-errors"]
+    assert main([*again, str(tmp_path / "out")]) == 0  # no engine starts for copies
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
+    assert len(ran) == 3
+    for file in (written(tmp_path / "other", request("a")), tmp_path / "again"):
+        assert main([*again, str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "expected an answer to batch_req_1: the file is not of an earlier run" in said
+    assert "again', the earlier ones; expected another" in said

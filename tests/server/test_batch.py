@@ -72,6 +72,10 @@ def test_every_line_is_answered_in_order_as_the_server_would(
         line(4, temperature=-1),
         {"custom_id": "r5", "method": "POST", "url": "/generate", "body": native},
         line(6, n=3, prompt=["a", "b"]),
+        {
+            **line(7, "/v1/responses"),
+            "body": {"input": "x", "max_output_tokens": 3, "seed": 6, "temperature": 0},
+        },
     )
     found = run(engine, requests, tmp_path / "out")
     assert [(one["id"], one["custom_id"]) for one in found] == [
@@ -81,11 +85,12 @@ def test_every_line_is_answered_in_order_as_the_server_would(
         ("batch_req_4", "r4"),
         ("batch_req_5", "r5"),
         ("batch_req_6", "r6"),
+        ("batch_req_7", "r7"),
     ]
     assert found[1]["response"] is None
     assert found[1]["error"]["message"].startswith("line 2: is not JSON")
     assert [one["response"]["status_code"] for one in found if one["response"]] == [
-        *(200, 200, 400, 200, 200)
+        *(200, 200, 400, 200, 200, 200)
     ]
     assert "temperature is -1" in found[3]["response"]["body"]["error"]["message"]
     assert len(found[5]["response"]["body"]["choices"]) == 6
@@ -98,6 +103,12 @@ def test_every_line_is_answered_in_order_as_the_server_would(
         same = ("choices", "model", "object")
         assert {name: served[name] for name in same} == {name: own[name] for name in same}
         assert served["usage"]["completion_tokens"] == own["usage"]["completion_tokens"]
+    sent = json.loads(requests.read_text().splitlines()[6])
+    served = client.post(sent["url"], json=sent["body"]).json()
+    own = found[6]["response"]["body"]
+    assert (own["id"], own["created_at"]) == ("resp_batch_req_7", SETTINGS.created)
+    texts = [[item["content"] for item in each["output"]] for each in (served, own)]
+    assert texts[0] == texts[1] != []
     wait_idle(engine)
 
 
@@ -131,9 +142,12 @@ def test_calls_of_tools_are_read_and_have_the_same_ids_again(tmp_path: Path) -> 
         tmp_path / "text", special=SPECIAL["qwen"], template=TEMPLATES["qwen"]
     )
     asks = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER], "n": 2}
+    tool = {"type": "function", **WEATHER["function"]}
+    response = {"input": "Weather?", "tools": [tool], "model": "m", "max_output_tokens": 200}
     requests = requests_file(
         tmp_path / "in",
         *(line(n, "/v1/chat/completions", **asks, model="m", max_tokens=200) for n in (1, 2)),
+        {**line(3, "/v1/responses"), "body": response},
     )
     speaking = SpeakingEngine(directory, says=CALLS["qwen"] * 2)
     server = ServerArgs(served_model_name="m", tool_call_parser="qwen")
@@ -142,6 +156,9 @@ def test_calls_of_tools_are_read_and_have_the_same_ids_again(tmp_path: Path) -> 
         found = run(speaking, requests, tmp_path / "out", settings=settings)
         run(speaking, requests, tmp_path / "again", settings=settings)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "again").read_bytes()
+    items = found.pop()["response"]["body"]["output"]
+    called = [(item["type"], item["name"]) for item in items if "call_id" in item]
+    assert called == [("function_call", "get_weather")] * 2
     choices = [choice for one in found for choice in one["response"]["body"]["choices"]]
     calls = [call for choice in choices for call in choice["message"]["tool_calls"]]
     assert [call["function"]["name"] for call in calls] == ["get_weather"] * 8

@@ -14,7 +14,7 @@ import io
 import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,20 +22,24 @@ from typing import Any, BinaryIO
 from jspec.errors import ConfigError, OutputError, reason_of, shown_json
 from jspec.files.json_files import json_fault
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate")
 KEYS = frozenset({"custom_id", "method", "url", "body"})
 MAX_LINE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One request. number: its line, from 1; wrong: why it is invalid, else empty."""
+    """One request. number: its line, from 1; wrong: why it is invalid, else empty.
+
+    answered: the successful answer of an earlier run, which is kept.
+    """
 
     number: int
     custom_id: str | None = None
     url: str = ""
     body: Mapping[str, Any]
     wrong: str = ""
+    answered: Mapping[str, Any] | None = None
 
     @property
     def answer_id(self) -> str:
@@ -57,6 +61,28 @@ def read_lines(path: Path) -> Generator[Line]:
             if line.custom_id is not None:
                 custom_ids.add(line.custom_id)
             yield line
+
+
+def retried_lines(requests: Path, earlier: Path) -> Generator[Line]:
+    """Yield the requests, with the successful answers of `earlier`, an answer file over them.
+
+    Lines that it does not have, such as those after an interruption, have no answer. Raises
+    ConfigError for a file that is not of a run over these requests.
+    """
+    count = 0
+    with _opened(earlier) as file, closing(read_lines(requests)) as lines:
+        for count, line in enumerate(lines, start=1):
+            text = file.readline()
+            found = object_in(text)
+            # A line that was no request had no custom_id, and may have been repaired.
+            is_its = found.get("id") == line.answer_id and (
+                found.get("custom_id") in (line.custom_id, None)
+            )
+            if text.endswith(b"\n") and not is_its:
+                raise _of_another_run(count, earlier, text, f"an answer to {line.answer_id}")
+            yield replace(line, answered=found) if is_its and is_well(found) else line
+        if text := file.readline():
+            raise _of_another_run(count + 1, earlier, text, "no more lines")
 
 
 def count_lines(path: Path) -> int:
@@ -162,11 +188,7 @@ class AnswerFile:
                     expected = "no more lines"
                     if line is not None:
                         expected = f"an answer to {line.answer_id}"
-                    raise ConfigError(
-                        f"line {self.num_written + 1} of {str(path)!r} is {shown_json(text)}; "
-                        f"expected {expected}: the file is not of an earlier run over "
-                        f"{str(requests)!r}"
-                    )
+                    raise _of_another_run(self.num_written + 1, path, text, expected)
                 self._end += len(text)
                 self.num_written += 1
                 if not is_well(found):
@@ -190,6 +212,7 @@ class AnswerFile:
                 "are complete, and the same command continues after them"
             ) from error
         self._end += len(text)
+        self.num_written += 1
         self.num_well += is_well(answer)
 
     def _cut(self) -> None:
@@ -208,14 +231,24 @@ def _begins(line: Line, text: bytes) -> bool:
 
 
 def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(found, dict):
-        return None
+    found = object_in(text)
     is_its = (found.get("id"), found.get("custom_id")) == (line.answer_id, line.custom_id)
     return found if is_its else None
+
+
+def object_in(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_another_run(number: int, path: Path, text: bytes, expected: str) -> ConfigError:
+    return ConfigError(
+        f"line {number} of {str(path)!r} is {shown_json(text)}; expected {expected}: "
+        "the file is not of an earlier run over these requests"
+    )
 
 
 def is_well(found: Mapping[str, Any]) -> bool:

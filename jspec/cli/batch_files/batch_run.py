@@ -84,6 +84,8 @@ async def run_batch(
 async def _answer_line(
     app: ASGIApp, engine: Engine, line: Line, settings: BatchSettings
 ) -> dict[str, Any]:
+    if line.answered is not None:
+        return dict(line.answered)
     if line.wrong:
         return refusal(line, "invalid_request", line.wrong)
     body = json.dumps(with_seed(line, settings.seed)).encode()
@@ -122,7 +124,11 @@ def _has_seed(params: Mapping[str, Any]) -> bool:
 
 def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
     """Replace what a rerun would not reproduce: time, ids, and the number of cached tokens."""
-    if not isinstance(found, dict) or "created" not in found:
+    if not isinstance(found, dict):
+        return found
+    if found.get("object") == "response":
+        return _response_of_line(line, found, settings)
+    if "created" not in found:
         return found
     kind = str(found["id"]).split("-")[0]
     for choice in found["choices"]:
@@ -131,6 +137,20 @@ def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
             call["id"] = _call_id(call["id"], f"{line.answer_id} {choice['index']} {i}")
     usage = {**found["usage"], "prompt_tokens_details": None}
     of_line = {"id": f"{kind}-{line.answer_id}", "created": settings.created, "usage": usage}
+    return {**found, **of_line}
+
+
+def _response_of_line(line: Line, found: dict[str, Any], settings: BatchSettings) -> dict[str, Any]:
+    for i, item in enumerate(found["output"]):
+        place = f"{line.answer_id} {i}"
+        kind = item["id"].split("_")[0]
+        item["id"] = f"{kind}_{hashlib.blake2b(place.encode()).hexdigest()[:32]}"
+        if "call_id" in item:
+            item["call_id"] = _call_id(item["call_id"], place)
+    # OpenAI's schema requires a number of cached tokens.
+    cached = {**found["usage"]["input_tokens_details"], "cached_tokens": 0}
+    usage = {**found["usage"], "input_tokens_details": cached}
+    of_line = {"id": f"resp_{line.answer_id}", "created_at": settings.created, "usage": usage}
     return {**found, **of_line}
 
 
