@@ -191,8 +191,13 @@ def test_the_help_shows_the_flags_and_no_default_that_is_none(
 ) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    said = " ".join(out.split())
     assert "usage: " in said
+    assert len(out.split("\n\n")[0].splitlines()) < 16, "own flags only; shared ones follow"
+    for own in ("--retry-errors", "--tool-call-parser", "--system", "--repeats", "--num-prompts"):
+        if own in said and "\nModel:" in out and command != "serve":
+            assert said.index(own) < said.index(" Model: ")
     assert "default: None" not in said
     assert "default: False" not in said
     if command in ("doctor", "serve", "verify"):  # the others of these refuse it

@@ -45,21 +45,24 @@ def add_flags(
     also: Sequence[str] = (),
     unlisted: Sequence[str] = (),
 ) -> None:
-    """Add `--config` and the flags of `groups`; the help lists only implemented ones.
+    """Add `--config` and the flags of `groups`, after the command's own flags.
 
+    The help lists only implemented ones, and its usage only the command's own.
     also: arguments of other groups, listed under Answers
     unlisted: arguments that are not in the help because the command refuses them
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
-    for title in groups:
-        section = parser.add_argument_group(title)
-        for flag in GROUPS[title]:
-            _add_flag(section, flag, is_listed=flag.argument not in unlisted)
+    own_usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    parser.usage = f"{own_usage} [flags listed below]".replace("%", "%%")
     if also:
         section = parser.add_argument_group("Answers")
         for flag in FLAGS:
             if flag.argument in also:
                 _add_flag(section, flag)
+    for title in groups:
+        section = parser.add_argument_group(title)
+        for flag in GROUPS[title]:
+            _add_flag(section, flag, is_listed=flag.argument not in unlisted)
 
 
 def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool = True) -> None:
