@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,93 @@ def test_what_is_no_grammar_is_refused_by_name(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         grammars.compile(source(**given))
+
+
+DEFINED = {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}}}}
+NEEDY = {"$defs": {"n": {**DEFINED["$defs"]["n"], "required": ["c"]}}}
+A_REF = {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}
+ENDLESS: list[tuple[dict[str, Any], str]] = [
+    ({"$ref": "#"}, "#/$ref leads back to #"),
+    ({"allOf": [{"$ref": "#"}]}, "#/allOf/0/$ref leads back to #"),
+    (A_REF, "#/anyOf/0/$ref leads back to #"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+     "#/$defs/b/$ref leads back to #/$defs/a"),
+    ({"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "required": ["x"], **NEEDY},
+     "#/$defs/n/properties/c/$ref leads back to #/$defs/n"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#/items/$ref leads back to #"),
+    ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
+     "#/prefixItems/1/$ref leads back to #"),
+    ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+     "#/additionalProperties/$ref leads back to #"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "message"), ENDLESS, ids=[found for _, found in ENDLESS])
+def test_a_schema_that_no_finite_text_follows_names_the_reference(
+    grammars: Grammars, schema: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=f"never ends: {re.escape(message)}; expected"):
+        grammars.compile(source(json_schema=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/n", **DEFINED},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, **NEEDY},
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {
+            "type": "object",
+            "additionalProperties": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "minProperties": 1,
+        },
+        {  # a chain of references that is longer than Python's stack is deep
+            "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}
+            | {"d1500": {"enum": [1]}},
+            "$ref": "#/$defs/d1400",
+        },
+    ],
+    ids=["optional", "unused", "alternative", "null", "empty", "others", "chain"],
+)
+def test_a_recursion_that_can_end_is_taken(grammars: Grammars, schema: dict[str, Any]) -> None:
+    grammars.compile(source(json_schema=schema))
+
+
+def test_what_a_schema_asks_and_is_not_enforced_is_logged_once(
+    guided: Grammars,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A property's name, a default and a known format are none of it."""
+    file = {"type": "string", "format": "path"}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "date"},
+            "uniqueItems": {"type": "array", "items": file, "uniqueItems": True, "default": [1]},
+            "b": {"anyOf": [{"type": "string", "format": "binary"}]},
+            "c": {"type": "array", "uniqueItems": False},
+        },
+        "required": ["format", "uniqueItems"],
+        "additionalProperties": False,
+    }
+    state = guided.compile(source(json_schema=schema)).begin()
+    text = '{"format":"2020-01-01","uniqueItems":["a","a"]}'
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        assert token_id in allowed_ids(filled(state, [0], [-1], vocab_size)[0])
+        state.accept((token_id,))
+    tag = {"structures": [{"begin": "<f>", "schema": schema, "end": ""}], "triggers": ["<f"]}
+    guided.compile(source(structural_tag=tag))
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line == (
+        "a JSON schema has format 'path', uniqueItems, format 'binary': accepted and not enforced "
+        "(logged once a name)"
+    )
+    with pytest.raises(RequestError, match="Unimplemented keys"):
+        guided.compile(source(json_schema={"not": {"type": "string"}, "uniqueItems": True}))
 
 
 def test_an_engine_without_grammars_says_so(tokenizer: Tokenizer) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from jspec.errors import SHOWN_CHARS
 from jspec.messages.grammar import GrammarKind, GrammarSource, num_words
 from jspec.text.grammar.grammar_state import CompiledGrammar, Matcher, error_of
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
+from jspec.text.grammar.json_schemas import endless_recursion, without_unenforced
 from jspec.text.grammar.structural_tags import read_tags
 
 # llguidance's cost limit of a grammar's patterns before the first token, plus the grammar's length.
 # With llguidance's default of a million, nested repetitions take 160 MB and half a second; with
 # this, 10 MB and a fiftieth. An enumeration needs some 13 per value.
 START_FUEL = 100_000
+LOGGER = logging.getLogger("jspec.server")
+MAX_REPORTED = 64  # names of what is not enforced, each in the log once
 MAX_STATES = 100_000  # over all sequences of a grammar; some 100 MB at worst
 
 
@@ -26,6 +32,7 @@ class LlguidanceGrammars:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
 
+        self._reported: set[str] = set()
         self._eos_token_ids = vocabulary.eos_token_ids
         self._first, self._wide_words = vocabulary.first, num_words(len(vocabulary.tokens))
         self._tokenizer = llguidance.LLTokenizer(
@@ -34,10 +41,56 @@ class LlguidanceGrammars:
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compile; raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
-        definition, fuel = _definition(source), START_FUEL + len(source.text)
+        definition, fuel = self._definition(source), START_FUEL + len(source.text)
         return CompiledGrammar(
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
         )
+
+    def _definition(self, source: GrammarSource) -> str:
+        import llguidance
+
+        text = source.text
+        if source.kind is GrammarKind.JSON_SCHEMA:
+            schema = json.loads(text)
+            if not isinstance(schema, dict | bool):
+                raise ValueError("expected a JSON object")
+            followed = self._followed(schema)
+            text = text if followed == schema else json.dumps(followed)
+            return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+        if source.kind is GrammarKind.REGEX:
+            return str(llguidance.LLMatcher.grammar_from_regex(text))
+        if source.kind is GrammarKind.EBNF:
+            return str(llguidance.grammar_from("ebnf", text))
+        tags = [
+            llguidance.StructTag(
+                trigger=tag.trigger,
+                begin=tag.begin,
+                grammar=self._followed(tag.schema),
+                end=tag.end,
+            )
+            for tag in read_tags(text)
+        ]
+        return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
+
+    def _followed(self, schema: Any) -> Any:
+        """Return the part of a schema that is enforced; log the rest, each name once.
+
+        Raises ValueError for a schema that no finite text can follow.
+        """
+        if fault := endless_recursion(schema):
+            raise ValueError(
+                f"its recursion never ends: {fault}; expected a reference that an instance can "
+                "leave out, such as an optional property or one of several alternatives"
+            )
+        followed, left_out = without_unenforced(schema, _is_known_format)
+        new = [name for name in left_out if name[:SHOWN_CHARS] not in self._reported]
+        if new and len(self._reported) < MAX_REPORTED:
+            self._reported.update(name[:SHOWN_CHARS] for name in new)
+            LOGGER.warning(
+                "a JSON schema has %s: accepted and not enforced (logged once a name)",
+                ", ".join(new[:8]),
+            )
+        return followed
 
     def _begun(self, definition: str, fuel: int) -> Callable[[bool], Matcher]:
         import llguidance
@@ -75,21 +128,10 @@ def _advised(reason: str) -> str:
     return f"{reason}; expected a grammar that is smaller, or repetitions of a lower count"
 
 
-def _definition(source: GrammarSource) -> str:
+@lru_cache(maxsize=256)
+def _is_known_format(name: str) -> bool:
     import llguidance
 
-    text = source.text
-    if source.kind is GrammarKind.JSON_SCHEMA:
-        schema = json.loads(text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("expected a JSON object")
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
-    if source.kind is GrammarKind.REGEX:
-        return str(llguidance.LLMatcher.grammar_from_regex(text))
-    if source.kind is GrammarKind.EBNF:
-        return str(llguidance.grammar_from("ebnf", text))
-    tags = [
-        llguidance.StructTag(trigger=tag.trigger, begin=tag.begin, grammar=tag.schema, end=tag.end)
-        for tag in read_tags(text)
-    ]
-    return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
+    matcher = llguidance.LLMatcher
+    schema = json.dumps({"type": "string", "format": name})
+    return not matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
