@@ -84,6 +84,8 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
     for given, source in ((None, Terminal()), (None, io.StringIO("")), ("", io.StringIO("x"))):
         with pytest.raises(RequestError, match="there is no prompt"):
             read_prompt(given, source)
+    with pytest.raises(RequestError, match="on standard input is not UTF-8: byte 0xe9 at offset 2"):
+        read_prompt(None, io.TextIOWrapper(io.BytesIO(b"d \xe9"), encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

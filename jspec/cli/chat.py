@@ -23,6 +23,7 @@ from jspec.cli.terminal import (
 )
 from jspec.engine.interrupts import interruptible
 from jspec.errors import ConfigError, RequestError
+from jspec.files.json_files import utf8_fault
 from jspec.server.server_args import Settings
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class Chat:
                 line = read()
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise RequestError(f"standard input {utf8_fault(error)}") from error
             except KeyboardInterrupt:  # no answer in progress: only the input line is dropped
                 self._note(f"\n{HELP}")
                 continue

@@ -14,6 +14,7 @@ from jspec.config.arguments import meant_argument, near_name
 from jspec.config.engine_args import EngineArgs
 from jspec.config.peer_flags import advice
 from jspec.errors import ConfigError
+from jspec.files.json_files import utf8_fault
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.server.server_args import ServerArgs, Settings
 
@@ -155,7 +156,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {str(path)!r} {utf8_fault(error)}") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {str(path)!r} is not TOML: {error}") from error
     known = (*EngineArgs.names(), *ServerArgs.names())
     for key in values:

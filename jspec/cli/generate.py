@@ -22,6 +22,7 @@ from jspec.cli.terminal import (
     stream_answer,
 )
 from jspec.errors import RequestError
+from jspec.files.json_files import utf8_fault
 from jspec.messages.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def run_generate(argv: Sequence[str]) -> int:
 def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:
     """Return the prompt, or `source` without a final newline. Raises RequestError if empty."""
     if given is None and not source.isatty():
-        given = source.read().removesuffix("\n")  # type: ignore[union-attr]
+        try:
+            given = source.read().removesuffix("\n")  # type: ignore[union-attr]
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the prompt on standard input {utf8_fault(error)}") from error
     if not given:
         raise RequestError("there is no prompt; expected text as an argument or on standard input")
     return given

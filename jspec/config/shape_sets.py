@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from jspec.config.limits import SpeculativeConfig
-from jspec.errors import ConfigError
+from jspec.errors import ConfigError, reason_of
+from jspec.files.json_files import json_fault
 
 
 def shapes_for(
@@ -48,8 +49,10 @@ def read_candidates(path: Path) -> tuple[int, ...]:
     """Return the levels of {"candidate_steps": [levels, ...]}. Raises ConfigError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"speculative_adaptive_config {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"speculative_adaptive_config {path}: {reason_of(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"speculative_adaptive_config {path} {json_fault(error)}") from error
     levels = found.get("candidate_steps") if isinstance(found, dict) and len(found) == 1 else None
     is_right = isinstance(levels, list) and all(type(x) is int and x >= 0 for x in levels)
     if not levels or not is_right:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,9 @@ def read_text(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> str:
         if len(data) > max_bytes:
             raise CheckpointError(too_large)
         return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: {utf8_fault(error)}") from error
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
@@ -123,8 +125,23 @@ def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, A
     return values
 
 
+def utf8_fault(error: UnicodeDecodeError) -> str:
+    """Return the message for bytes that are not UTF-8, to follow the name of what has them."""
+    return f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
+
+
+def json_of(data: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON bytes, which are UTF-8 alone: json.loads takes UTF-16 and half characters, too.
+
+    Raises ValueError, for `json_fault`, and RecursionError.
+    """
+    return json.loads(data.decode("utf-8-sig"), parse_constant=parse_constant)
+
+
 def json_fault(error: ValueError) -> str:
-    """Return the message for an error of json.loads, to follow the text's name."""
+    """Return the message for an error of `json_of`, to follow the text's name."""
+    if isinstance(error, UnicodeDecodeError):
+        return utf8_fault(error)
     found = long_integer(error)
     return f"cannot be read as JSON: it has {found}" if found else f"is not JSON: {error}"
 

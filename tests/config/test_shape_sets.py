@@ -74,3 +74,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="speculative_adaptive_config"):
         read_candidates(file)
+    file.write_bytes(b'{"\xe9')
+    with pytest.raises(ConfigError, match=r"adaptive.json is not UTF-8: byte 0xe9 at offset 2"):
+        read_candidates(file)

@@ -73,6 +73,9 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("one\n\ntwo\n")
     assert [p.given for p in read_prompts(text)] == ["one", "two"]
+    text.write_bytes(b"one\n\xe9")
+    with pytest.raises(ConfigError, match=r"prompts.txt' is not UTF-8: byte 0xe9 at offset 4"):
+        read_prompts(text)
     assert len(examples()) == len(EXAMPLES)
     many = [Prompt(number=i, kind="prompt", given="x") for i in range(10)]
     assert [p.number for p in first_of(many, 3)] == [0, 3, 6]

@@ -69,6 +69,13 @@ def test_what_is_no_request_says_why(tmp_path: Path, line: object, words: str) -
     assert words in found.wrong
 
 
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(json.dumps(request("a")).encode() + b'\n{"custom_id": "\xe9"}\n')
+    first, second = read_lines(path)
+    assert (first.wrong, second.wrong) == ("", "line 2: is not UTF-8: byte 0xe9 at offset 15")
+
+
 def test_a_custom_id_is_one_lines_own(tmp_path: Path) -> None:
     first, second = read_lines(written(tmp_path / "in", request("a"), request("a")))
     assert not first.wrong

@@ -238,7 +238,7 @@ def test_a_bad_file_is_an_error(tmp_path: Path, text: str, message: str) -> None
 def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not TOML"):
+    with pytest.raises(ConfigError, match=r"a.toml' is not UTF-8: byte 0xff at offset 0"):
         parse("--config", str(path))
 
 

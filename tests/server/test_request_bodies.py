@@ -20,7 +20,8 @@ from .helpers import ask
 MALFORMED = [
     (b"", "the request body is empty; expected a JSON object"),
     (b"{", "not JSON"),
-    (b"\xff\xfe", "not JSON"),
+    (b'{"text": "\xe9"}', "the request body is not UTF-8: byte 0xe9 at offset 10"),
+    ('{"text": "a"}'.encode("utf-16"), "the request body is not UTF-8: byte 0xff at offset 0"),
     (b'{"text": NaN}', "NaN is not a JSON number"),
     (
         b'{"text": "x", "rid": 1' + b"0" * 5000 + b"}",

@@ -89,7 +89,7 @@ def test_what_is_not_needed_is_not_read(tmp_path: Path, tokenizer: Path) -> None
     assert texts_of(read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=6), tokenizer) == [
         "enough"
     ]
-    with pytest.raises(ConfigError, match=r"b.txt line 1 holds b'.xff'"):
+    with pytest.raises(ConfigError, match=r"b.txt is not UTF-8: byte 0xff .*, in line 1"):
         read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=8)
 
 
@@ -110,7 +110,11 @@ def test_long_texts_are_encoded_line_by_line(tmp_path: Path, tokenizer: Path) ->
         ("a.txt", b"1 99999999999999999999", "expected token ids, or text"),
         ("a.txt", b"", "which is empty; expected token ids, or text"),
         ("a.txt", b" \n", "which is empty; expected token ids, or text"),
-        ("a.txt", b"one\ntwo\xff\xfe", r"a.txt line 2 holds b'.xff'; expected UTF-8"),
+        (
+            "a.txt",
+            b"one\ntwo\xff\xfe",
+            r"a.txt is not UTF-8: byte 0xff at offset 7, in line 2; expected text",
+        ),
         ("a.jsonl", b"", r"holds int64\[0\]; expected .* text of at least two tokens"),
         ("a.jsonl", b'{"text": ""}', r"holds int64\[0\]; expected .* at least two tokens"),
         (

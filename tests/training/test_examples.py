@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def learnt(tokenizer: Tokenizer, example: Example) -> bytes:
 
 
 def test_a_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
-    (example,) = reader(tokenizer).examples('{"text": "abc", "source": "somewhere"}')
+    (example,) = reader(tokenizer).examples(b'{"text": "abc", "source": "somewhere"}')
     assert example.ids.tolist() == list(tokenizer.encode("abc"))
     assert example.is_learnt.all()
 
@@ -66,7 +67,7 @@ SHAREGPT = [{"from": NAMES[m["role"]], "value": m["content"]} for m in CHAT]
     "chat", [{"messages": CHAT}, {"conversations": CHAT}, {"conversations": SHAREGPT}]
 )
 def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, chat: Any) -> None:
-    line = json.dumps(chat)
+    line = json.dumps(chat).encode()
     (example,) = reader(tokenizer, loss_on=LossOn.ASSISTANT).examples(line)
     text = "<user>Hé?\n<assistant>yes\n<user>so\n<assistant>né\n"
     assert example.ids.tolist() == list(tokenizer.encode(text, add_special_tokens=False))
@@ -89,7 +90,7 @@ def test_a_reply_that_is_written_differently_later_is_learnt_as_it_was_made(
 ) -> None:
     chat = [CHAT[0], CHAT[1] | {"reasoning_content": "a"}, CHAT[2], CHAT[3]]
     own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=REASONS)
-    first, last = own.examples(json.dumps({"messages": chat}))
+    first, last = own.examples(json.dumps({"messages": chat}).encode())
     assert learnt(tokenizer, first) == b"<think>a</think>yes;"
     text = "<user>Hé?;<assistant><think>a</think>yes;"
     assert tokenizer.backend.decode(first.ids.tolist()) == text
@@ -99,7 +100,7 @@ def test_a_reply_that_is_written_differently_later_is_learnt_as_it_was_made(
 
 def test_parts_of_a_line_are_held_out_together(tokenizer: Tokenizer) -> None:
     own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=REASONS)
-    lines = [(number, json.dumps({"messages": CHAT})) for number in range(1, 4)]
+    lines = [(number, json.dumps({"messages": CHAT}).encode()) for number in range(1, 4)]
     train, held_out = held_out_from(own.read_lines(lines, where="x"))
     assert [each.line for each in train] == [1, 1, 2, 2]
     assert [each.line for each in held_out] == [3, 3]
@@ -110,11 +111,11 @@ def test_parts_of_a_line_are_held_out_together(tokenizer: Tokenizer) -> None:
 def test_calls_and_tools_are_shown_as_the_template_has_them(tokenizer: Tokenizer) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     line = {"messages": [CHAT[0], call], "tools": ["t"]}
-    (example,) = reader(tokenizer, template=REASONS).examples(json.dumps(line))
+    (example,) = reader(tokenizer, template=REASONS).examples(json.dumps(line).encode())
     text = "<user>Hé?;<assistant><think></think>add;t"
     assert tokenizer.backend.decode(example.ids.tolist()) == text
     with pytest.raises(ConfigError, match="tools is 3; expected a list"):
-        reader(tokenizer).examples(json.dumps(line | {"tools": 3}))
+        reader(tokenizer).examples(json.dumps(line | {"tools": 3}).encode())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,13 @@ def test_calls_and_tools_are_shown_as_the_template_has_them(tokenizer: Tokenizer
             "a message of the role 'alien'; expected one of system, .*, human, gpt",
         ),
         ('{"input_ids": [1, "b"]}', "expected a list of token ids"),
+        ('{"input_ids": [5, 9223372036854775808]}', "expected a list of token ids"),
+        ('{"text": ' + "9" * 5000 + "}", "has an integer of 5000 digits"),
+        ("[" * 100_000, "is nested too deeply"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}),
+            "text holds '.*ud800' at character",
+        ),
         ('{"input_ids": [5, 320]}', r"has the token id 320; expected ids in \[0, 320\)"),
     ],
 )
@@ -154,9 +162,27 @@ def test_files_without_examples_are_refused(tokenizer: Tokenizer, tmp_path: Path
         reader(tokenizer).read(empty)
     with pytest.raises(ConfigError, match="is no file"):
         reader(tokenizer).read(tmp_path / "absent.jsonl")
-    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="is not UTF-8"):
+    (tmp_path / "latin.jsonl").write_bytes('\n{"text": "é"}'.encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=r"latin.jsonl, line 2: is not UTF-8: byte 0xe9 at off.*10"
+    ):
         reader(tokenizer).read(tmp_path / "latin.jsonl")
+
+
+def test_bad_lines_may_be_left_out_and_are_counted(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"txt": "a"}\n\n{"text": "\xe9"}\n{"text": "b"}\n')
+    lenient = replace(reader(tokenizer), skips=True)
+    assert [each.line for each in lenient.read(path)] == [1, 5]
+    assert capsys.readouterr().out == (
+        f"{path}: 2 of 4 lines are skipped, the first: {path}, line 2: has ['txt']; expected an "
+        "object with one of text, messages, conversations, input_ids\n"
+    )
+    path.write_text("[]\n[]\n")
+    with pytest.raises(ConfigError, match="line 1: has "):
+        lenient.read(path)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +200,7 @@ def test_what_the_assistant_says_must_be_there(
 ) -> None:
     own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=template)
     with pytest.raises(ConfigError, match=message):
-        own.read_lines([(1, json.dumps(line))], where="x")
+        own.read_lines([(1, json.dumps(line).encode())], where="x")
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(3, 9), st.randoms())

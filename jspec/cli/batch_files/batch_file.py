@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jspec.errors import ConfigError, OutputError, reason_of, shown_json
-from jspec.files.json_files import json_fault
+from jspec.files.json_files import json_fault, json_of
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate")
 KEYS = frozenset({"custom_id", "method", "url", "body"})
@@ -115,7 +115,7 @@ def _parse(number: int, text: bytes) -> Line:
     if len(text) > MAX_LINE_BYTES:
         return wrong(f"has more than {MAX_LINE_BYTES} bytes; expected at most that")
     try:
-        found = json.loads(text)
+        found = json_of(text)
     except RecursionError as error:
         return wrong(f"is not JSON: {error}")
     except ValueError as error:

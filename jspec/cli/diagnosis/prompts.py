@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.errors import ConfigError, RequestError, shown
+from jspec.files.json_files import utf8_fault
 from jspec.messages.request import Request
 from jspec.serving.engine import Engine
 
@@ -81,7 +82,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
             f"{name}: {error.strerror}; expected a text file, a prompt a line, or .jsonl"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8: {error}; expected text or JSON lines") from error
+        raise ConfigError(f"{name} {utf8_fault(error)}; expected text or JSON lines") from error
     lines = [(i, line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not lines:
         raise ConfigError(f"{name} is empty; expected a prompt a line")

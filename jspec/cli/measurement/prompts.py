@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jspec.errors import ConfigError, shown
+from jspec.files.json_files import utf8_fault
 from jspec.training.data.corpus import Split, public_name, split_of
 
 HELD_OUT_SHARE = 0.05  # as in the bundled pair's recipe
@@ -84,7 +85,7 @@ def _objects(path: Path) -> list[tuple[int, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = error.strerror if isinstance(error, OSError) else f"it {utf8_fault(error)}"
         raise ConfigError(f"dataset_path is {str(path)!r}: {why}") from error
     if text.lstrip().startswith("["):
         try:

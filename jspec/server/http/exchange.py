@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import difflib
 import hmac
-import json
 import logging
 import math
 import time
@@ -34,7 +33,7 @@ from jspec.errors import (
     RequestFailedError,
     shown,
 )
-from jspec.files.json_files import json_fault
+from jspec.files.json_files import json_fault, json_of
 from jspec.messages.unknown_fields import ignoring
 from jspec.server.hardening.body_budget import BodyBudget
 from jspec.server.hardening.json_bounds import check_structure
@@ -250,7 +249,7 @@ async def read_call(
 def _loaded(body: bytes) -> object:
     check_structure(body)
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        return json_of(body, parse_constant=_refuse_constant)
     except RecursionError:
         raise RequestError("the request body is nested too deeply; expected plain JSON") from None
     except ValueError as error:

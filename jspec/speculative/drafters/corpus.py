@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jspec.errors import CheckpointError, ConfigError, shown
-from jspec.files.json_files import MIB, check_regular
+from jspec.files.json_files import MIB, check_regular, utf8_fault
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 256 * MIB
@@ -128,8 +128,8 @@ def _text(path: Path, name: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{name}: {path} line {line} holds {data[error.start : error.start + 1]!r}; expected "
-            f"UTF-8, or a .npy array of token ids"
+            f"{name}: {path} {utf8_fault(error)}, in line {line}; expected text, or a .npy array "
+            "of token ids"
         ) from error
 
 

@@ -117,13 +117,7 @@ class Tokenizer:
         meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` (the context
         length) or more ids.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"text holds {text[error.start]!r} at character {error.start}; "
-                "expected valid Unicode without lone surrogates"
-            ) from error
+        check_unicode(text)
         try:
             return self._encode(text, add_special_tokens, fewer_than)
         finally:
@@ -322,3 +316,14 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 def _tokens_by_id(path: Path) -> dict[int, str]:
     return {i: token for token, i in _load_backend(path).get_vocab(with_added_tokens=True).items()}
+
+
+def check_unicode(text: str) -> None:
+    """Raise RequestError for lone surrogates, which no bytes of a text spell."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text holds {text[error.start]!r} at character {error.start}; "
+            "expected valid Unicode without lone surrogates"
+        ) from error

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from jspec.errors import ConfigError, JspecError, shown
+from jspec.files.json_files import json_fault, json_of
 from jspec.text.template.chat_messages import ROLES
 from jspec.text.template.chat_templates import ChatTemplates
-from jspec.text.tokenizer.tokenizer import Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer, check_unicode
 
 KINDS = ("text", "messages", "conversations", "input_ids")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
@@ -65,36 +66,67 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """A reader of lines as tokens. vocab_size: the target's, a bound of every id."""
+    """A reader of lines as tokens.
+
+    vocab_size: the target's, a bound of every id
+    skips: leave out bad lines, and print how many; otherwise the first one is an error
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplates | None
     vocab_size: int
     loss_on: LossOn
+    skips: bool = False
 
     def read(self, path: Path) -> list[Example]:
-        examples = self.read_lines(_lines(path), where=str(path))
-        if not examples:
-            raise ConfigError(f"{path} has no line; expected JSON, one example a line")
-        return examples
+        return self.read_lines(_lines(path), where=str(path))
 
-    def read_lines(self, lines: Iterable[tuple[int, str]], *, where: str) -> list[Example]:
-        examples = []
+    def read_lines(self, lines: Iterable[tuple[int, bytes]], *, where: str) -> list[Example]:
+        examples, faults, count = [], [], 0
         for number, line in lines:
+            count += 1
             try:
                 examples += [replace(each, line=number) for each in self.examples(line)]
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{where}, line {number}: {error.msg} at character {error.pos + 1}; expected "
-                    "a whole JSON object on every line"
-                ) from error
-            except JspecError as error:
-                raise ConfigError(f"{where}, line {number}: {error}") from error
+            except ConfigError as error:
+                fault = ConfigError(f"{where}, line {number}: {error}")
+                if not self.skips:
+                    raise fault from error
+                faults.append(fault)
+        if faults:
+            print(
+                f"{where}: {len(faults)} of {count} lines are skipped, the first: {faults[0]}",
+                flush=True,
+            )
+        if len(faults) == count:
+            raise (
+                faults[0]
+                if faults
+                else ConfigError(f"{where} has no line; expected JSON, one example a line")
+            )
         return examples
 
-    def examples(self, line: str) -> list[Example]:
-        """Return the examples of a line: one, or for a chat as many as the template needs."""
-        record = json.loads(line)
+    def examples(self, line: bytes) -> list[Example]:
+        """Return the examples of a line: one, or for a chat as many as the template needs.
+
+        Raises ConfigError, which tells what is wrong with the line.
+        """
+        try:
+            return self._examples(json_of(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{error.msg} at character {error.pos + 1}; expected a whole JSON object on every "
+                "line"
+            ) from error
+        except ConfigError:
+            raise
+        except JspecError as error:
+            raise ConfigError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(json_fault(error)) from error
+        except RecursionError as error:
+            raise ConfigError("is nested too deeply; expected a plain JSON object") from error
+
+    def _examples(self, record: Any) -> list[Example]:
         kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
         if len(kinds) != 1:
             what = shown(list(record) if isinstance(record, dict) else record)
@@ -136,6 +168,7 @@ class Reader:
 
     def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
         """Tokenize `text`, with the tokens that start in `spans` (character ranges) marked."""
+        check_unicode(text)
         encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
         begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)
         is_learnt = np.zeros(len(begins), bool)
@@ -153,20 +186,18 @@ class Reader:
         return example
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     if not path.is_file():
         raise ConfigError(f"{path} is no file; expected one with JSON lines")
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, line
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8: {error.reason}; expected text") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
 
 
 def _ids(value: object) -> np.ndarray:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    is_list = isinstance(value, list)
+    if not is_list or not all(type(item) is int and abs(item) < 2**63 for item in value):
         raise ConfigError(f"input_ids is {shown(value)}; expected a list of token ids")
     return np.asarray(value, np.int64)
 
