@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from jspec import Engine
 from jspec.cli.flags import FlagParser, add_flags, parse_flags
 from jspec.cli.main import main
-from jspec.cli.train_draft import make_parser
+from jspec.cli.train_draft import DEFAULTS, job_of, make_parser, set_defaults
 from jspec.engine.weights.loading import BUNDLED
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle1 import check_eagle1, load_eagle1_config
@@ -178,7 +178,32 @@ def test_the_help_says_what_every_flag_is(capsys: pytest.CaptureFixture[str]) ->
         main(["train-draft", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "assistant: the assistant's tokens, every line must be a chat (default: all)" in said
-    assert "Training steps, unless --budget-seconds ends them (default: 10000)" in said
+    assert (
+        "Training steps, unless --budget-seconds ends them (default: 10000, on a CPU 500)" in said
+    )
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_the_defaults_are_the_device_s(on_cpu: bool) -> None:
+    words = ["--data", "a", "--out", "x", "--batch-size", "6"]
+    options = make_parser().parse_args(words)
+    said = set_defaults(options, on_cpu=on_cpu)
+    assert (options.batch_size, options.length) == (6, 128 if on_cpu else 512)
+    assert (
+        said.startswith("on a CPU the defaults are small: --num-steps 500, --length 128") == on_cpu
+    )
+    assert "batch" not in said
+    every = [word for name in DEFAULTS for word in (f"--{name.replace('_', '-')}", "7")]
+    assert not set_defaults(make_parser().parse_args([*words, *every]), on_cpu=on_cpu)
+
+
+def test_bad_lines_may_be_skipped_by_flag() -> None:
+    words = ["--data", "a", "--out", "x", "--devices", "1"]
+    jobs = [
+        job_of(make_parser().parse_args([*words, *more])) for more in ((), ("--skip-bad-lines",))
+    ]
+    assert [job.skips_bad_lines for job in jobs] == [False, True]
+    assert jobs[0].settings() == jobs[1].settings()  # either resumes a run of the same rows
 
 
 def test_the_small_heads_fit_the_bundled_target() -> None:

@@ -30,6 +30,17 @@ COUNTS = (
     *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
     *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
 )
+# (a GPU or TPU, a CPU): a laptop finishes a step of the small ones in seconds.
+DEFAULTS = {
+    "num_steps": (10000, 500),
+    "batch_size": (8, 4),
+    "length": (512, 128),
+    "held_out_rows": (64, 16),
+    "log_every": (20, 5),
+    "eval_every": (500, 100),
+    "checkpoint_every": (500, 50),
+    "serve_prompts": (16, 4),
+}
 SERVED_STEPS = 3  # S of the chain that measures acceptance, at most the head's depths
 
 
@@ -37,6 +48,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Append defaults that are values; None is described in words, and switches are off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.dest in DEFAULTS:
+            on_device, on_cpu = DEFAULTS[action.dest]
+            return f"{action.help} (default: {on_device}, on a CPU {on_cpu})"
         is_value = action.default is not None and action.default is not False
         return super()._get_help_string(action) if is_value else action.help
 
@@ -58,8 +72,13 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model-path", type=Path, default=None, help="Target model; unset: the bundled one")
     add("--data", type=Path, required=True, help="JSON lines with text, messages or conversations")
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="Leave out bad lines and print how many; unset: the first one is an error",
+    )
     add("--held-out", type=Path, help="JSON lines for evaluation; unset: every 20th line of --data")
-    add("--held-out-rows", type=int, default=64, help="Held-out rows used for evaluation")
+    add("--held-out-rows", type=int, help="Held-out rows used for evaluation")
     add("--out", type=Path, required=True, help="New directory for head, checkpoints and report")
     add(
         "--resume", action="store_true", help="Continue an earlier run from its checkpoint in --out"
@@ -124,14 +143,9 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
 
 def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--num-steps",
-        type=int,
-        default=10000,
-        help="Training steps, unless --budget-seconds ends them",
-    )
-    add("--batch-size", type=int, default=8, help="Rows per step, over all devices")
-    add("--length", type=int, default=512, help="Tokens per row")
+    add("--num-steps", type=int, help="Training steps, unless --budget-seconds ends them")
+    add("--batch-size", type=int, help="Rows per step, over all devices")
+    add("--length", type=int, help="Tokens per row")
     add(
         "--learning-rate",
         type=float,
@@ -141,11 +155,22 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add("--warmup-steps", type=int, default=100, help="Steps of linear warmup")
     add("--weight-decay", type=float, default=0.01, help="Weight decay of AdamW")
     add("--budget-seconds", type=float, help="Time limit; the schedule still decays fully")
-    add("--log-every", type=int, default=20, help="Steps between log lines")
-    add("--eval-every", type=int, default=500, help="Steps between evaluations")
-    add("--checkpoint-every", type=int, default=500, help="Steps between checkpoints")
-    add("--serve-prompts", type=int, default=16, help="Held-out prompts served per evaluation")
+    add("--log-every", type=int, help="Steps between log lines")
+    add("--eval-every", type=int, help="Steps between evaluations")
+    add("--checkpoint-every", type=int, help="Steps between checkpoints")
+    add("--serve-prompts", type=int, help="Held-out prompts served per evaluation")
     add("--seed", type=int, default=0, help="Seed of weights, rows and samples")
+
+
+def set_defaults(options: argparse.Namespace, *, on_cpu: bool) -> str:
+    """Set what was not given; return a line about it if the defaults are a CPU's, else ""."""
+    unset = [name for name in DEFAULTS if getattr(options, name) is None]
+    for name in unset:
+        setattr(options, name, DEFAULTS[name][on_cpu])
+    if not unset or not on_cpu:
+        return ""
+    chosen = ", ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in unset)
+    return f"on a CPU the defaults are small: {chosen}"
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -170,6 +195,8 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def job_of(options: argparse.Namespace) -> DraftJob:
+    on_cpu = jax.devices()[0].platform == "cpu"
+    small = set_defaults(options, on_cpu=on_cpu)
     check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
@@ -190,7 +217,8 @@ def job_of(options: argparse.Namespace) -> DraftJob:
             )
         },
     )
-    on_cpu = jax.devices()[0].platform == "cpu"
+    if small:
+        print(small, flush=True)
     dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     recipe = HeadRecipe(
         loop=loop,
@@ -207,6 +235,7 @@ def job_of(options: argparse.Namespace) -> DraftJob:
         kind=kind,
         recipe=recipe,
         held_out=options.held_out,
+        skips_bad_lines=options.skip_bad_lines,
         chat_template=options.chat_template,
         loss_on=LossOn(options.loss_on),
         num_own_samples=options.own_samples,
@@ -276,6 +305,7 @@ class EngineServing:
         steps = min(SERVED_STEPS, self._job.recipe.num_depths)
         words = serve_settings(self._job.kind, num_steps=steps)
         found = {}
+        print(f"serving {count} held-out prompts with the head so far", flush=True)
         with self._engine(speculative_draft_model_path=str(head), **words) as engine:
             for temperature in (0.0, 1.0):
                 results = engine.generate(

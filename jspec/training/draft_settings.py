@@ -40,6 +40,7 @@ class DraftJob:
     kind: Kind
     recipe: HeadRecipe
     held_out: Path | None = None
+    skips_bad_lines: bool = False
     chat_template: str | None = None
     loss_on: LossOn = LossOn.ALL
     num_own_samples: int = 0
@@ -57,7 +58,7 @@ class DraftJob:
         words = {
             name: value.value if isinstance(value, enum.Enum) else value
             for name, value in asdict(replace(self, out=Path())).items()
-            if name not in ("out", "features_dir")
+            if name not in ("out", "features_dir", "skips_bad_lines")  # the rows are compared
         }
         words["export_dtype"] = np.dtype(self.export_dtype).name
         words["recipe"]["compute_dtype"] = np.dtype(self.recipe.compute_dtype).name

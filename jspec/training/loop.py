@@ -25,7 +25,7 @@ from jspec.files.output_files import write_text, writing
 from jspec.models.decoder import Params
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
-from jspec.training.progress import Clock, show, speed
+from jspec.training.progress import Clock, duration, note, show, speed
 from jspec.training.train_state import Progress, Resumed
 from jspec.training.train_state import TrainState as TrainState
 
@@ -159,11 +159,14 @@ class _Run:
         self.state, self.best, self.progress = restored or fresh
         self.saved_step = int(self.state.step)
         self.metrics: dict[str, Any] = {}
+        self.has_evaluated = False
         self.clock = Clock(config, used=self.progress.seconds, step=self.saved_step)
 
     def evaluate(self, evaluate: Evaluate, *, step: int) -> None:
         start = time.monotonic()
-        metrics = evaluate(self.state.ema)
+        if not self.has_evaluated:
+            note(f"{self.name}: compiling the evaluation")
+        metrics, self.has_evaluated = evaluate(self.state.ema), True
         self.clock.leave_out(time.monotonic() - start)
         share = self.clock.progress(step)
         seen = {"step": step, "seconds": round(self.clock.seconds(), 1), **metrics}
@@ -221,6 +224,7 @@ def train(
         if step == first + 1:
             jax.block_until_ready(metrics)
             run.clock.first_step_done(step=step)
+            note(f"{name}: the first step is compiled, after {duration(run.clock.compiling)}")
         if step % config.log_every == 0:
             values = {key: np.asarray(value) for key, value in metrics.items()}
             timing = speed(run.clock, step=step, tokens_a_step=tokens_a_step)

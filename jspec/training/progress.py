@@ -24,14 +24,14 @@ class Clock:
         self._schedule = schedule
         self._used = used
         self._start = time.monotonic()
-        self._compiling = 0.0
+        self.compiling = 0.0
         self._since = self._start, step
         self._paused = 0.0
 
     def first_step_done(self, *, step: int) -> None:
         """Start the schedule: compilation uses time but no learning rate."""
         now = time.monotonic()
-        self._compiling = now - self._start
+        self.compiling = now - self._start
         self._since, self._paused = (now, step), 0.0
 
     def seconds(self) -> float:
@@ -43,8 +43,8 @@ class Clock:
         budget = self._schedule.budget_seconds
         if budget is None:
             return share
-        spent = self.seconds() - self._compiling
-        return max(share, spent / max(budget - self._compiling, 1e-3))
+        spent = self.seconds() - self.compiling
+        return max(share, spent / max(budget - self.compiling, 1e-3))
 
     def leave_out(self, seconds: float) -> None:
         self._paused += seconds
@@ -75,6 +75,11 @@ def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
     left, rate = clock.seconds_left(step), clock.steps_per_second(step) * tokens_a_step
     shown = {"tokens/s": f"{rate:.0f}"} if rate else {}
     return shown if left is None else {**shown, "left": duration(left)}
+
+
+def note(text: str) -> None:
+    """Print a line at once: what comes next may take minutes."""
+    print(text, flush=True)
 
 
 def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
         template=ChatTemplates.find(job.target, named=job.chat_template),
         vocab_size=spec.vocab_size,
         loss_on=job.loss_on,
+        skips=job.skips_bad_lines,
     )
     if job.recipe.length > spec.max_position:
         raise ConfigError(
@@ -154,6 +155,7 @@ def read_features(
         return None
     folder, key = job.features_dir / name, features_key(job, table, head)
     if (found := open_features(folder, key)) is None:
+        print(f"features of {name}: compiling", flush=True)
         run = jax.jit(lambda params, batch: features_of(params, batch))
         write_features(
             folder,
