@@ -84,6 +84,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, Callable[[np.ndarray], Packed], 
     ),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, per_row, "_scale"),
     "modelopt, older": (None, per_tensor, "_scale"),
+    "modelopt, as SGLang names it": (
+        {"quant_method": "modelopt_fp8", "quant_algo": "FP8"},
+        per_tensor,
+        "_scale",
+    ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, per_tensor, "_scale"),
 }
 

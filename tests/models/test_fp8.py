@@ -20,7 +20,7 @@ from jspec.engine.weights.checkpoint_info import describe
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.convert import Format, convert
-from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.fp8 import declared_forms, open_tensors
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.files.tensor_files import open_tensors as open_stored
 from tests.models.dense_forward import dense_forward
@@ -293,3 +293,13 @@ def test_other_quantizations_are_refused(
         load_model_spec(tmp_path)
     assert isinstance(caught.value, ConfigError | CheckpointError)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_list_of_what_is_not_quantised_has_modules_globs_and_patterns(tmp_path: Path) -> None:
+    names = ["model.layers.0.mlp*", "*.router", "re:.*k_proj", "model.layers.3.self_attn"]
+    config = {"quant_method": "modelopt_fp8", "quant_algo": "FP8", "exclude_modules": names}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    form_of = declared_forms(tmp_path)
+    dense = ("0.mlp.up_proj", "7.mlp.router", "2.self_attn.k_proj", "3.self_attn.o_proj")
+    for module in (*dense, "10.mlp.up_proj", "7.mlp.router.up"):
+        assert (form_of(f"model.layers.{module}.weight") is None) == (module in dense), module

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from jspec.spec import weight_format
 from jspec.spec.weight_format import Shape
 
 SCALES = ("_scale_inv", "_scale")
-MODELOPT = "modelopt"
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT)
+MODELOPT, _OLDER_MODELOPT = "modelopt", "modelopt_fp8"
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT, _OLDER_MODELOPT)
 BLOCK = (128, 128)  # the default of config.json
 STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # of products
 _OF_ACTIVATIONS = (*STATIC, "q_scale")
@@ -62,7 +63,7 @@ def check_quantization(fields: Fields) -> tuple[int, int]:
         )
     if method == "compressed-tensors":
         return _compressed_block(table)
-    if method == MODELOPT:
+    if method in (MODELOPT, _OLDER_MODELOPT):
         inner = table.table("quantization") if table.get("quantization") else table
         why = "fp8 with a scale per tensor or row is all that is read of it"
         inner.refuse("quant_algo", allowed=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), why=why)
@@ -109,6 +110,8 @@ def quantization_method(path: Path) -> str | None:
     method = read_fields(path / "config.json").table("quantization_config").get("quant_method")
     if method is None and exists(path / "hf_quant_config.json"):
         return MODELOPT  # older exports of ModelOpt have no key in config.json
+    if method == _OLDER_MODELOPT:
+        return MODELOPT
     return None if method is None else str(method)
 
 
@@ -133,9 +136,12 @@ def declared_forms(path: Path) -> Callable[[str], Form | None]:
 
 
 def _names(entry: str, tensor: str) -> bool:
-    """Return whether a list's entry, a module or a pattern after "re:", names a tensor's module."""
+    """Return whether a list's entry names a tensor's module: a module, a glob (ModelOpt's), or a
+    pattern after "re:"."""
     if entry.startswith("re:"):
         return re.match(entry[3:], tensor.removesuffix(".weight")) is not None
+    if any(sign in entry for sign in "*?["):
+        return fnmatchcase(tensor.removesuffix(".weight"), entry)
     return tensor.startswith(f"{entry}.") or f".{entry}." in tensor
 
 
