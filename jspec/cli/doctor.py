@@ -112,17 +112,33 @@ def _cost_lines(found: Diagnosis) -> list[str]:
         f"a step of one row: plain {1e3 * found.plain_step_seconds:.2f} ms, speculative "
         f"{1e3 * found.step_seconds:.2f} ms{draft}",
         f"speed-up: {found.acceptance_length:.2f} tokens a step x "
-        f"{found.plain_step_seconds / found.step_seconds:.2f} = {found.speedup:.2f}",
+        f"{found.plain_step_seconds / found.step_seconds:.2f} = {found.speedup:.2f} "
+        f"± {found.speedup_margin:.2f}",
     ]
 
 
 def _verdict(found: Diagnosis) -> list[str]:
+    lines = [f"not decided: {each}" for each in found.undecided]
+    if found.undecided:
+        lines.append("  more prompts or more --max-new-tokens decide it")
     if found.findings:
-        lines = []
         for each in found.findings:
             lines += [f"FOUND ({each.kind}): {each.what}", f"  repair: {each.repair}"]
         return lines
-    if found.speedup >= 1:
+    if found.pays is None:
+        lines.append(
+            f"not decided: whether speculation pays: {found.speedup:.2f} ± "
+            f"{found.speedup_margin:.2f} has 1 within; a quieter machine, more prompts or more "
+            "--max-new-tokens decide it"
+        )
+        return lines
+    return [*lines, *_conclusion(found)]
+
+
+def _conclusion(found: Diagnosis) -> list[str]:
+    if found.undecided:
+        return []
+    if found.pays:
         return ["well: nothing is wrong with the pair, and speculation pays"]
     return [
         "nothing is wrong with the pair; speculation does not pay since a step costs "

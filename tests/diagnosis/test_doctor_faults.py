@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jspec.cli.diagnosis.costs import Timing
 from jspec.cli.diagnosis.doctor import chain_arguments
 from jspec.cli.diagnosis.examination import Examination
 from jspec.cli.diagnosis.prompts import EXAMPLES, examples
@@ -39,7 +40,8 @@ def kinds(arguments: dict[str, Any]) -> list[str]:
         ]
         examination = Examination(engine, make_texts(engine, requests), say=print)
         examination.run(EXAMPLES)
-        found = examination.diagnosis(step_seconds=1, propose_seconds=None, plain_step_seconds=1)
+        second = Timing(1, 0, 1)
+        found = examination.diagnosis(step=second, propose_seconds=None, plain_step=second)
     print(found.forced_by_depth, found.confidence, found.findings, found.tried)
     return [each.kind for each in found.findings]
 

@@ -10,11 +10,24 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec.cli.diagnosis.agreement import Agreement, gain
-from jspec.cli.diagnosis.findings import Trial, best, fits, of_serving, unfit, unlike_served
+from jspec.cli.diagnosis.costs import MOST_REPEATS, REPEATS, Timing, repeated
+from jspec.cli.diagnosis.findings import (
+    Finding,
+    Trial,
+    best,
+    fits,
+    of_serving,
+    undecided_fit,
+    undecided_serving,
+    undecided_trials,
+    unfit,
+    unlike_served,
+)
 from jspec.cli.diagnosis.readings import Reading, nearby_layers, usual_layers
-from jspec.cli.diagnosis.records import buckets_of, by_depth
+from jspec.cli.diagnosis.records import Diagnosis, Pair, buckets_of, by_depth
 from jspec.cli.diagnosis.tensors import coarse_levels, facts_of, suspicious
 from jspec.cli.diagnosis.texts import Text, Verification
+from jspec.cli.doctor import text_of
 from jspec.engine.weights.loading import BUNDLED
 from jspec.messages.request import Request, SamplingParams
 
@@ -192,3 +205,85 @@ def test_weak_heads_are_told_apart_by_their_weights() -> None:
     assert fits(agreement(0.7, confidence=0.6), is_coarse=True)  # coarse, and good enough
     assert "7 different numbers" in unfit(weak, 7).what
     assert unfit(weak, 7).kind == unfit(weak, None).kind == "unfit"
+
+
+def test_a_time_is_measured_again_until_its_spread_supports_it() -> None:
+    quiet = iter([1.0, 1.01, 0.99, *[9.0] * 99])
+    assert repeated(lambda: next(quiet)).count == REPEATS
+    noisy = iter([1.0, 2.0, 1.2, *[1.1, 1.12, 1.09, 1.11] * 9])
+    found = repeated(lambda: next(noisy))
+    assert REPEATS < found.count < MOST_REPEATS
+    assert found.seconds == pytest.approx(1.1, abs=0.03)
+    wild = iter([1.0, 3.0] * 99)
+    assert repeated(lambda: next(wild)).count == MOST_REPEATS
+    draws = np.random.default_rng(0).normal(5, 1, (300, 15))
+    medians = [Timing.of(row.tolist()) for row in draws]
+    spread = np.std([each.seconds for each in medians])
+    assert np.mean([each.error for each in medians]) == pytest.approx(spread, rel=0.2)
+
+
+def test_what_the_tokens_are_too_few_for_is_undecided() -> None:
+    close = Trial(reading=reading("norm"), agreement=0.8, gain=0.1, errors=3.0)
+    assert not close.is_believed
+    (line,) = undecided_trials([close, trial(0.1, 0.85), trial(0.8, 0.805)])
+    assert line == (
+        "a fault: read so, the head agrees in 0.100 more of the guesses, which is 3.0 standard "
+        "errors; expected 4 to believe it"
+    )
+    assert "whether the head fits" in undecided_fit(agreement(0.44, confidence=0.9))[0]
+    assert not undecided_fit(agreement(0.8, confidence=0.9))
+    assert not undecided_fit(agreement(0.2, confidence=0.9))
+    forced = agreement(0.6)
+    for share, is_undecided in ((0.09, True), (0.3, False), (0.0, False)):
+        served = forced.num_accepted[0] + (np.arange(ROWS) < share * ROWS)
+        assert bool(undecided_serving(forced, [text(served)])) is is_undecided
+
+
+def diagnosis(*, step: float, error: float = 0.0, **changes: object) -> Diagnosis:
+    """A pair of two tokens a step; a plain step takes one second."""
+    pair = Pair(
+        algorithm="EAGLE3",
+        shape="3/1/4",
+        dtype="float32",
+        head="head",
+        aux_layer_ids=(),
+        rope_theta=None,
+        target_rope_theta=1e4,
+        windows=(),
+        draft_vocab_size=None,
+    )
+    values: dict[str, object] = {
+        "pair": pair,
+        "num_texts": 1,
+        "num_tokens": 100,
+        "acceptance_length": 2.0,
+        "acceptance_error": 0.0,
+        "served_by_depth": [0.5],
+        "step_seconds": step,
+        "step_error": error,
+        "plain_step_seconds": 1.0,
+        "plain_step_error": 0.0,
+        **dict.fromkeys(("forced_by_depth", "confidence", "unlike_served", "coverage")),
+        "propose_seconds": None,
+        **dict.fromkeys(("buckets", "templates", "tensors", "tried", "findings", "undecided"), ()),
+    }
+    return Diagnosis(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_verdict_says_what_it_could_not_decide() -> None:
+    assert text_of(diagnosis(step=1.0)).endswith(
+        "nothing is wrong with the pair, and speculation pays"
+    )
+    assert "does not pay since a step costs 3.0 plain ones" in text_of(diagnosis(step=3.0))
+    close = diagnosis(step=1.95, error=0.1)
+    assert close.pays is None
+    assert close.to_json()["pays"] is None
+    said = text_of(close)
+    assert "= 1.03 ± 0.11\nnot decided: whether speculation pays: 1.03 ± 0.11 has 1 within" in said
+    assert diagnosis(step=1.0, error=0.1).pays
+    said = text_of(diagnosis(step=1.0, undecided=("whether it fits",)))
+    assert "not decided: whether it fits\n  more prompts" in said
+    assert "nothing is wrong" not in said
+    found = Finding(kind="norm", what="a", repair="b")
+    said = text_of(diagnosis(step=1.0, undecided=("whether it fits",), findings=(found,)))
+    assert said.index("not decided") < said.index("FOUND (norm): a\n  repair: b")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,20 +22,48 @@ from jspec.serving.engine import Engine
 from jspec.spec.cache_entry import CacheLayout
 from jspec.speculative.drafter import StepBatch
 
-REPEATS, ROUNDS = 3, 10
+REPEATS, MOST_REPEATS, ROUNDS = 3, 15, 10
+MOST_ERROR = 0.02  # share of the median that its standard error may be, before it is measured again
 PAGE_SIZE, NUM_PAGES = 64, 4
 
 
-def step_seconds(engine: Engine, request: Request) -> float:
-    """Return the median seconds per decode step of one row: device busy time over steps."""
-    found = []
-    for _ in range(REPEATS):
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A median of `count` measurements, and its standard error, estimated from their spread."""
+
+    seconds: float
+    error: float
+    count: int
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> Timing:
+        low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
+        # Of a normal distribution; a few outliers hardly move a quartile.
+        sigma, of_median = (high - low) / 1.349, 1.2533
+        return cls(middle, of_median * sigma / math.sqrt(len(found)), len(found))
+
+
+def repeated(measure: Callable[[], float]) -> Timing:
+    """Measure REPEATS times, then again while the spread leaves the median uncertain."""
+    found = [measure() for _ in range(REPEATS)]
+    while len(found) < MOST_REPEATS:
+        timing = Timing.of(found)
+        if timing.error <= MOST_ERROR * timing.seconds:
+            break
+        found.append(measure())
+    return Timing.of(found)
+
+
+def step_timing(engine: Engine, request: Request) -> Timing:
+    """Return the seconds per decode step of one row: device busy time over steps."""
+
+    def measure() -> float:
         before = engine.busy_seconds
         (text,) = make_texts(engine, [request])
         # Includes the short prefill and the first step after it.
-        num_steps = len(text.steps) + 2
-        found.append((engine.busy_seconds - before) / num_steps)
-    return statistics.median(found)
+        return (engine.busy_seconds - before) / (len(text.steps) + 2)
+
+    return repeated(measure)
 
 
 def propose_seconds(served: ServedWeights) -> float | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.cli.diagnosis.costs import propose_seconds, step_seconds
+from jspec.cli.diagnosis.costs import propose_seconds, step_timing
 from jspec.cli.diagnosis.examination import Examination
 from jspec.cli.diagnosis.prompts import Prompt
 from jspec.cli.diagnosis.records import Diagnosis
@@ -71,13 +71,11 @@ def examine(
         ]
         say(f"{len(requests)} texts")
         texts = make_texts(engine, requests)
-        spec_seconds = step_seconds(engine, requests[0])
+        step = step_timing(engine, requests[0])
         examination = Examination(engine, texts, say=say)
         examination.run([p.given for p in prompts if isinstance(p.given, str)])
         proposing = propose_seconds(engine.served)
     say("starting the engine that does not speculate")
     with Engine(**checking_arguments(arguments)) as engine:
-        plain_seconds = step_seconds(engine, requests[0])
-    return examination.diagnosis(
-        step_seconds=spec_seconds, propose_seconds=proposing, plain_step_seconds=plain_seconds
-    )
+        plain_step = step_timing(engine, requests[0])
+    return examination.diagnosis(step=step, propose_seconds=proposing, plain_step=plain_step)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jspec.cli.diagnosis import findings
 from jspec.cli.diagnosis.agreement import Agreement, Evidence, gather, measure
+from jspec.cli.diagnosis.costs import Timing
 from jspec.cli.diagnosis.findings import Finding, Trial
 from jspec.cli.diagnosis.readings import (
     Reading,
@@ -241,16 +242,17 @@ class Examination:
         )
 
     def diagnosis(
-        self, *, step_seconds: float, propose_seconds: float | None, plain_step_seconds: float
+        self, *, step: Timing, propose_seconds: float | None, plain_step: Timing
     ) -> Diagnosis:
-        steps = [step for text in self._texts for step in text.steps]
+        steps = [each for text in self._texts for each in text.steps]
         base, evidence = self._base, self._evidence
-        emitted = [step.num_emitted for step in steps]
+        emitted = [each.num_emitted for each in steps]
         return Diagnosis(
             pair=self._pair(),
             num_texts=len(self._texts),
             num_tokens=sum(len(text.ids) for text in self._texts),
             acceptance_length=float(np.mean(emitted)) if emitted else 1.0,
+            acceptance_error=float(np.std(emitted)) / len(emitted) ** 0.5 if emitted else 0.0,
             served_by_depth=by_depth([s.num_accepted for s in steps], self._spec.num_steps),
             forced_by_depth=None if base is None else base.by_depth,
             confidence=None if base is None else base.confidence,
@@ -259,13 +261,26 @@ class Examination:
             coverage=None
             if evidence is None or "draft_ids" not in self._params
             else coverage(self._params["draft_ids"], evidence),
-            step_seconds=step_seconds,
+            step_seconds=step.seconds,
+            step_error=step.error,
             propose_seconds=propose_seconds,
-            plain_step_seconds=plain_step_seconds,
+            plain_step_seconds=plain_step.seconds,
+            plain_step_error=plain_step.error,
             templates=self._costs,
             tensors=self._tensors,
             tried=tuple((t.reading.kind, t.reading.fault, t.gain, t.errors) for t in self._tried),
             findings=tuple(self._findings),
+            undecided=self._undecided(),
+        )
+
+    def _undecided(self) -> tuple[str, ...]:
+        if self._base is None or any(found.kind != "unfit" for found in self._findings):
+            return ()
+        is_coarse = coarse_levels(self._tensors) is not None
+        return (
+            *findings.undecided_serving(self._base, self._texts),
+            *findings.undecided_trials(self._tried),
+            *findings.undecided_fit(self._base, is_coarse=is_coarse),
         )
 
     def _pair(self) -> Pair:

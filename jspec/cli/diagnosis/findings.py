@@ -7,6 +7,7 @@ repair recovers 0.17 to 0.99 of it; the best false repair of a coarsely quantise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ LEAST_FIT = 0.45  # depth-1 agreement below which an overconfident head does not
 LEAST_NATS = 0.1  # per prompt token, gained without windows by a target trained without
 MOST_UNLIKE = 0.1  # share of steps that accept another number than the teacher-forced head
 LEAST_AT_ALL, SURENESS = 0.15, 0.8  # measured for healthy weak heads: 0.97 and 1.06
+SURE = 2.0  # standard errors from a threshold beyond which a share or a time is decided
 UNFIT = "the head does not fit; no single repair helps"
 
 
@@ -50,8 +52,13 @@ class Trial:
 
     @property
     def is_believed(self) -> bool:
+        return self.errors >= LEAST_ERRORS and self.is_large
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether the gain would be a repair if it were certain."""
         missing = 1 - (self.agreement - self.gain)
-        if self.gain < LEAST_GAIN or self.errors < LEAST_ERRORS:
+        if self.gain < LEAST_GAIN:
             return False
         share = self.gain / missing
         return share >= MOST_OF_MISSING or (share >= LEAST_OF_MISSING and self.agreement >= GOOD)
@@ -71,16 +78,46 @@ def best(trials: Iterable[Trial]) -> Trial | None:
     return max((t for t in trials if t.is_believed), key=lambda t: t.gain, default=None)
 
 
+def undecided_trials(trials: Iterable[Trial]) -> list[str]:
+    return [
+        f"{trial.reading.fault}: read so, the head agrees in {trial.gain:.3f} more of the guesses, "
+        f"which is {trial.errors:.1f} standard errors; expected {LEAST_ERRORS:g} to believe it"
+        for trial in trials
+        if trial.is_large and SURE <= trial.errors < LEAST_ERRORS
+    ]
+
+
 def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
     """Return whether a head without a known fault was trained for this target.
 
     A head for other weights hardly ever agrees, or is far more confident than right, unlike a weak
     healthy head or one that coarse quantisation has flattened (`tensors.coarse_levels`).
     """
-    first = base.by_depth[0]
+    return _fits(base.by_depth[0], base.confidence, is_coarse=is_coarse)
+
+
+def _fits(first: float, confidence: float, *, is_coarse: bool) -> bool:
     if is_coarse and first < LEAST_FIT:
         return False
-    return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first >= SURENESS * base.confidence)
+    return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first >= SURENESS * confidence)
+
+
+def undecided_fit(base: Agreement, *, is_coarse: bool = False) -> list[str]:
+    first, count = base.by_depth[0], int(base.anchors.sum())
+    error = _error_of(first, count)
+    ends = [
+        _fits(first + SURE * each, base.confidence, is_coarse=is_coarse) for each in (-error, error)
+    ]
+    if all(ends) or not any(ends):
+        return []
+    return [
+        f"whether the head fits this target at all: it agrees in {first:.2f} ± {SURE * error:.2f} "
+        f"of its first guesses, over {count} tokens, and a bound of the rule is within that"
+    ]
+
+
+def _error_of(share: float, count: int) -> float:
+    return math.sqrt(share * (1 - share) / count)
 
 
 def unfit(base: Agreement, levels: int | None) -> Finding:
@@ -112,6 +149,17 @@ def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]
             if row < num_rows and forced.anchors[r, row]:
                 found.append(accepted[r, row] != step.num_accepted)
     return (float(np.mean(found)) if found else 0.0), len(found)
+
+
+def undecided_serving(forced: Agreement, texts: Sequence[Text]) -> list[str]:
+    share, count = unlike_served(forced, texts)
+    error = SURE * _error_of(share, count) if count else 0.0
+    if abs(share - MOST_UNLIKE) >= error:
+        return []
+    return [
+        f"whether the engine serves the head as it was trained: {share:.2f} ± {error:.2f} of "
+        f"{count} steps differ, and a share of {MOST_UNLIKE:g} is a fault"
+    ]
 
 
 def of_serving(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jspec.cli.diagnosis.agreement import Agreement
-from jspec.cli.diagnosis.findings import Finding
+from jspec.cli.diagnosis.findings import SURE, Finding
 from jspec.cli.diagnosis.templates import TemplateCost
 from jspec.cli.diagnosis.tensors import TensorFact
 from jspec.cli.diagnosis.texts import Text
@@ -55,6 +56,7 @@ class Diagnosis:
     num_texts: int
     num_tokens: int
     acceptance_length: float
+    acceptance_error: float  # standard errors, also below
     served_by_depth: list[float]
     forced_by_depth: list[float] | None
     confidence: float | None
@@ -62,20 +64,39 @@ class Diagnosis:
     buckets: tuple[Bucket, ...]
     coverage: float | None
     step_seconds: float
+    step_error: float
     propose_seconds: float | None
     plain_step_seconds: float
+    plain_step_error: float
     templates: tuple[TemplateCost, ...]
     tensors: tuple[TensorFact, ...]
     tried: tuple[tuple[str, str, float, float], ...]  # kind, fault, gain, standard errors
     findings: tuple[Finding, ...]
+    undecided: tuple[str, ...]  # what the measurements are too few or too noisy for
 
     @property
     def speedup(self) -> float:
         """Tokens per second of one row, with speculation over without."""
         return self.acceptance_length * self.plain_step_seconds / self.step_seconds
 
+    @property
+    def speedup_margin(self) -> float:
+        """Return SURE standard errors, from the spreads of times and of the acceptance length."""
+        shares = (
+            self.acceptance_error / self.acceptance_length,
+            self.plain_step_error / self.plain_step_seconds,
+            self.step_error / self.step_seconds,
+        )
+        return SURE * self.speedup * math.hypot(*shares)
+
+    @property
+    def pays(self) -> bool | None:
+        """Return whether speculation pays; None: the speed-up is too close to 1 to tell."""
+        return None if abs(self.speedup - 1) < self.speedup_margin else self.speedup >= 1
+
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "speedup": self.speedup}
+        more = {"speedup": self.speedup, "speedup_margin": self.speedup_margin, "pays": self.pays}
+        return {**dataclasses.asdict(self), **more}
 
 
 def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
