@@ -23,6 +23,7 @@ from jspec import __version__
 from jspec.messages.unknown_fields import IgnoredFields
 from jspec.server.anthropic.endpoints import MessagesEndpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
+from jspec.server.control.request_spans import TraceParent
 from jspec.server.control.weight_endpoints import WeightEndpoints
 from jspec.server.hardening.body_budget import NUM_BODIES, BodyBudget
 from jspec.server.hardening.origins import OriginGuard
@@ -60,6 +61,7 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            await service.close_spans()
 
     app = Starlette(
         routes=endpoints.routes(),
@@ -82,6 +84,8 @@ def middleware_of(args: ServerArgs) -> list[Middleware]:
                 CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"]
             )
         )
+    if args.otlp_traces_endpoint is not None:
+        found.append(Middleware(TraceParent))
     found.append(Middleware(OriginGuard, args=args))
     if args.api_key is not None:
         found.append(Middleware(BearerAuth, api_key=args.api_key))

@@ -25,6 +25,7 @@ from jspec.engine.interrupts import interruptible
 from jspec.engine.programs.compilation import Progress
 from jspec.errors import ConfigError, JspecError
 from jspec.server.app import create_app
+from jspec.server.control.request_spans import check_exporter
 from jspec.server.hardening.connections import (
     ACCEPTS_IN_A_TURN,
     Handshakes,
@@ -209,6 +210,7 @@ def serve(settings: Settings) -> None:
     started = time.monotonic()
     args = with_environment(settings.server, os.environ)
     check_certificate(args)
+    check_exporter(args.otlp_traces_endpoint)
     logging.basicConfig(
         level=args.log_level.upper(),
         format="[%(asctime)s] %(message)s",

@@ -112,6 +112,12 @@ class ServerArgs:
         _SERVER,
         is_local=True,
     )
+    otlp_traces_endpoint: str | None = argument(
+        None,
+        "Address of an OpenTelemetry collector that gets a span per sequence: http://HOST:4318/v1/"
+        "traces, or grpc://HOST:4317",
+        _SERVER,
+    )
     max_unread_events: int = argument(
         4096,
         "Maximum unread steps of a request's stream; beyond, the request is aborted",
@@ -132,6 +138,12 @@ class ServerArgs:
             raise ConfigError(
                 f"tool_call_parser is {self.tool_call_parser!r} with reasoning_parser "
                 f"{self.reasoning_parser!r}; expected {GPT_OSS!r} for both, or one of them alone"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://", "grpc://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {endpoint!r}; expected http://, https:// or grpc:// and "
+                "a collector's address"
             )
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

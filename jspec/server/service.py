@@ -33,6 +33,12 @@ from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metrics import RateMeter, ServerMetrics
 from jspec.server.control.probe import makes_progress
+from jspec.server.control.request_spans import (
+    NO_PARENT,
+    RequestSpans,
+    exporting_spans,
+    parent_headers,
+)
 from jspec.server.http.exchange import unless_gone
 from jspec.server.http.streaming import (
     DONE,
@@ -70,13 +76,14 @@ class Work:
     prompt_idxs: tuple[int, ...]
     service: Service
     names: Mapping[str, tuple[str, ...]]
+    trace_parent: Mapping[str, str]  # headers of the caller's trace
     is_closed: bool = False
 
     async def close(self) -> None:
         """Abort what is not finished and forget the call. May be awaited twice."""
         if not self.is_closed:  # else its names may be those of a later call
             self.is_closed = True
-            self.service.forget(self.names, self.completions)
+            self.service.forget(self.names, self.completions, self.trace_parent)
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
@@ -132,6 +139,11 @@ class Service:
         )
         self.profiler = engine.profiler
         self._trace = None if args.trace_requests is None else open_trace(args.trace_requests)
+        self._spans: RequestSpans | None = None
+        if args.otlp_traces_endpoint is not None:
+            self._trace = self._trace or RequestTrace(lambda _: None)
+            endpoint = args.otlp_traces_endpoint
+            self._spans = exporting_spans(endpoint, model_name=self.model_name)
         if self._trace is not None:
             engine.trace_requests(self._trace)
         self.is_shutting_down = False
@@ -206,6 +218,7 @@ class Service:
             prompt_idxs=tuple(index for index, _ in indexed),
             service=self,
             names=names,
+            trace_parent=parent_headers(),
         )
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
@@ -218,7 +231,6 @@ class Service:
         """Record that an event was sent."""
         if self._trace is not None and completion.output_ids:
             self._trace.mark((completion.request_id,), Border.SENT, time.monotonic())
-            self._trace.end(completion.request_id)
 
     async def _tokenized(self, prompts: Sequence[Prompt]) -> list[tuple[int, Request]]:
         # Check first: tokenizing is slow, and wasted on a call that will be refused.
@@ -292,14 +304,24 @@ class Service:
             )
 
     def forget(
-        self, names: Mapping[str, tuple[str, ...]], completions: Sequence[Completion] = ()
+        self,
+        names: Mapping[str, tuple[str, ...]],
+        completions: Sequence[Completion] = (),
+        trace_parent: Mapping[str, str] = NO_PARENT,
     ) -> None:
         """Release the names of a call that is over, and end its traces."""
         for name in names:
             del self._groups[name]
-        if self._trace is not None:
-            for completion in completions:
-                self._trace.end(completion.request_id)
+        if self._trace is None:
+            return
+        for completion in completions:
+            times = self._trace.end(completion.request_id)
+            if self._spans is not None:
+                self._spans.record(completion, times, trace_parent)
+
+    async def close_spans(self) -> None:
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def abort(self, rid: str) -> int:
         """Abort the sequences of one call, of one prompt, or one by its own id."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from jspec.messages.plan import StepPlan
 
@@ -52,12 +52,13 @@ class RequestTrace:
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
-    def end(self, request_id: str) -> None:
-        """Write the line if the request passed all stages, and drop the request."""
-        times = self._open.pop(request_id, None)
-        if times is not None and len(times) == len(Border):
+    def end(self, request_id: str) -> Mapping[str, float]:
+        """Write the line if the request passed all stages; drop the request, return its times."""
+        times = self._open.pop(request_id, {})
+        if len(times) == len(Border):
             ordered = {border.value: round(times[border.value], 6) for border in Border}
             self._write(json.dumps({"request_id": request_id, **ordered}) + "\n")
+        return times
 
 
 class FirstTokens:
