@@ -28,7 +28,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
-    plain = Fields(fields.path, fields.values | {"first_k_dense_replace": _num_dense(fields)})
+    plain = Fields(fields.path, {**fields.values, "first_k_dense_replace": _num_dense(fields)})
     return read_latent_decoder(
         plain, numbers, family=FAMILY.name, ffn=sigmoid_moe(plain, default_dense=1)
     )

@@ -47,6 +47,7 @@ from jspec.spec.model_spec import (
     FeedForward,
     HeadGate,
     LayerSpec,
+    Mixer,
     ModelSpec,
     MoESpec,
     Routing,
@@ -82,7 +83,7 @@ def read_hybrid(fields: Fields, *, family: str) -> ModelSpec:
     own = text_fields(fields)
     check_quantization(own)
     _refuse_others(own)
-    mixers = {FULL: _attention(own), LINEAR: _delta_net(own)}
+    mixers: dict[str, Mixer] = {FULL: _attention(own), LINEAR: _delta_net(own)}
     ffn, eps = _feed_forward(own), own.number("rms_norm_eps", 1e-6)
     return ModelSpec(
         vocab_size=own.integer("vocab_size"),
