@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -60,7 +61,7 @@ class RequestSpans:
         self._provider, self._model_name = provider, model_name
         self._tracer = provider.get_tracer("jspec")
         self._kind, self._propagator = SpanKind.SERVER, tracecontext.TraceContextTextMapPropagator()
-        self._failed = lambda why: Status(StatusCode.ERROR, why)
+        self._failed: Callable[[str], Any] = partial(Status, StatusCode.ERROR)
 
     def record(
         self, completion: Completion, times: Mapping[str, float], parent: Mapping[str, str]

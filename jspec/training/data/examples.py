@@ -196,8 +196,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _ids(value: object) -> np.ndarray:
-    is_list = isinstance(value, list)
-    if not is_list or not all(type(item) is int and abs(item) < 2**63 for item in value):
+    if not isinstance(value, list) or not all(
+        type(item) is int and abs(item) < 2**63 for item in value
+    ):
         raise ConfigError(f"input_ids is {shown(value)}; expected a list of token ids")
     return np.asarray(value, np.int64)
 
