@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import importlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,11 +49,21 @@ def app(engine: Engine, spans: Any) -> Iterator[Starlette]:
     wait_idle(engine)
 
 
+def finished(spans: Any, count: int) -> Any:
+    """Wait for the spans: a stream's last event is sent before its span is recorded."""
+    deadline = time.monotonic() + 10
+    while len(spans.get_finished_spans()) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = spans.get_finished_spans()
+    assert len(found) == count
+    return found
+
+
 def test_each_sequence_is_a_span_of_the_callers_trace(app: Starlette, spans: Any) -> None:
     sampling = {"max_new_tokens": 9, "ignore_eos": True, "n": 2}
     body = {"text": "ab", "rid": "r", "sampling_params": sampling}
     answers = ask(app, "POST", "/generate", json=body, headers=PARENT).json()
-    first, second = spans.get_finished_spans()
+    first, second = finished(spans, 2)
     assert {each.context.trace_id for each in (first, second)} == {int(TRACE, 16)}
     assert first.parent.span_id == int(CALLER, 16)
     assert first.context.trace_state.to_header() == "a=b"
@@ -81,8 +92,7 @@ def test_streams_and_chats_are_spans_too_and_a_refusal_is_none(app: Starlette, s
     assert len(events_of(events)) > 1
     assert ask(app, "POST", "/v1/responses", json={"input": "a", "max_output_tokens": 3}).is_success
     assert ask(app, "POST", "/generate", json={"text": ""}, headers=PARENT).status_code == 400
-    traced = spans.get_finished_spans()
-    assert len(traced) == 2
+    traced = finished(spans, 2)
     assert all(each.parent is None for each in traced)
     assert len({each.context.trace_id for each in traced}) == 2
 
@@ -92,7 +102,7 @@ def test_a_trace_that_is_not_sampled_stays_so(app: Starlette, spans: Any) -> Non
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
     assert ask(app, "POST", "/generate", json=body, headers=headers).is_success
     assert ask(app, "POST", "/generate", json=body, headers={"traceparent": "x"}).is_success
-    (other,) = spans.get_finished_spans()
+    (other,) = finished(spans, 1)
     assert other.parent is None
 
 
