@@ -21,6 +21,9 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def run_info(argv: Sequence[str]) -> int:
     """Return 1 if the checkpoint cannot be served, else 0."""
+    with interruptible():
+        from jspec.models.files.kv_scales import AUTO, DTYPES
+
     parser = FlagParser(
         prog="jspec info",
         allow_abbrev=False,
@@ -36,6 +39,10 @@ def run_info(argv: Sequence[str]) -> int:
     parser.add_argument("--target", metavar="DIR", help="the target, if DIR is a draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
+        "--quantization", choices=("fp8", "none"), help="of the target, as in jspec serve"
+    )
+    parser.add_argument("--kv-cache-dtype", default=AUTO, choices=(AUTO, *DTYPES))
+    parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device, such as 80GB or 24GiB"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -49,6 +56,8 @@ def run_info(argv: Sequence[str]) -> int:
         target=None if options.target is None else Path(options.target),
         dtype=options.dtype,
         memory=None if options.memory is None else size_of("--memory", options.memory),
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     print(json.dumps(info.to_json()) if options.json else "\n".join(lines_of(info)))
     return 1 if info.problems else 0
@@ -74,7 +83,7 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
     stored = ", ".join(f"{kind} {gib(size)}" for kind, size in info.stored_bytes.items())
     yield f"  stored: {stored or 'nothing'}"
     tied = ", including a copy of the tied table for lm_head" if info.tied_bytes else ""
-    yield f"  weights as {info.dtype} (--dtype): {gib(info.weight_bytes)}{tied}"
+    yield f"  weights as served ({info.dtype}): {gib(info.weight_bytes)}{tied}"
     if info.cache_bytes_per_token:
         yield f"  cache: {info.cache_bytes_per_token:,} bytes a token"
     if info.state_bytes_per_row:

@@ -98,6 +98,27 @@ def test_a_device_holds_a_draft_and_its_target(pair: TinyPair) -> None:
         describe(pair.draft_path, memory=10**6)
 
 
+def test_a_model_of_70b_fits_one_h200_in_fp8(tmp_path: Path) -> None:
+    """By its config.json alone."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    memory = 141 * 10**9
+    served = [
+        describe(tmp_path, memory=memory),
+        describe(tmp_path, memory=memory, quantization="fp8"),
+        describe(tmp_path, memory=memory, quantization="fp8", kv_cache_dtype="fp8_e4m3"),
+    ]
+    assert [each.memory is not None and each.memory.fits for each in served] == [False, True, True]
+    _, weights, both = (each.memory for each in served)
+    assert weights is not None
+    assert both is not None
+    assert 0.51 < served[1].weight_bytes / served[0].weight_bytes < 0.53
+    assert weights.tokens > 160_000
+    assert both.tokens // 2 == weights.tokens
+
+
 def test_a_recurrent_target_has_a_state_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +218,7 @@ def test_what_is_wrong_is_said_in_the_loaders_words(
     config = json.loads((other / "config.json").read_text())
     for name, value, message in (
         ("intermediate_size", 48, "has shape"),
-        ("architectures", ["DeepseekV3ForCausalLM"], "known and not built"),
+        ("architectures", ["DeepseekV4ForCausalLM"], "known and not built"),
     ):
         (other / "config.json").write_text(json.dumps({**config, name: value}))
         info = describe(other)

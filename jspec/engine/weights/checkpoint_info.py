@@ -50,7 +50,7 @@ class CheckpointInfo:
     kind: "target" or "draft"
     parameters: number of weights
     stored_bytes: bytes of the files' tensors by dtype
-    weight_bytes, cache_bytes_per_token: as served in `dtype`
+    weight_bytes, cache_bytes_per_token: as served in `dtype`, or in the formats that are kept
     state_bytes_per_row: of recurrent layers, without what a verification leaves pending
     tied_bytes: the part of weight_bytes that is a transposed copy, not counted in `parameters`
     serve: the command that serves it; "" if problems prevent that
@@ -81,11 +81,18 @@ class CheckpointInfo:
 
 
 def describe(
-    path: Path, *, target: Path | None = None, dtype: str = "bfloat16", memory: int | None = None
+    path: Path,
+    *,
+    target: Path | None = None,
+    dtype: str = "bfloat16",
+    memory: int | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = AUTO,
 ) -> CheckpointInfo:
     """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
 
-    Raises CheckpointError without a directory or a readable config.json.
+    quantization, kv_cache_dtype: of the target, as in EngineArgs. Raises CheckpointError without a
+    directory or a readable config.json.
     """
     check_directory("DIR", path)
     if target is not None:
@@ -97,7 +104,11 @@ def describe(
     if algorithm is None and target is not None and architecture in architectures():
         algorithm = "STANDALONE"
     info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
-    info = _of_target(info, path) if algorithm is None else _of_draft(info, path, fields, target)
+    served: Any = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    if algorithm is None:
+        info = _of_target(info, path, **served)
+    else:
+        info = _of_draft(info, path, fields, target)
     if memory is None:
         return info
     if algorithm is not None and target is None:
@@ -105,7 +116,7 @@ def describe(
             f"--memory is given for {path}, a draft, which is served with its target; expected "
             f"--target too"
         )
-    beside = None if target is None else describe(target, dtype=dtype)
+    beside = None if target is None else describe(target, dtype=dtype, **served)
     return _with_memory(info, memory, beside=beside)
 
 
@@ -164,20 +175,27 @@ def _count(tensors: Tensors, *, without: Collection[str] = ()) -> dict[str, Any]
     return {"num_tensors": len(tensors.sources), "parameters": numbers, "stored_bytes": stored}
 
 
-def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
+def _of_target(
+    info: CheckpointInfo, path: Path, *, quantization: str | None, kv_cache_dtype: str
+) -> CheckpointInfo:
+    """Add the model's facts. Without weights, their formats follow from config.json alone."""
+    has_files = not info.problems
     try:
         spec = load_model_spec(path)
-        cached = cached_in(spec, cached_dtype(AUTO, path))
+        cached = cached_in(spec, cached_dtype(kv_cache_dtype, path))
+        wanted = Wanted(value=quantization, bundle=Ops.name, dtype=info.dtype, shards=1)
+        formats = resident_formats(path, table_of(spec), wanted, has_files=has_files)
     except JspecError as error:
         return _with_problem(info, error)
     table = table_of(spec)
     total = sum(math.prod(param.shape) for param in table)
+    served = with_formats(table, formats)
     tied = sum(math.prod(param.shape) for param in table if param.tied_to is not None)
     info = replace(
         info,
         shapes=_shapes(spec),
         parameters=total - tied,
-        weight_bytes=total * _itemsize(info.dtype),
+        weight_bytes=sum(num_bytes(each.format_in(info.dtype), each.shape) for each in served),
         tied_bytes=tied * _itemsize(info.dtype),
         cache_bytes_per_token=_cache_bytes(cache_groups(cached, name="target"), info.dtype),
         state_bytes_per_row=_state_bytes(cache_groups(spec, name="target"), info.dtype),
@@ -188,14 +206,13 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
     if _brings_draft(path, spec):
         info = replace(info, algorithm="NEXTN")
         words.append("--speculative-algorithm NEXTN")
+    words += [] if quantization is None else [f"--quantization {quantization}"]
+    words += [] if kv_cache_dtype == AUTO else [f"--kv-cache-dtype {kv_cache_dtype}"]
     try:
         check_target(path, spec)
-        wanted = Wanted(bundle=Ops.name, dtype=info.dtype, shards=1)
-        served = with_formats(table, resident_formats(path, table, wanted))
     except JspecError as error:
         return _with_problem(info, error)
-    resident = sum(num_bytes(param.format_in(info.dtype), param.shape) for param in served)
-    return replace(info, serve=" ".join(words), weight_bytes=resident)
+    return replace(info, serve=" ".join(words))
 
 
 def _brings_draft(path: Path, spec: ModelSpec) -> bool:
