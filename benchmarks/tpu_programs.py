@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")  # plain, chain, tree
 PROGRAMS = ("decode B=64", "prefill T=1920 sampling", "decode B=64 sampling")
-EAGLE3, MULTI_LAYER = "eagle3", "mtp"  # drafters, as tests.engine.step_compile calls them
+# Drafters, as tests.engine.step_compile calls them.
+EAGLE3, MULTI_LAYER, NEXTN = "eagle3", "mtp", "nextn"
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 # A slice of each chip that holds the model in bfloat16 with room for KV.
 V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
@@ -153,6 +154,22 @@ def multi_layer() -> list[Job]:
         for program in programs
         for shape in SHAPES[1:]
         for topology in (V5P, V7X)
+    ]
+
+
+def hybrid() -> list[Job]:
+    """Return programs of Qwen3.5-9B's first eight layers, six of them delta nets, and its MTP layer
+    as a tree."""
+    return [
+        Job(
+            model="qwen3.5-9b",
+            topology=V6E,
+            shape=SHAPES[2],
+            program=program,
+            layers=8,
+            drafter=NEXTN,
+        )
+        for program in ("decode B=64", "prefill T=1920 sampling")
     ]
 
 

@@ -313,17 +313,44 @@ def _of_json(config: Mapping[str, Any], family: str) -> ModelSpec:
     return family_named(family).read(Fields(Path(f"{family}/config.json"), dict(config)))
 
 
-def mimo_layers_of(target: ModelSpec) -> HeadSpec:
-    """MiMo-V2-Flash's own layers for a target of its widths, however many layers that has."""
-    family = family_named(MIMO_V2_FLASH.family)
-    if family.mtp is None:
-        raise ConfigError(f"family is {family.name!r}; expected one with layers of its own")
-    return family.mtp.read(Fields(Path("config.json"), dict(MIMO_V2_FLASH_JSON)), target)
+QWEN3_5_9B_JSON: Mapping[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "vocab_size": 248320,
+}
+OF_THEIR_OWN = {"mimo_v2": MIMO_V2_FLASH_JSON, "qwen3_5": QWEN3_5_9B_JSON}
+
+
+def own_layers_of(target: ModelSpec) -> HeadSpec:
+    """The family's own layers for a target of its widths, however many layers that has."""
+    family = family_named(target.family)
+    if family.mtp is None or family.name not in OF_THEIR_OWN:
+        raise ConfigError(f"family is {family.name!r}; expected one of {', '.join(OF_THEIR_OWN)}")
+    config = dict(OF_THEIR_OWN[family.name])
+    return family.mtp.read(Fields(Path("config.json"), config), target)
 
 
 GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON, "gpt_oss")
 GPT_OSS_120B = _of_json(GPT_OSS_120B_JSON, "gpt_oss")
 MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
+QWEN3_5_9B = _of_json(QWEN3_5_9B_JSON, "qwen3_5")
 TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
 
 

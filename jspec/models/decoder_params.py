@@ -169,6 +169,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
             shape=(spec.conv_size, spec.conv_dim),
             layouts=(channels("conv1d.weight", 1, spec.conv_size),),
             axes=(None, "heads"),
+            format=FLOAT32,  # as the convolution reads it
         ),
         of_heads("log", "A_log"),
         of_heads("bias", "dt_bias"),

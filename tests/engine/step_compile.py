@@ -44,11 +44,12 @@ from benchmarks.workloads import (
     LLAMA_8B,
     LLAMA_70B,
     MIMO_V2_FLASH,
+    QWEN3_5_9B,
     QWEN3_30B_A3B,
     draft_of,
     eagle1_of,
-    mimo_layers_of,
     mtp_of,
+    own_layers_of,
 )
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.device.parallel import Parallel, shardings
@@ -102,11 +103,13 @@ MODELS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
     "mimo-v2-flash": MIMO_V2_FLASH,
+    "qwen3.5-9b": QWEN3_5_9B,
 }
 ALGORITHMS = {
     "eagle3": Algorithm.EAGLE3,
     "eagle1": Algorithm.EAGLE,
     "mtp": Algorithm.MULTI_LAYER_EAGLE,
+    "nextn": Algorithm.NEXTN,
     "standalone": Algorithm.STANDALONE,
     "ngram": Algorithm.NGRAM,
 }
@@ -254,8 +257,10 @@ def _drafter(
         return EagleDrafter(FeatureHead(eagle1_of(config), ops, shard), draft_shape)
     if kind == "mtp":
         own = config.family == MIMO_V2_FLASH.family
-        layers = mimo_layers_of(config) if own else mtp_of(config, num_layers=draft_shape.num_steps)
+        layers = own_layers_of(config) if own else mtp_of(config, num_layers=draft_shape.num_steps)
         return MultiLayerDrafter(FeatureHead(layers, ops, shard), draft_shape)
+    if kind == "nextn":
+        return EagleDrafter(FeatureHead(own_layers_of(config), ops, shard), draft_shape)
     aux = aux_layers(config.num_layers)
     head = draft_of(config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux)
     return EagleDrafter(FeatureHead(head, ops, shard), draft_shape)
@@ -273,7 +278,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     seconds = time.monotonic() - started
     text, memory = compiled.as_text(), compiled.memory_analysis()
     pools = case.local_pools()
-    shapes = {x.shape for x in pools}
+    shapes = {x.shape for x in pools if len(x.shape) > 2}  # not accepted paths, which are tiny
     weights = {x.shape for x in case.local_weights() if len(x.shape) >= 2}
     unshared = memory.output_size_in_bytes - memory.alias_size_in_bytes
     code = memory.generated_code_size_in_bytes

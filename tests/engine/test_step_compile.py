@@ -32,6 +32,7 @@ from benchmarks.tpu_programs import (
     few,
     fewest,
     full_depth,
+    hybrid,
     multi_layer,
     run_job,
 )
@@ -130,6 +131,21 @@ def test_a_multi_layer_draft_compiles_for_a_tpu(job: Job) -> None:
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
     assert (found["program"], found["layers"]) == (job.program, 2)
     assert found["kernels"] >= 2 + 5, "a forward of a layer without a Mosaic kernel"
+    assert (found["pool_copies"], found["weight_copies"]) == ([], [])
+    assert found["device_bytes"] < found["hbm_bytes"]
+    assert found["pool_bytes"] > found["hbm_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+@needs_compiler
+@pytest.mark.parametrize("job", hybrid(), ids=str)
+def test_a_hybrid_target_and_its_layer_compile_for_a_tpu(job: Job) -> None:
+    """States of rows stay where they are, as pages do; delta nets have no kernel."""
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert (found["program"], found["layers"]) == (job.program, job.layers)
+    assert found["kernels"] >= 2, "a layer with attention without a Mosaic kernel"
     assert (found["pool_copies"], found["weight_copies"]) == ([], [])
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3

@@ -9,9 +9,11 @@ padding      NaN in padding, in rows without a request and in what no row wrote 
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,17 @@ from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, s
 from jspec.pallas_kernels.ops import ReferenceOps
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
-from tests.layers.mixer_rows import CHUNK, LENGTH, NUM_PATH, NUM_ROWS, SIZE, Mixed, Reference, Rows
+from tests.layers.mixer_rows import (
+    CHUNK,
+    LENGTH,
+    NUM_PATH,
+    NUM_ROWS,
+    SIZE,
+    Mixed,
+    Reference,
+    Rows,
+    run,
+)
 
 SPECS: dict[str, tuple[Mixer, Reference]] = {
     "latent": (
@@ -109,6 +121,23 @@ def test_the_plain_definition_of_attention_serves_latents() -> None:
     rows.chunk((5, 2, 9))
     rows.verify(7, topk=2)
     rows.verify(3, topk=1)
+
+
+@pytest.mark.parametrize("nodes", [None, 4])
+def test_products_of_states_are_not_rounded(nodes: int | None) -> None:
+    """On TPUs and GPUs products of float32 are, unless they ask for more."""
+    mixed, count = mixed_of("delta_net"), 4 * NUM_ROWS
+    rows = Rows(mixed, seed=0, page_size=4)
+    lens = [4] * NUM_ROWS
+    told = rows._rows(lens, [0, 4, 8, 12], np.zeros(count, np.int32))
+    traced = functools.partial(run, spec=mixed.spec, ops=rows.ops, nodes=nodes)
+    with jax.default_matmul_precision("default"):
+        given = (mixed.params, rows.cache, jnp.zeros((count, SIZE)), told)
+        text = str(jax.make_jaxpr(traced)(*given))
+    precisions = re.findall(r"dot_general\[[^\]]*?dimension_numbers=.*\n *precision=(.*)", text)
+    exact = [precision for precision in precisions if "HIGHEST" in precision]
+    assert len(exact) >= 6
+    assert len(precisions) - len(exact) == 4  # the layer's projections
 
 
 def test_a_row_goes_on_after_a_snapshot_of_another() -> None:

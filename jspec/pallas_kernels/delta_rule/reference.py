@@ -26,6 +26,8 @@ h. Since `pending` is one array, its only write depends on all that is read, and
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -35,6 +37,9 @@ from jspec.device.state import put_rows, take_rows
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, mask_bits
 
 BLOCK_TOKENS = 64  # of a prompt, solved at once
+# States, sums of logarithms and the system are float32: the platforms' defaults for products of
+# float32 (bfloat16 on a TPU, TF32 on a GPU) would round them.
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 NORM_EPS = 1e-6  # of the l2 norm of queries and keys
 
 Cache = dict[str, jax.Array]
@@ -313,23 +318,23 @@ def _solve(
     """Return (outputs, U, G) of the module's docstring."""
     repeats = tokens.v.shape[-2] // tokens.k.shape[-2]
     q, k = (jnp.repeat(x, repeats, axis=-2) for x in (tokens.q, tokens.k))
-    total = jnp.einsum("...ij,...jh->...ih", sees.astype(jnp.float32), tokens.decay)
+    total = _einsum("...ij,...jh->...ih", sees.astype(jnp.float32), tokens.decay)
     gap = total[..., :, None, :] - total[..., None, :, :]
     fade = jnp.exp(jnp.where(sees[..., None], gap, -jnp.inf))  # D: [*b, N, N, Hv]
     fade = jnp.moveaxis(fade, -1, -3)
     grown = jnp.exp(total)[..., None]
     beta = tokens.beta[..., None]
-    given = beta * (tokens.v - grown * jnp.einsum("...nhk,...hkv->...nhv", k, state))
-    alike = jnp.einsum("...ihk,...jhk->...hij", k, k)
+    given = beta * (tokens.v - grown * _einsum("...nhk,...hkv->...nhv", k, state))
+    alike = _einsum("...ihk,...jhk->...hij", k, k)
     size = sees.shape[-1]
     system = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * alike
     system = jnp.where(jnp.eye(size, dtype=bool), 1.0, system)
     updates = jax.scipy.linalg.solve_triangular(
         system, jnp.moveaxis(given, -2, -3), lower=True, unit_diagonal=True
     )
-    near = fade * jnp.einsum("...ihk,...jhk->...hij", q, k)
-    out = grown * jnp.einsum("...nhk,...hkv->...nhv", q, state) + jnp.moveaxis(
-        jnp.einsum("...hij,...hjv->...hiv", near, updates), -3, -2
+    near = fade * _einsum("...ihk,...jhk->...hij", q, k)
+    out = grown * _einsum("...nhk,...hkv->...nhv", q, state) + jnp.moveaxis(
+        _einsum("...hij,...hjv->...hiv", near, updates), -3, -2
     )
     return out, jnp.moveaxis(updates, -3, -2), total
 
@@ -344,4 +349,4 @@ def _after(
     """Return the state after a path, of which `total` is the last G."""
     k = jnp.repeat(keys, updates.shape[1] // keys.shape[1], axis=1)
     faded = updates * jnp.exp(total - decays)[..., None]
-    return jnp.exp(total)[:, None, None] * state + jnp.einsum("mhk,mhv->hkv", k, faded)
+    return jnp.exp(total)[:, None, None] * state + _einsum("mhk,mhv->hkv", k, faded)
