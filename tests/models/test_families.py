@@ -153,6 +153,38 @@ def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
     )
 
 
+def test_long_chunks_of_several_rows_choose_what_transformers_chose() -> None:
+    """Several blocks of 64 tokens of a delta net, in a row and after one."""
+    spec, params = loaded("qwen3_next")
+    golden = json.loads((GOLDEN / "qwen3_next" / "greedy.json").read_text())
+    text, first = [*golden["prompt"], *golden["ids"]], len(golden["prompt"])
+    decoder, lens = Decoder(spec, OPS["xla"]), (70, len(text), 3)
+    pools = empty_pools(
+        decoder.cache_groups,
+        num_pages=52,
+        page_size=16,
+        shards=1,
+        dtype=jnp.float32,
+        ops=OPS["xla"],
+    )
+    ids = [token for length in lens for token in text[:length]]
+    rows = AttentionMetadata(
+        page_table=jnp.arange(1, 52, dtype=jnp.int32).reshape(3, 17),
+        prefix_lens=jnp.zeros(3, jnp.int32),
+        cu_q_lens=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
+        q_positions=jnp.concatenate([jnp.arange(length, dtype=jnp.int32) for length in lens]),
+        slots=jnp.asarray([7, 3, 5], jnp.int32),
+    )
+    step = jax.jit(partial(decoder.forward, queries_per_row=None))
+    with jax.default_matmul_precision("highest"):
+        hidden, _, _ = step(params, jnp.asarray(ids, jnp.int32), jax.tree.map(unread, pools), rows)
+        best = np.asarray(decoder.logits(params, hidden)).argmax(-1)
+    ends = np.cumsum(lens)
+    for end, length in zip(ends, lens, strict=True):
+        said = best[end - length : end]
+        assert said[first - 1 : -1].tolist() == text[first:length]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_save_then_load_is_exact(variant: str, tmp_path: Path) -> None:
     """Experts are stored one by one."""
