@@ -287,7 +287,7 @@ def gpu_problem(
 ) -> str | None:
     """Return why the Hopper kernels cannot be used, or None. page_size None: the default."""
     page_size = page_size or GpuOps.default_page_size
-    odd = [width for width in head_dims if width not in (64, 128)]
+    odd = next((width for width in head_dims if width not in (64, 128)), None)
     expected = {
         f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
         f"jax {jax.__version__}": (hopper.has_mosaic_gpu(), "0.11 or later"),
@@ -299,7 +299,7 @@ def gpu_problem(
             page_size in (8, 16, 32, 64) or page_size % 128 == 0,
             "8, 16, 32, 64 or a multiple of 128",
         ),
-        f"head_dim {odd[0] if odd else head_dims[0]}": (not odd, "64 or 128"),
+        f"head_dim {odd}": (odd is None, "64 or 128"),
     }
     found = (f"{name}; expected {wanted}" for name, (fits, wanted) in expected.items() if not fits)
     return next(found, None)
