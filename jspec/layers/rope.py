@@ -16,11 +16,13 @@ from jspec.spec.rope import RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """Return f32[D/2] angles per position, computed in float64, scaled by YaRN or Llama 3.1."""
+    """Return f32[D/2] angles per position, computed in float64, with the scaling of `rope`."""
     inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.yarn is not None:
         slowed = _yarn_ramp(head_dim, rope, rope.yarn)
         inv = inv * (1 - slowed) + inv / rope.factor * slowed
+    elif rope.is_linear:
+        inv = inv / rope.factor
     elif rope.factor > 1.0:
         wavelength = 2 * math.pi / inv
         low = rope.original_max_position / rope.low_freq_factor

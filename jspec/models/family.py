@@ -78,11 +78,17 @@ def read_decoder(
         ),
         rms_norm_eps=eps,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        max_position=fields.integer("max_position_embeddings", default_max_position),
+        max_position=_max_position(fields, attention, default_max_position),
         eos_token_ids=eos_ids(fields),
         bos_token_id=bos_id(fields),
         family=family,
     )
+
+
+def _max_position(fields: Fields, attention: AttentionSpec, default: int) -> int:
+    """Return the longest context: Vicuna's 16k models have theirs under a name of its own."""
+    context = fields.integer("max_position_embeddings", default)
+    return fields.integer("max_sequence_length", context) if attention.rope.is_linear else context
 
 
 def read_attention(

@@ -28,7 +28,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `factor` > 1 without `yarn` is Llama 3.1's scaling."""
+    """Rotary embedding. `factor` > 1 without `yarn` or `is_linear` is Llama 3.1's scaling."""
 
     theta: float = 10000.0
     factor: float = 1.0
@@ -36,3 +36,4 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     yarn: YarnConfig | None = None
+    is_linear: bool = False  # all frequencies are divided by the factor

@@ -104,6 +104,17 @@ def _factor(merged: Fields) -> float:
     return factor
 
 
+def _linear(merged: Fields) -> RopeConfig:
+    theta, factor = merged.number("rope_theta", DEFAULT_THETA), _factor(merged)
+    return RopeConfig(theta=theta, factor=factor, is_linear=True)
+
+
+def _dynamic(merged: Fields) -> RopeConfig:
+    """Read a scaling that changes nothing up to max_position_embeddings, the longest context."""
+    _factor(merged)
+    return _default(merged)
+
+
 def _llama3(merged: Fields) -> RopeConfig:
     factor = _factor(merged)
     low, high = merged.number("low_freq_factor"), merged.number("high_freq_factor")
@@ -175,6 +186,8 @@ def rope_json(rope: RopeConfig) -> dict[str, Any]:
         }
         mscales = {"mscale": rope.yarn.mscale, "mscale_all_dim": rope.yarn.mscale_all_dim}
         scaling |= {name: value for name, value in mscales.items() if value}
+    elif rope.is_linear:
+        scaling = {"rope_type": "linear", "factor": rope.factor}
     elif rope.factor > 1.0:
         scaling = {
             "rope_type": "llama3",
@@ -188,6 +201,8 @@ def rope_json(rope: RopeConfig) -> dict[str, Any]:
 
 KINDS: dict[str, Callable[[Fields], RopeConfig]] = {
     "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -1,4 +1,4 @@
-"""Writes tests/golden/yarn.npz: transformers' YaRN frequencies and attention factors.
+"""Writes tests/golden/yarn.npz: transformers' frequencies and attention factors of scaled RoPE.
 
 Run by hand where torch and transformers (5) are installed; the tests read only what it wrote:
 
@@ -34,6 +34,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         | {"beta_slow": 2.0, LENGTH: 1024},
     ),
     "short_context": (8, {"rope_theta": 150000.0, "factor": 32.0, "truncate": False, LENGTH: 16}),
+    "kimi_k2": (
+        64,
+        {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0}
+        | {"mscale_all_dim": 1.0, LENGTH: 4096},
+    ),
+    "linear": (128, {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}),
+    "dynamic": (128, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
     "one_step": (8, {"rope_theta": 1e4, "factor": 4.0, LENGTH: 6}),
 }
 
@@ -49,7 +56,7 @@ def main() -> None:
             max_position_embeddings=1 << 17,
             rope_parameters=dict(table),
         )
-        frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[table["rope_type"]](config)
         found[f"{name}.table"] = np.array(json.dumps(table))
         found[f"{name}.frequencies"] = frequencies.numpy()
         found[f"{name}.attention_factor"] = np.float64(factor)

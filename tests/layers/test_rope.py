@@ -1,5 +1,5 @@
-"""RoPE against the rotation written out in float64, Llama 3.1's scaling at its landmarks, and YaRN
-against transformers."""
+"""RoPE against the rotation written out in float64, Llama 3.1's scaling at its landmarks, and other
+scalings against transformers."""
 
 from __future__ import annotations
 
@@ -85,17 +85,20 @@ def test_llama31_scaling_slows_long_waves_only() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["gpt_oss", "qwen3", "both_mscales", "stated_factor", "short_context", "one_step"],
+    [
+        *("gpt_oss", "qwen3", "both_mscales", "stated_factor", "short_context", "kimi_k2"),
+        *("one_step", "linear", "dynamic"),
+    ],
 )
-def test_yarn_equals_transformers(case: str) -> None:
+def test_scaled_frequencies_equal_transformers(case: str) -> None:
     """tests/golden/make_yarn_golden.py wrote what transformers computes, in float32."""
     table = json.loads(str(YARN[f"{case}.table"]))
     rope = read_rope(Fields(Path("config.json"), {"rope_parameters": table}))
     expected = YARN[f"{case}.frequencies"]
     found = inverse_frequencies(2 * expected.size, rope)
     np.testing.assert_allclose(found, expected, rtol=2e-6)
-    assert rope.yarn is not None
-    assert rope.yarn.attention_factor == pytest.approx(float(YARN[f"{case}.attention_factor"]))
+    factor = 1.0 if rope.yarn is None else rope.yarn.attention_factor
+    assert factor == pytest.approx(float(YARN[f"{case}.attention_factor"]))
 
 
 def test_yarn_s_cosines_and_sines_carry_the_attention_factor() -> None:

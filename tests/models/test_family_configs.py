@@ -340,7 +340,7 @@ def test_written_configs_read_back(config: dict[str, Any], tmp_path: Path) -> No
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' or 'swish'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method .awq.; expected .fp8."),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope type is 'linear'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type is 'longrope'"),
     ],
 )
 def test_what_is_not_served_is_refused(

@@ -198,10 +198,9 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
             r"layer_types has \['chunked_attention'\]; expected 'full_attention' or 'sliding",
         ),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope type is 'linear'; expected 'default' or 'llama3' or 'yarn'",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope type is 'longrope'; expected 'default' or 'linear' or 'dynamic' or 'llama3' or",
         ),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type is 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({"rope_scaling": LLAMA3_SCALING | {"factor": 0.5}}, "factor is 0.5; expected at least 1"),
         ({"num_key_value_heads": 5}, "num_attention_heads is 32; expected a multiple"),

@@ -116,6 +116,21 @@ def test_what_contradicts_itself_is_an_error_with_both_values(
         load(tmp_path, **rope)
 
 
+def test_linear_and_dynamic(tmp_path: Path) -> None:
+    """As Vicuna-16k and deepseek-coder have it; `dynamic` changes nothing within the context."""
+    linear = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    expected = RopeConfig(factor=4.0, is_linear=True)
+    assert load(tmp_path, **linear) == load(tmp_path, **rope_json(expected)) == expected
+    assert load_model_spec(tmp_path).max_position == 777
+    load(tmp_path, **linear, max_sequence_length=3108)
+    assert load_model_spec(tmp_path).max_position == 3108
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_sequence_length": 3108}
+    assert load(tmp_path, **dynamic) == RopeConfig()
+    assert load_model_spec(tmp_path).max_position == 777
+    with pytest.raises(CheckpointError, match="factor is None; expected a positive number"):
+        load(tmp_path, rope_scaling={"type": "dynamic"})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -171,9 +186,9 @@ def test_a_malformed_yarn_is_named(
         load(tmp_path, rope_parameters={**YARN, **rope})
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "longrope", ["llama3"]])
+@pytest.mark.parametrize("kind", ["longrope", ["llama3"]])
 @pytest.mark.parametrize("table", ["rope_parameters", "rope_scaling"])
 def test_another_kind_is_refused_by_name(kind: Any, table: str, tmp_path: Path) -> None:
     beside = {"rope_parameters": {"rope_type": "default"}, table: {"rope_type": kind, "factor": 2}}
-    with pytest.raises(ConfigError, match=r"rope type is \[?'(linear|dynamic|long|llama3)"):
+    with pytest.raises(ConfigError, match=r"rope type is \[?'(long|llama3)"):
         load(tmp_path, **beside)
