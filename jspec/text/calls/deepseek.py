@@ -30,6 +30,7 @@ _KIND = "function"
 class DeepseekParser(CallMachine):
     """V3's calls; closing marks and the code block's fences may be missing."""
 
+    _all_begin, _begin = ALL_BEGIN, BEGIN
     _ends: tuple[str, ...] = (FENCE, END, ALL_END)  # marks that may follow a call, in this order
     _closing: tuple[str, ...] = ()  # those that may still follow the last one
 
@@ -38,15 +39,15 @@ class DeepseekParser(CallMachine):
             return self._read(self._reader)
         if self._closing:
             return self._close()
-        return self._head() if self._raw else self._until(ALL_BEGIN, BEGIN)
+        return self._head() if self._raw else self._until(self._all_begin, self._begin)
 
     def _head(self) -> list[Event] | None:
         text, blanks = self._rest.lstrip(BLANKS), self._num_blanks()
-        if self._raw.endswith(ALL_BEGIN):
-            if text.startswith(BEGIN):
-                self._look(blanks + len(BEGIN))
+        if self._raw.endswith(self._all_begin):
+            if text.startswith(self._begin):
+                self._look(blanks + len(self._begin))
                 return []
-            return None if BEGIN.startswith(text) else self._give_up()
+            return None if self._begin.startswith(text) else self._give_up()
         return self._named()
 
     def _named(self) -> list[Event] | None:
@@ -65,11 +66,13 @@ class DeepseekParser(CallMachine):
         is_open = not after or f"{FENCE}json".startswith(fenced)
         return self._arguments(name.rstrip(BLANKS), after, is_open=is_open)
 
-    def _arguments(self, name: str, after: str, *, is_open: bool) -> list[Event] | None:
+    def _arguments(
+        self, name: str, after: str, *, is_open: bool, call_id: str | None = None
+    ) -> list[Event] | None:
         """Start the arguments. after: _rest from the opening brace; is_open: it may still come."""
         if after.startswith("{"):
             self._look(len(self._rest) - len(after))
-            self._reader = ArgumentsReader(name)
+            self._reader = ArgumentsReader(name, call_id)
             return []
         return None if is_open else self._give_up()
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from jspec.messages.grammar import ReasoningMarks
-from jspec.text.calls import deepseek, gpt_oss, hermes, llama3, mistral, thinking, xml_calls
+from jspec.text.calls import (
+    deepseek,
+    gpt_oss,
+    hermes,
+    kimi,
+    llama3,
+    mistral,
+    thinking,
+    xml_calls,
+)
 from jspec.text.calls.call_list import CallListParser
 from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
 
@@ -68,6 +77,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
+    "kimi_k2": CallFormat(parser=kimi.KimiParser, markers=kimi.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=_HARMONY_MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -85,6 +95,7 @@ CALL_ALIASES: Mapping[str, str] = {
 }
 REASONING_ALIASES: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
+    "kimi_k2": "deepseek-r1",
     "glm45": "qwen3",
     "deepseek-v3": "qwen3",
     "deepseek_v3": "qwen3",

@@ -39,6 +39,7 @@ R1 = AnswerFormat(reasoning="deepseek-r1")
 DEEPSEEK = AnswerFormat(calls="deepseekv3")
 DEEPSEEK_31 = AnswerFormat(calls="deepseekv31", reasoning="qwen3")
 DEEPSEEK_R1 = AnswerFormat(calls="deepseekv3", reasoning="deepseek-r1")
+KIMI = AnswerFormat(calls="kimi_k2")
 FORCED = AnswerFormat()
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
@@ -53,6 +54,7 @@ STYLES = {
     "deepseekv3": DEEPSEEK,
     "deepseekv31": DEEPSEEK_31,
     "deepseekv3 and r1": DEEPSEEK_R1,
+    "kimi_k2": KIMI,
 }
 
 
@@ -87,6 +89,9 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 DS_ALL, DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
 DS_BEGIN, DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 DS_END, DS_ALL_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_BEGIN, KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_SEP = "<|tool_call_argument_begin|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (QWEN, "Hello < world", ["Hello < world"]),
@@ -150,6 +155,12 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
         ["?Hm", "f({}", " ```"],
     ),
     (DEEPSEEK_31, f"{DS_BEGIN}f{DS_SEP}{{}}``` done", ["f({}", "``` done"]),
+    (
+        KIMI,
+        f'Ok.{KIMI_ALL}{KIMI_BEGIN}functions.f:0{KIMI_SEP}{{"x": 1}}{KIMI_END}'
+        f"{KIMI_BEGIN}get_weather:12 {KIMI_SEP} {{}}{KIMI_END}{KIMI_ALL_END}",
+        ["Ok.", 'f#functions.f:0({"x": 1}', "get_weather#get_weather:12({}"],
+    ),
     (LLAMA, TWO, ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, f"<|python_tag|>{TWO}", ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', ["f({}"]),
@@ -211,6 +222,10 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (DEEPSEEK_31, f"{DS_BEGIN}get_weather<｜tool▁s", None),
     (DEEPSEEK_31, f"{DS_BEGIN}f{DS_SEP}f(1)", None),
     (DEEPSEEK_31, f'{DS_BEGIN}f{DS_SEP}{{"x": "a', ['f({"x": "a']),
+    (KIMI, f"{KIMI_ALL}{KIMI_BEGIN}functions.nobody:0{KIMI_SEP}{{}}", None),
+    (KIMI, f"{KIMI_BEGIN}functions.f{KIMI_SEP}{{}}{KIMI_END}", None),
+    (KIMI, f"{KIMI_BEGIN}functions.f:1x", None),
+    (KIMI, f"{KIMI_BEGIN}functions.f:1 {KIMI_SEP[:9]}", None),
     (LLAMA, '{"city": "Paris"}', None),
     (LLAMA, "<|python_tag|>search.call(query='x')", None),
     (LLAMA, 'Say {"name": "f", "parameters": {}}', None),
@@ -245,6 +260,7 @@ PARTS = st.sampled_from(
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
         *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
         *(DS_ALL, DS, DS[:21], DS_BEGIN, DS_SEP, DS_END, DS_ALL_END, "```json", "```"),
+        *(KIMI_ALL, KIMI_BEGIN, "functions.f:", "1", KIMI_SEP, KIMI_SEP[:9], KIMI_END),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
         *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
@@ -284,7 +300,7 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
     st.sampled_from(
         [
             *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"),
-            *("deepseekv3", "deepseekv31"),
+            *("deepseekv3", "deepseekv31", "kimi_k2"),
         ]
     ),
     TEXTS,
