@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.device.weights import PACKED, Weight, dense
-from jspec.errors import ConfigError
-from jspec.layers.attention import Attend, attention
+from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
+from jspec.layers.latent_attention import AttendLatent
 from jspec.layers.linear import logits_of
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import LayerSettings, Params, feed_forward, run_layer, trunk
+from jspec.models.decoder import MIXERS, LayerSettings, Params, feed_forward, run_layer, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.kv_write.api import Rotation
@@ -148,6 +148,17 @@ def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
     return folded
 
 
+def _attend_latent(spec: LatentAttentionSpec, shape: tuple[int, ...]) -> AttendLatent:
+    """Return causal attention of one kv head, whose V is its K, over the tokens of flat rows."""
+
+    def attend(queries: jax.Array, records: jax.Array) -> jax.Array:
+        q = queries.reshape(*shape, *queries.shape[1:])
+        k = records.reshape(*shape, 1, records.shape[-1])
+        return _attend_dense(q, k, k, backend="xla", spec=spec).reshape(queries.shape)
+
+    return attend
+
+
 @functools.cache
 def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
     """Return 'cudnn' if it compiles and runs here for these shapes and gradients, else 'xla'."""
@@ -177,7 +188,7 @@ def _run_layer(
     spec: LayerSpec,
     params: Params,
     positions: jax.Array,
-    attend: Attend,
+    attend: Callable[..., jax.Array],
     drop: Drop | None,
 ) -> Residual:
     settings = LayerSettings(Ops())
@@ -185,12 +196,12 @@ def _run_layer(
         return run_layer(params, stream, positions, attend, spec=spec, settings=settings)
     x = stream.sum()
     normed = norm(params["input_norm"], x, eps=spec.eps)
-    mixed = attention(
+    mixed = MIXERS[type(spec.attention)](
         params["attention"],
         normed,
         positions,
         attend,
-        spec=spec.softmax_attention,
+        spec=spec.attention,
         eps=spec.eps,
         shard=settings.shard,
         ops=settings.ops,
@@ -216,18 +227,21 @@ def forward(
 
     aux_layer_ids: layers at whose input the residual stream is captured (models.decoder.trunk).
     """
-    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-        raise ConfigError("the model has latent attention; expected one with K and V of its heads")
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:
         x = drop(x, 2 * spec.num_layers)
-    # MoE sorts the tokens of all rows, so rows are flattened.
-    is_flat = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
+    # MoE sorts the tokens of all rows, and latent attention takes flat tokens.
+    is_flat = any(
+        isinstance(layer.ffn, MoESpec) or isinstance(layer.attention, LatentAttentionSpec)
+        for layer in spec.layers
+    )
     if is_flat:
         x, positions = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
 
-    def attend_in(layer: LayerSpec) -> Attend:
+    def attend_in(layer: LayerSpec) -> Callable[..., jax.Array]:
+        if isinstance(layer.attention, LatentAttentionSpec):
+            return _attend_latent(layer.attention, token_ids.shape)
         own = attend(layer.softmax_attention)
         return _folded(own, token_ids.shape) if is_flat else own
 

@@ -14,10 +14,11 @@ from jspec.training.dense import causal_attend, forward, lm_logits
 from tests.models.family_checkpoints import checkpoint_of
 from tests.support.golden_arrays import arrays_of
 
-# gpt_oss has windows, sinks and an MoE, the others heads of two sizes, gates, a shared expert.
-SLOW = ("gpt_oss", "step3p5")
+# gpt_oss has windows, sinks and an MoE; the others heads of two sizes, gates, a shared expert, and
+# latents.
+SLOW = ("gpt_oss", "step3p5", "deepseek_v3")
 REPETITIONS = (
-    *("mimo_v2", "glm4_moe"),
+    *("mimo_v2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "kimi_k2"),
     *("mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mimo"),
 )
 

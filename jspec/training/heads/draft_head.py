@@ -17,7 +17,13 @@ from jaxtyping import Array, Int
 
 from jspec.device.pytree import pytree
 from jspec.models.decoder import Params
-from jspec.spec.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+)
 from jspec.spec.rope import RopeConfig
 
 
@@ -67,12 +73,16 @@ class DraftHead(Protocol):
 
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
-    """Return a layer with its target's attention heads and RoPE theta 10000, as published."""
+    """Return a layer with its target's attention heads and RoPE theta 10000, as published.
+
+    For a target with latent attention, the heads have the width of its values.
+    """
     given = target.layers[-1].softmax_attention
+    is_latent = isinstance(given, LatentAttentionSpec)
     attention = AttentionSpec(
         num_heads=given.num_heads,
         num_kv_heads=given.num_kv_heads,
-        head_dim=given.head_dim,
+        head_dim=given.value_dim if is_latent else given.head_dim,
         rope=RopeConfig(theta=10000.0),
     )
     return LayerSpec(
