@@ -129,6 +129,8 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
+# Other names of an algorithm, as a flag's value: the checkpoint decides what it drafts with.
+ALIASES = {"DSPARK": "DFLASH"}
 
 
 def register(algorithm: Algorithm) -> Algorithm:

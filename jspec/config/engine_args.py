@@ -16,7 +16,7 @@ from jspec.config.arguments import (
     of_names,
     unset_error,
 )
-from jspec.config.drafting import ALGORITHMS
+from jspec.config.drafting import ALGORITHMS, ALIASES
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.errors import ConfigError
 
@@ -135,8 +135,8 @@ class EngineArgs:
         None,
         "Draft algorithm: EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the "
         "target's own layers for multi-token prediction; also EAGLE with "
-        "--enable-multi-layer-eagle), DFLASH (a block in one forward) or NONE; unset: EAGLE3 for "
-        "the bundled pair, else NONE",
+        "--enable-multi-layer-eagle), DFLASH or DSPARK (a block in one forward; the checkpoint "
+        "decides which) or NONE; unset: EAGLE3 for the bundled pair, else NONE",
         _SPECULATION,
     )
     enable_multi_layer_eagle: bool = argument(
@@ -398,6 +398,7 @@ class EngineArgs:
                     f"expected EAGLE or NEXTN with it"
                 )
             return multi_layer
+        name = ALIASES.get(name, name)
         if name not in known:
             raise ConfigError(
                 f"speculative_algorithm is {name!r}; expected one of {', '.join(known)}"

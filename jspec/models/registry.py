@@ -54,11 +54,14 @@ DRAFTS: dict[str, MtpFamily] = {
     "Qwen3_5ForCausalLMMTP": qwen3_next.MTP,
 }
 
-# Block drafters' architectures and speculators' model types, and SGLang's names of the algorithms.
+# Block drafters: architectures and speculators' model types, and the kind of each.
 BLOCKS: dict[str, str] = {
-    "DFlashDraftModel": "DFLASH",
-    "MuseGlimmerAssistantModel": "DFLASH",
-    "dflash": "DFLASH",
+    "DFlashDraftModel": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+    "dflash": "dflash",
+    "dspark": "dspark",
 }
 
 # Known architectures that are refused, and the missing features.
@@ -88,8 +91,8 @@ def draft_algorithm(fields: Fields) -> str | None:
     name = names[0] if isinstance(names, list) and names else ""
     if fields.get("speculators_model_type") == "eagle3" or "Eagle3" in str(name):
         return "EAGLE3"
-    if (block := BLOCKS.get(fields.get("speculators_model_type") or name)) is not None:
-        return block
+    if (fields.get("speculators_model_type") or name) in BLOCKS:
+        return "DFLASH"
     if name in DRAFTS:
         return "NEXTN"
     return "EAGLE" if "Eagle" in str(name) else None

@@ -7,15 +7,33 @@ reader (`jspec/models/heads/block_config.py`) makes a BlockSpec.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from jspec.errors import ConfigError
 from jspec.spec.model_spec import ModelSpec
 
 
+class MarkovKind(enum.Enum):
+    """How a Markov head makes its vector m of e, the entry of the token before, and h, the row's
+    output."""
+
+    VANILLA = "m = e"
+    GATED = "m = sigmoid(gate([h; e])) * e"
+    RNN = "[g; c; m'] = joint([s; e; h]), m = tanh(m'); next s = sigmoid(g) s + sigmoid(-g) tanh(c)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkovSpec:
+    """A Markov head (DSpark): adds a product of m, `rank` wide, to the logits of a row."""
+
+    rank: int
+    kind: MarkovKind
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """A block drafter's model (DFlash).
+    """A block drafter's model (DFlash, DSpark).
 
     layer: its decoder layers; vocab_size is the target's V. draft_vocab_size: U.
     aux_layer_ids: as in HeadSpec: the residual at the INPUT of these layers of the target
@@ -25,6 +43,7 @@ class BlockSpec:
         other layers the rows see each other both ways.
     windows_from_root: a window counts back from the root for all rows of the block, instead of
         from each row
+    markov: a head that lets logits depend on the token before
     """
 
     layer: ModelSpec
@@ -35,6 +54,7 @@ class BlockSpec:
     from_root: bool = False
     causal_windows: bool = True
     windows_from_root: bool = False
+    markov: MarkovSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):

@@ -121,36 +121,43 @@ def grow_tree(
     return caches, tree
 
 
-def grow_from_lattice(
+class RankLevel(Protocol):
+    """The candidates of a level of a block, given the tokens before them."""
+
+    def __call__(
+        self, depth: int, parents: jax.Array, carried: Any
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        """Return (arrays the children carry, ids [B, P, K], terms [B, P, K]).
+
+        depth: of the parents, 0 for the root, when P = 1. parents: their tokens, i32[B, P]
+        """
+        ...
+
+
+def grow_block(
     root_ids: Int[Array, "B"],
-    ids: Int[Array, "B S K"],
-    terms: Float[Array, "B S K"] | Float[Array, "B S K K"],
+    rank: RankLevel,
     *,
     draft_shape: SpeculativeConfig,
+    carried: Any = (),
 ) -> DraftTree:
-    """Build the tree of a lattice: at each level the same K candidates follow every node.
+    """Build the tree of a block whose forward is done: rank a level, keep the K best, S times.
 
-    terms: a candidate's log-probability (`candidates`, with shared noise). With four axes it
-        depends on the candidate before it: [b, s, p, k] is that of candidate k of level s + 1 under
-        candidate p of level s. Level 1 has one parent, the root, whose terms are at p = 0.
+    carried: what the root carries, arrays [B, 1, .]
 
-    In:  ids [[a1 b1], [a2 b2]], terms [[-1 -2], [-0.5 -3]], S/K/N = 2/2/4
+    In:  ids [[a1 b1], [a2 b2]] under every parent, terms [[-1 -2], [-0.5 -3]], S/K/N = 2/2/4
     Out: tokens [root a1 b1 a2], parents [-1 0 0 1]: a2 under a1 scores -1.5, a2 under b1 -2.5
     """
-    batch, topk = ids.shape[0], draft_shape.topk
-    has_edges = terms.ndim == 4
-    root_terms = terms[:, 0, :1] if has_edges else terms[:, :1]
+    carried, ids, terms = rank(0, root_ids[:, None], carried)
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (x.shape[0], draft_shape.topk, *x.shape[2:]))
+
+    first = first_level(ids, terms, carried=jax.tree.map(spread, carried))
 
     def expand(depth: int, beams: _Beams) -> _Expanded:
-        square = (batch, topk, topk)
-        here = terms[:, depth]
-        if has_edges:  # levels of the pool are of K or K * K candidates: K is a candidate's place
-            here = jnp.take_along_axis(here, (beams.pool_idx % topk)[:, :, None], 1, mode="clip")
-        else:
-            here = jnp.broadcast_to(here[:, None], square)
-        return (), jnp.broadcast_to(ids[:, depth, None], square), here
+        return rank(depth, beams.ids, beams.carried)
 
-    first = first_level(ids[:, :1], root_terms, carried=())
     return _grow(root_ids, first, expand, draft_shape=draft_shape)
 
 

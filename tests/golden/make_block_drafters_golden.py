@@ -7,7 +7,7 @@ only what it wrote:
 
 outputs.npz: features [T, n * E] and token_ids [T] of a text; embed and lm_head of its target, where
 the files lack them; roots [A], positions; logits [A, R, U] of the block whose root is the token
-there, after the context of all tokens before it.
+there, after the context of all tokens before it. A Markov head is given the text's own tokens.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window_non_causal": True, "sample_from_anchor": True},
         WINDOWS,
     ),
+    "dspark_vanilla": ("dspark", {"draft_vocab_size": DRAFT_VOCAB_SIZE, "markov_rank": 6}, {}),
+    "dspark_gated": (
+        "dspark",
+        {"markov_rank": 6, "markov_head_type": "gated", "sample_from_anchor": False},
+        {"num_hidden_layers": 1},
+    ),
+    "dspark_rnn": (
+        "dspark",
+        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
+        {"num_hidden_layers": 1},
+    ),
 }
 
 
@@ -81,6 +92,7 @@ def of_speculators(name: str) -> None:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.model import SpeculatorModel
     from speculators.models.dflash import core
+    from speculators.models.dspark import core as dspark
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import Qwen3Config
 
@@ -104,14 +116,21 @@ def of_speculators(name: str) -> None:
     features = torch.randn(1, NUM_TOKENS, len(LAYER_IDS) * SIZE)
     token_ids = torch.randint(0, VOCAB_SIZE, (1, NUM_TOKENS))
     core.select_anchors = lambda *_: (torch.tensor(ROOTS), torch.ones(len(ROOTS), dtype=torch.bool))
-    _, logits, *_ = model._backbone_forward(
+    inputs = (
         features,
         token_ids,
         torch.ones(1, NUM_TOKENS),
         torch.zeros(1, NUM_TOKENS, SIZE),
         torch.zeros(1, NUM_TOKENS, dtype=torch.long),
-        max_anchors=len(ROOTS),
     )
+    found: dict[str, Any] = {}
+
+    def kept(logits: torch.Tensor, *_: Any, **named: Any) -> Any:
+        found.update(named, logits=logits)
+        return torch.zeros(()), {}
+
+    core.compute_metrics = dspark.compute_metrics = kept
+    model(*inputs, max_anchors=len(ROOTS))
     is_whole = config.draft_vocab_size == VOCAB_SIZE
     keep(
         name,
@@ -120,7 +139,7 @@ def of_speculators(name: str) -> None:
         token_ids=token_ids[0],
         embed=model.embed_tokens.weight,
         lm_head=model.lm_head.weight if is_whole else None,
-        logits=logits.reshape(len(ROOTS), BLOCK, -1),
+        logits=found["logits"].reshape(len(ROOTS), BLOCK, -1),
     )
 
 

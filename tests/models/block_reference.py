@@ -15,7 +15,7 @@ from tests.models.eagle3_reference import F64, LayersReference
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReference(LayersReference):
-    """DFlash. windows: of each layer, as config.json gives it; None: none.
+    """DFlash and DSpark. windows: of each layer, as config.json gives it; None: none.
 
     reach: keys before p - window + reach are not seen. from_root: windows count from the root.
     """
@@ -26,6 +26,7 @@ class BlockReference(LayersReference):
     windows_from_root: bool = False
     is_causal: bool = True  # in layers with a window
     from_root: bool = False
+    markov: str | None = None  # DSpark's kind of head
 
     def rows(self, num_steps: int) -> int:
         return num_steps + (not self.from_root)
@@ -70,3 +71,24 @@ class BlockReference(LayersReference):
 
     def logits(self, hidden: F64) -> F64:
         return hidden @ self.weight("lm_head.weight").T
+
+    def following(self, hidden: F64, root: int, path: list[int], *, num_steps: int) -> F64:
+        """The logits of what follows a path of drafts. hidden: of all rows of the block."""
+        before = [root] * (len(hidden) - num_steps) + [root, *path]
+        row = len(before) - 1
+        logits = self.logits(hidden[row])
+        if self.markov is None:
+            return logits
+        entry = self.weight("markov_head.markov_w1.weight")[before]
+        state = np.zeros(entry.shape[1])
+        m = entry[row]
+        if self.markov == "gated":
+            gate = self.product(np.hstack((hidden[row], m)), "markov_head.gate_proj")
+            m = m / (1 + np.exp(-gate))
+        if self.markov == "rnn":
+            for each, x in zip(entry, hidden[: row + 1], strict=True):
+                joint = self.product(np.hstack((state, each, x)), "markov_head.joint_proj")
+                gate, new, m = np.split(joint, 3)
+                gate = 1 / (1 + np.exp(-gate))
+                state, m = gate * state + (1 - gate) * np.tanh(new), np.tanh(m)
+        return logits + self.weight("markov_head.markov_w2.weight") @ m

@@ -43,6 +43,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "is_causal": False,
         "from_root": True,
     },
+    "dspark_vanilla": {"windows": (None, None), "from_root": True, "markov": "vanilla"},
+    "dspark_gated": {"windows": (None,), "markov": "gated"},
+    "dspark_rnn": {"windows": (None,), "markov": "rnn"},
 }
 
 
@@ -75,7 +78,7 @@ class Row:
     def __init__(self, spec: BlockSpec, params: Any, golden: dict[str, np.ndarray]) -> None:
         size = spec.most_steps
         self.drafter = BlockDrafter(
-            BlockHead(spec, Ops()), spec_of(size, 1, size + 1, Algorithm.DFLASH)
+            BlockHead(spec, Ops()), spec_of(size, spec.draft_vocab_size, 9, Algorithm.DFLASH)
         )
         self.params = jax.tree.map(jnp.asarray, params)
         self.golden = golden
@@ -114,15 +117,41 @@ class Row:
         self.caches, _ = self.drafter.advance(self.params, self.caches, (), emitted)
         self.length = end
 
-    def block(self) -> np.ndarray:
+    def log_probs(self) -> np.ndarray:
+        """[S, U], each level after the text's own tokens."""
+        first, num_steps = self.length, self.drafter.draft_shape.num_steps
+        ids = jnp.asarray(self.golden["token_ids"], jnp.int32)
         rows = StepBatch(
-            root_ids=jnp.asarray(self.golden["token_ids"][self.length : self.length + 1]),
-            seq_lens=jnp.asarray([self.length], jnp.int32),
+            root_ids=ids[first : first + 1],
+            seq_lens=jnp.asarray([first], jnp.int32),
             page_table=self.table,
             sampling=empty_sampling(1, vocab_size=64),
         )
-        hidden, self.caches = self.drafter.run_block(self.params, self.caches, rows)
-        return np.asarray(self.drafter.model.logits(self.params, hidden)[0])
+        out, self.caches = self.drafter.run_block(self.params, self.caches, rows)
+        rank, carried = self.drafter.ranking(self.params, out, rows)
+        found = np.full((num_steps, 64), -np.inf)
+        for depth in range(num_steps):
+            parents = ids[None, first + depth : first + depth + 1]
+            carried, candidates, terms = rank(depth, parents, carried)
+            found[depth, np.asarray(candidates)[0, 0]] = np.asarray(terms)[0, 0]
+        return found[:, np.sort(np.asarray(self.params["draft_ids"]))]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probs: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return log_probs
+
+
+def reference_of(name: str, golden: dict[str, np.ndarray]) -> BlockReference:
+    stored = load_file(GOLDEN / name / "model.safetensors")
+    tensors = {block_name(each): value for each, value in stored.items()}
+    for each, lent in (("embed", "embed_tokens.weight"), ("lm_head", "lm_head.weight")):
+        if each in golden:
+            tensors[lent] = golden[each]
+    return BlockReference(
+        tensors=tensors, head_dim=8, eps=1e-6, theta=1000.0, mask_token_id=63, **SETTINGS[name]
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -130,25 +159,23 @@ def test_blocks_after_chunks_equal_the_library_that_wrote_the_head(name: str) ->
     spec, params, golden = golden_head(name)
     assert spec.block_size == golden["logits"].shape[1]
     row = Row(spec, params, golden)
-    for root, expected in zip(golden["roots"], golden["logits"], strict=True):
+    for root, logits in zip(golden["roots"], golden["logits"], strict=True):
         row.tell(int(root))
-        np.testing.assert_allclose(row.block(), expected[-spec.most_steps :], rtol=1e-4, atol=1e-4)
+        expected = log_softmax(logits[-spec.most_steps :])
+        np.testing.assert_allclose(row.log_probs(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_numpy_reference_equals_it_too(name: str) -> None:
     golden = arrays_of(GOLDEN / name / "outputs.npz")
-    stored = load_file(GOLDEN / name / "model.safetensors")
-    tensors = {block_name(each): value for each, value in stored.items()}
-    for each in ("embed", "lm_head"):
-        if each in golden:
-            lent = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}[each]
-            tensors[lent] = golden[each]
-    reference = BlockReference(
-        tensors=tensors, head_dim=8, eps=1e-6, theta=1000.0, mask_token_id=63, **SETTINGS[name]
-    )
+    reference = reference_of(name, golden)
+    ids, size = golden["token_ids"], golden["logits"].shape[1]
+    num_steps = size - (not reference.from_root)
     for root, expected in zip(golden["roots"], golden["logits"], strict=True):
-        hidden = reference.run(
-            int(golden["token_ids"][root]), golden["features"][:root].astype(float), len(expected)
-        )
-        np.testing.assert_allclose(reference.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+        hidden = reference.run(int(ids[root]), golden["features"][:root].astype(float), size)
+        for depth in range(num_steps):
+            path = ids[root + 1 : root + 1 + depth].tolist()
+            found = reference.following(hidden, int(ids[root]), path, num_steps=num_steps)
+            np.testing.assert_allclose(
+                found, expected[size - num_steps + depth], rtol=1e-4, atol=1e-4
+            )

@@ -119,14 +119,15 @@ class LayerGuesses:
 
 @dataclass(frozen=True)
 class BlockGuesses:
-    """Of a block drafter of S levels: what may follow a path depends on its length alone."""
+    """Of a block drafter of S levels."""
 
     block: BlockReference
     num_steps: int
 
     def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
         hidden = self.block.run(tokens[-1], features, self.block.rows(self.num_steps))
-        return log_softmax(self.block.logits(hidden)[-self.num_steps :][len(path)])
+        logits = self.block.following(hidden, tokens[-1], path, num_steps=self.num_steps)
+        return log_softmax(logits)
 
 
 @dataclass(frozen=True)
@@ -448,7 +449,7 @@ EVERY: tuple[Kind, ...] = (
     of_layers("not_chained"),
     of_layers("chained"),
     of_layers("hidden_first"),
-    of_blocks("dflash"),
+    *map(of_blocks, own_blocks.SPECS),
     Kind(
         name="recurrent",
         algorithm=Algorithm.NEXTN,

@@ -66,7 +66,8 @@ REST = (
     Setting("eagle1", (3, 1, 4), 1, shards=2),
     Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
     Setting("recurrent", (2, 2, 7), 16, shards=2),
-    Setting("dflash", (5, 1, 6), 1, rounds=3, shards=2),
+    Setting("dflash", (3, 1, 4), 1, rounds=2, shards=2),
+    Setting("dspark", (3, 2, 11), 4, shards=2),
 )
 
 

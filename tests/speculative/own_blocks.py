@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jspec.models.heads.dflash import block_params
 from jspec.models.heads.head_params import HEAD
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.spec.block_spec import BlockSpec
+from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from tests.models.block_reference import BlockReference
 from tests.speculative.engines import TARGET, tiny_params
@@ -57,6 +58,12 @@ SPECS = {
         mask_token_id=TARGET.vocab_size - 1,
     ),
 }
+SPECS["dspark"] = dataclasses.replace(
+    SPECS["dflash"],
+    from_root=True,
+    causal_windows=False,
+    markov=MarkovSpec(rank=12, kind=MarkovKind.RNN),
+)
 
 
 @functools.cache
@@ -87,6 +94,7 @@ def reference_of(name: str) -> BlockReference:
         windows=tuple(each.attention.window for each in spec.layer.layers),
         is_causal=spec.causal_windows,
         from_root=spec.from_root,
+        markov=None if spec.markov is None else spec.markov.kind.name.lower(),
     )
 
 
@@ -94,8 +102,8 @@ def write(path: Path, name: str) -> None:
     """As z-lab publishes it: without embedding and lm_head, windows with the row itself."""
     spec = SPECS[name]
     attention = spec.layer.layers[0].softmax_attention
-    config = {
-        "architectures": ["DFlashDraftModel"],
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel" if spec.markov is None else "DSparkDraftModel"],
         "model_type": "qwen3",
         "vocab_size": spec.layer.vocab_size,
         "hidden_size": spec.layer.hidden_size,
@@ -115,6 +123,11 @@ def write(path: Path, name: str) -> None:
             "target_layer_ids": [each - 1 for each in spec.aux_layer_ids],
         },
     }
+    if not spec.causal_windows:
+        config["is_causal"] = False
+    if spec.markov is not None:
+        kind = spec.markov.kind.name.lower()
+        config |= {"markov_rank": spec.markov.rank, "markov_head_type": kind}
     own = [each for each in block_params(spec) if each.layouts and each.path != HEAD]
     tensors = stored_tensors(tuple(own), params_of(name), dtype=np.float32)
     write_checkpoint(path, config, tensors)

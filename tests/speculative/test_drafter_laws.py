@@ -27,6 +27,7 @@ import pytest
 import jspec.speculative
 from jspec.config.drafting import ALGORITHMS
 from jspec.config.limits import Algorithm
+from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.spec import indexing
 from jspec.speculative import beams
@@ -57,6 +58,7 @@ FAST: dict[str, Shape] = {
     "ngram": (5, 2),
 }
 SLOW: dict[str, Shape] = {
+    "dspark": TREE,
     "eagle1": CHAIN,
     "multi_layer_chained": (3, 1),
     "multi_layer_hidden_first": (2, 3),
@@ -309,6 +311,13 @@ MUTATIONS = (
         "target_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         "dflash",
+    ),
+    Mutation(
+        "the token before a Markov head's",
+        BlockHead,
+        "markov",
+        lambda f: lambda self, params, ids, *rest: f(self, params, jnp.roll(ids, 1), *rest),
+        "dspark",
     ),
     Mutation(
         "last row",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.device.batch import DraftTree
 from jspec.spec import indexing
-from jspec.speculative.beams import grow_from_lattice
+from jspec.speculative.beams import grow_block
 from jspec.speculative.tree import (
     Level,
     ancestors,
@@ -213,13 +213,18 @@ def test_a_child_never_scores_above_its_parent() -> None:
 
 
 def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
-    """Tokens, parents and depths; candidate k of level s + 1 is token 10 * (s + 1) + k."""
-    num_steps, topk = terms.shape[1], terms.shape[2]
-    ids = 10 * (1 + np.arange(num_steps))[:, None] + np.arange(topk)
-    tree = grow_from_lattice(
+    """Tokens, parents and depths. terms: [S, P, K], of candidate k, token 10 * (s + 1) + k, under
+    candidate p of the level before; under the root p is 0."""
+    num_steps, topk = terms.shape[0], terms.shape[2]
+
+    def rank(depth: int, parents: Any, carried: Any) -> Any:
+        ids = jnp.broadcast_to(10 * (depth + 1) + jnp.arange(topk), (*parents.shape, topk))
+        of_parent = jnp.asarray(terms[depth], jnp.float32)[parents % 10 if depth else parents * 0]
+        return carried, ids.astype(jnp.int32), of_parent
+
+    tree = grow_block(
         jnp.asarray([7], jnp.int32),
-        jnp.asarray(ids[None], jnp.int32),
-        jnp.asarray(terms, jnp.float32),
+        rank,
         draft_shape=SpeculativeConfig(
             algorithm=Algorithm.EAGLE,
             num_steps=num_steps,
@@ -231,10 +236,10 @@ def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
 
 
 def test_the_best_paths_of_a_lattice_are_its_tree() -> None:
-    """The example of `grow_from_lattice`; and equal terms go to the lower index."""
-    terms = np.array([[[-1.0, -2.0], [-0.5, -3.0]]])
+    """The example of `grow_block`; and equal terms go to the lower index."""
+    terms = np.array([[[-1.0, -2.0]] * 2, [[-0.5, -3.0]] * 2])
     assert lattice_tree(terms, num_draft_tokens=4) == [[7, 10, 11, 20], [-1, 0, 0, 1], [0, 1, 1, 2]]
-    tree = lattice_tree(np.full((1, 2, 2), -1.0), num_draft_tokens=5)
+    tree = lattice_tree(np.full((2, 2, 2), -1.0), num_draft_tokens=5)
     assert tree == [[7, 10, 11, 20, 21], [-1, 0, 0, 1, 1], [0, 1, 1, 2, 2]]
 
 
@@ -255,14 +260,8 @@ def test_edges_of_a_lattice_follow_the_candidate_before(topk: int, num_draft_tok
         pool += grown
         beams = sorted(grown, key=lambda found: -found[0])[:topk]
     best = {path for _, path in sorted(pool, key=lambda found: -found[0])[: num_draft_tokens - 1]}
-    tokens, parents, _ = lattice_tree(edges[None], num_draft_tokens=num_draft_tokens)
+    tokens, parents, _ = lattice_tree(edges, num_draft_tokens=num_draft_tokens)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append((*paths[parent], token % 10))
     assert set(paths[1:]) == best
-    if topk > 1:  # terms alone are edges that do not differ
-        terms = edges[:, 0]
-        same = np.broadcast_to(terms[None, :, None], (1, 3, topk, topk))
-        assert lattice_tree(same, num_draft_tokens=num_draft_tokens) == lattice_tree(
-            terms[None], num_draft_tokens=num_draft_tokens
-        )

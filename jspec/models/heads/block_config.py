@@ -31,7 +31,7 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_files import check_target, refuse_unknown
 from jspec.models.registry import BLOCKS
-from jspec.spec.block_spec import BlockSpec
+from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
 from jspec.spec.model_spec import ModelSpec
 
 NESTED, INPUT_IDS, OUTPUT_IDS = (
@@ -46,6 +46,8 @@ KNOWN = frozenset(
         *("draft_vocab_size", "is_causal", "sliding_window_non_causal"),
     )
 )
+# How the names of settings that only one kind has begin.
+OF_KINDS = {"dspark": ("markov_", "confidence_", "enable_confidence")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class _Layout:
 
     head: Fields
     layers: Fields
+    kind: str  # of BLOCKS
     is_speculators: bool = False
     is_assistant: bool = False
 
@@ -77,6 +80,7 @@ def load_block_config(
             check_quantization(table)
             table.refuse("rope_dim", allowed=(), why="RoPE turns whole heads here")
             refuse_unknown(table, known=KNOWN)
+            _refuse_other_kinds(found.kind, table)
         layer = _layers_of(found, target, draft_rope_theta=draft_rope_theta)
         size = found.head.integer("target_hidden_size", layer.hidden_size)
         check_target(fields, layer, target, hidden_size=size)
@@ -91,9 +95,10 @@ def load_block_config(
             aux_layer_ids=_aux_layer_ids(found, target.num_layers),
             block_size=found.head.integer("block_size"),
             mask_token_id=_mask_id(found.head),
-            from_root=found.head.flag("sample_from_anchor", False),
+            from_root=found.head.flag("sample_from_anchor", found.kind == "dspark"),
             causal_windows=_causal_windows(found, layer),
             windows_from_root=found.is_speculators,
+            markov=_markov(found),
         )
 
 
@@ -101,7 +106,12 @@ def _layout_of(fields: Fields) -> _Layout:
     if fields.get("speculators_model_type") is not None:
         kinds = tuple(name for name in BLOCKS if name.islower())
         fields.refuse("speculators_model_type", allowed=kinds, why="another draft model")
-        return _Layout(head=fields, layers=fields.table(NESTED), is_speculators=True)
+        return _Layout(
+            head=fields,
+            layers=fields.table(NESTED),
+            kind=BLOCKS[fields.get("speculators_model_type")],
+            is_speculators=True,
+        )
     architecture = fields.architecture()
     if architecture not in BLOCKS:
         known = ", ".join(name for name in BLOCKS if not name.islower())
@@ -117,8 +127,12 @@ def _layout_of(fields: Fields) -> _Layout:
             "expected one value of each"
         )
     flat = Fields(fields.path, {**fields.values, **nested.values})
+    flat.refuse("projector_type", allowed=("dflash", "dspark"), why="another draft model")
     return _Layout(
-        head=flat, layers=flat, is_assistant=fields.get("model_type") == "muse_glimmer_assistant"
+        head=flat,
+        layers=flat,
+        kind="dspark" if flat.get("projector_type") == "dspark" else BLOCKS[architecture],
+        is_assistant=fields.get("model_type") == "muse_glimmer_assistant",
     )
 
 
@@ -183,6 +197,26 @@ def _aux_layer_ids(found: _Layout, num_layers: int) -> tuple[int, ...]:
     if min(ids) < 0 or max(ids) > num_layers:
         raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
     return ids
+
+
+def _markov(found: _Layout) -> MarkovSpec | None:
+    if found.kind != "dspark" or found.head.get("markov_rank") == 0:
+        return None
+    name = found.head.get("markov_head_type") or MarkovKind.VANILLA.name.lower()
+    kinds = {kind.name.lower(): kind for kind in MarkovKind}
+    found.head.refuse("markov_head_type", allowed=tuple(kinds), why="no other head is known")
+    return MarkovSpec(rank=found.head.integer("markov_rank"), kind=kinds[name])
+
+
+def _refuse_other_kinds(kind: str, table: Fields) -> None:
+    """Raise ConfigError for a setting of another kind of block drafter."""
+    for name, value in table.values.items():
+        of = next((of for of, words in OF_KINDS.items() if name.startswith(words)), kind)
+        if of != kind and value:
+            raise ConfigError(
+                f"{table.path}: {name} is {shown(value)}; expected no such key in a checkpoint of "
+                f"{kind}: it is one of {of}"
+            )
 
 
 def _mask_id(head: Fields) -> int:

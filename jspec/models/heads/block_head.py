@@ -5,6 +5,7 @@ context, of a committed token at position i: ctx = hidden_norm(fc(the target's c
 block, at positions L, L + 1, ...: the embeddings of the root and of masks run through the layers
     and attend to the context and to each other. logits = lm_head(norm(out)); the row at position p
     predicts the token at p, and with `BlockSpec.from_root` the token at p + 1.
+Markov head (DSpark, DeepSeek, 2026): logits += after(m), m by `MarkovKind` of the token before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.layers.attention import attention, project
@@ -33,7 +35,7 @@ from jspec.models.params import ParamTable, with_formats
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.block_spec import BlockSpec
+from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
 from jspec.spec.model_spec import LayerSpec
 from jspec.spec.weight_format import Formats
 
@@ -172,3 +174,36 @@ class BlockHead:
     def logits(self, params: Params, out: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
         """Return f32 logits over this device's shard of the draft vocabulary."""
         return logits_of(out, params["lm_head"]["kernel"])
+
+    def markov(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B P"],
+        hidden: Float[Array, "B E"],
+        state: Float[Array, "B P r"],
+    ) -> tuple[Float[Array, "B P r"], Float[Array, "B P U"]]:
+        """Return (the recurrent state, what to add to a row's logits) by the token before it."""
+        own, kind = params["markov"], self._markov.kind
+        before = jnp.take(own["before"], token_ids, axis=0, mode="clip")
+        row = jnp.broadcast_to(hidden[:, None], (*token_ids.shape, hidden.shape[-1]))
+        if kind is MarkovKind.GATED:
+            joined = jnp.concatenate((row, before), axis=-1)
+            before = jax.nn.sigmoid(linear(own["gate"], joined, ops=self.ops)) * before
+        elif kind is MarkovKind.RNN:
+            joined = jnp.concatenate((state, before, row), axis=-1)
+            joint = linear(own["joint"], joined, ops=self.ops)
+            gate, new, out = jnp.split(joint, 3, axis=-1)
+            gate = jax.nn.sigmoid(gate)
+            state, before = gate * state + (1 - gate) * jnp.tanh(new), jnp.tanh(out)
+        return state, logits_of(before, own["after"])
+
+    def no_state(self, batch: int, dtype: DTypeLike) -> Float[Array, "B 1 r"]:
+        """Return the recurrent state before a block; it has no entries without a recurrence."""
+        is_recurrent = self._markov.kind is MarkovKind.RNN
+        return jnp.zeros((batch, 1, self._markov.rank * is_recurrent), dtype)
+
+    @property
+    def _markov(self) -> MarkovSpec:
+        if self.spec.markov is None:
+            raise ValueError("the block drafter has no Markov head; expected one")
+        return self.spec.markov

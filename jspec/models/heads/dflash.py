@@ -6,6 +6,7 @@ both are the target's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy.typing as npt
@@ -24,8 +25,8 @@ from jspec.models.heads.head_files import (
 )
 from jspec.models.heads.head_params import EMBED, FUSED, draft_ids
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
-from jspec.models.params import Init, ParamSpec, ParamTable, or_fused, prefixed
-from jspec.spec.block_spec import BlockSpec
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, or_fused, prefixed
+from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
 from jspec.spec.weight_format import Formats
 
 # transformers' names for the product of the features and the norm after it.
@@ -58,7 +59,32 @@ def block_params(spec: BlockSpec) -> ParamTable:
         )
         table += prefixed(own, path=("layers", i), stored=f"layers.{i}.")
     table += (norm("norm", "norm", E), lm_head(E, U, tied=False), draft_ids(U))
+    if spec.markov is not None:
+        own = _markov_params(spec.markov, size=E, vocab_size=model.vocab_size, draft_size=U)
+        table += prefixed(own, path=("markov",), stored="markov_head.")
     return or_fused(table, FUSED)
+
+
+def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: int) -> ParamTable:
+    """Declare a Markov head: a vector of each id before, the product to logits, and the gates."""
+    rank = spec.rank
+    before = Part(name="markov_w1.weight", shape=(vocab_size, rank), size=rank, form=Form.AS_HELD)
+    after = replace(
+        lm_head(rank, draft_size, tied=False, name="markov_w2.weight"), path=("after",), op=None
+    )
+    table = (ParamSpec(path=("before",), shape=(vocab_size, rank), layouts=((before,),)), after)
+    if spec.kind is MarkovKind.GATED:
+        gate = (("gate_proj", rank, 1),)
+        return (*table, *product(("gate",), size + rank, gate, bias=True, op=None))
+    if spec.kind is MarkovKind.RNN:
+        joint = (("joint_proj", 3 * rank, 1),)
+        return (*table, *product(("joint",), 2 * rank + size, joint, bias=True, op=None))
+    return table
+
+
+def _is_stray(name: str) -> bool:
+    """Match what no head reads, and DSpark's estimate of acceptance, which drafting does not."""
+    return is_stray(name) or name.startswith("confidence_head.")
 
 
 def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
@@ -67,7 +93,7 @@ def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
     Raise CheckpointError if the headers show that `load_block` would fail; needs no target.
     """
     with open_tensors(path, canonical=block_name) as tensors:
-        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=is_stray)
+        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         return shared_with_target(tensors, spec)
 
 
@@ -87,7 +113,7 @@ def load_block(
     for a file that is unreadable or does not fit `spec`.
     """
     with open_tensors(path, canonical=block_name) as tensors:
-        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=is_stray)
+        check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         shares = shared_with_target(tensors, spec)
         table = block_params(spec)
         own = [each for each in table if each.layouts and each.path[0] not in shares]

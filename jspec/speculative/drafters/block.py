@@ -2,8 +2,9 @@
 
 `advance` runs no layer: it writes K and V made of the emitted tokens' features. `propose` runs the
 root and S mask tokens, whose rows see the cached text and each other, and builds a tree of what
-they guess: what may follow a token depends on its depth, so the best paths are combinations of the
-levels' best candidates.
+they guess: what may follow a token depends on its depth alone, so the best paths are combinations
+of the levels' best candidates. With a Markov head (DSpark) it depends on the token before, too: the
+levels are ranked one after the other, which is one small product each.
 
     worked example, L = 7, root t7, S = 2; a verification accepts a1 a2 with bonus y
     propose   rows t7 MASK MASK at positions 7 8 9, in scratch slots 7 8 9; the masks' rows guess
@@ -16,11 +17,13 @@ A block has 1 + S rows, also if the checkpoint was trained on more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
@@ -31,7 +34,7 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import cache_groups
-from jspec.speculative.beams import grow_from_lattice
+from jspec.speculative.beams import RankLevel, grow_block
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
@@ -40,7 +43,7 @@ from jspec.speculative.tree import pack_bits
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafter:
-    """DFlash. draft_noise: as in `candidates.Ranking`."""
+    """DFlash and DSpark. draft_noise: as in `candidates.Ranking`."""
 
     model: BlockHead
     draft_shape: SpeculativeConfig
@@ -80,34 +83,72 @@ class BlockDrafter:
         self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
         del state
-        hidden, caches = self.run_block(params, caches, rows)
-        depths = jnp.arange(self.draft_shape.num_steps, dtype=jnp.int32)
-        ids, terms = rank_candidates(
-            self.model.logits(params, hidden),
-            params["draft_ids"],
-            rows.sampling,
-            positions=indexing.chosen_position(rows.seq_lens[:, None], depths),
-            ranking=Ranking(self.draft_shape.topk, self.draft_noise),
-            shard=self.model.shard,
-            ops=self.model.ops,
-        )
-        return caches, grow_from_lattice(rows.root_ids, ids, terms, draft_shape=self.draft_shape)
+        out, caches = self.run_block(params, caches, rows)
+        rank, carried = self.ranking(params, out, rows)
+        tree = grow_block(rows.root_ids, rank, draft_shape=self.draft_shape, carried=carried)
+        return caches, tree
 
     def run_block(
         self, params: Params, caches: KVPool, rows: StepBatch
-    ) -> tuple[Float[Array, "B S E"], KVPool]:
-        """Return the outputs that predict levels 1 to S, and the caches with the block."""
-        spec, num_steps = self.model.spec, self.draft_shape.num_steps
-        size = spec.num_rows(num_steps)
+    ) -> tuple[Float[Array, "B R E"], KVPool]:
+        """Return the outputs of a block's rows, and the caches with the block."""
+        spec = self.model.spec
+        size = spec.num_rows(self.draft_shape.num_steps)
         masks = jnp.full((rows.root_ids.shape[0], size - 1), spec.mask_token_id, jnp.int32)
-        out, caches = self.model.forward(
+        return self.model.forward(
             params,
             jnp.concatenate((rows.root_ids[:, None], masks), axis=1),
             caches,
             _block_rows(rows, size=size),
             causal_mask=_masked(rows, jnp.tril(jnp.ones((size, size), bool))),
         )
-        return out[:, size - num_steps :], caches
+
+    def ranking(
+        self, params: Params, out: Float[Array, "B R E"], rows: StepBatch
+    ) -> tuple[RankLevel, Any]:
+        """Return how levels are ranked, and what the root carries for it."""
+        num_steps, topk = self.draft_shape.num_steps, self.draft_shape.topk
+        hidden = out[:, -num_steps:]
+        base = self.model.logits(params, hidden)
+        rank = partial(self._rank, params, rows)
+        depths = jnp.arange(num_steps, dtype=jnp.int32)
+        if self.model.spec.markov is None:
+            found = rank(base, depths)
+
+            def rank_alike(depth: int, parents: jax.Array, carried: Any) -> Any:
+                square = (*parents.shape, topk)
+                return carried, *(jnp.broadcast_to(x[:, depth, None], square) for x in found)
+
+            return rank_alike, ()
+
+        def rank_after(depth: int, parents: jax.Array, state: Any) -> Any:
+            state, more = self.model.markov(params, parents, hidden[:, depth], state)
+            depths = jnp.full(parents.shape[1:], depth, jnp.int32)
+            return state, *rank(base[:, depth, None] + more, depths)
+
+        state = self.model.no_state(out.shape[0], out.dtype)
+        for row in range(out.shape[1] - num_steps):  # the root's row, whose logits are not used
+            state, _ = self.model.markov(params, rows.root_ids[:, None], out[:, row], state)
+        return rank_after, state
+
+    def _rank(
+        self,
+        params: Params,
+        rows: StepBatch,
+        logits: Float[Array, "B R U"],
+        depths: Int[Array, "R"],
+    ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+        """Rank the tokens after nodes at these depths."""
+        positions = indexing.chosen_position(rows.seq_lens[:, None], depths)
+        return rank_candidates(
+            logits,
+            params["draft_ids"],
+            rows.sampling,
+            positions=positions,
+            ranking=Ranking(self.draft_shape.topk, self.draft_noise),
+            shard=self.model.shard,
+            ops=self.model.ops,
+        )
 
 
 def _block_rows(rows: StepBatch, *, size: int) -> AttentionMetadata:
