@@ -20,6 +20,8 @@ from jspec.server.openai.completion_schema import parse_completion
 from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
 
+from .helpers import events_of
+
 pytest.importorskip("llguidance")
 
 SCHEMA = {
@@ -110,6 +112,28 @@ def test_a_bad_grammar_is_refused_in_a_sentence(
     answer = client.post("/v1/completions", json={"prompt": "p", **fields})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+
+
+def test_a_chat_as_guidance_sends_it(client: httpx.Client) -> None:
+    """Its VLLMModel sends one grammar under vLLM's older name and its newer, with captures."""
+    grammar = '%llguidance {}\n\nstart: "I: " word\nword[capture="word"]: "ab" | "cd"\n'
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        **{"logprobs": True, "stream": True, "stream_options": {"include_usage": True}},
+        **{"temperature": 0.7, "max_tokens": 30, "top_p": None, "top_k": 9},
+        "guided_decoding_backend": "guidance",
+        "guided_grammar": grammar,
+        "structured_outputs": {"grammar": grammar},
+    }
+    pieces = events_of(client.post("/v1/chat/completions", json=body).raise_for_status().text)
+    tokens, text = [], ""
+    for choice in (choice for piece in pieces for choice in piece["choices"]):
+        text += choice["delta"].get("content") or ""
+        tokens += (choice["logprobs"] or {"content": []})["content"]
+    assert re.fullmatch("I: (ab|cd)", text)
+    assert "".join(token["token"] for token in tokens).startswith(text)
+    assert pieces[-1]["usage"]["completion_tokens"] == len(tokens)
 
 
 def test_neutral_words_ask_for_nothing() -> None:

@@ -42,7 +42,8 @@ def grammar_parameters(values: JsonObject) -> dict[str, Any]:
         found = {} if values[name] in (None, []) else _read(name, values[name])
         if found:
             asked[name] = found
-    if len(asked) > 1:
+    kinds = list(asked.values())
+    if any(kind != kinds[0] for kind in kinds):  # guidance's client sends one under two names
         raise RequestError(f"{' and '.join(asked)} are given; expected one grammar at most")
     return next(iter(asked.values()), {})
 
