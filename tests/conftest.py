@@ -27,6 +27,11 @@ os.environ.setdefault(
     ),
 )
 
+# Of every operation that is lowered, jax would write down the whole stack that led to it: a tenth
+# of the suite's time, and no test reads it.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "false")
+
 import jax
 import pytest
 from hypothesis import settings
@@ -39,6 +44,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # programs be dispatched to a CPU at once: if as many wait for the interpreter, it waits for them.
 if jax.__version_info__ >= (0, 11):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+# Tracing makes objects by the million, and those of what is loaded and compiled stay: Python's own
+# collections would walk all of them again and again, for a twentieth of the suite's time.
+gc.set_threshold(100_000, 20, 50)
 
 # Same examples in every run; `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -97,6 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     rank = {here / name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Lets no collection walk the modules and tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
