@@ -131,11 +131,15 @@ def written_and_seen(
     q, k, v = draw(8, 4, 64), draw(8, 2, 64), draw(8, 2, 64)
     pages, per_row = draw(6, 16, 4, pool_width(ops, 64)), None if packed else 4
     call = AttentionCall(queries_per_row=per_row, scale=0.125)
-    if without_queries:
-        pages = ops.write_kv(k, v, pages, rows, queries_per_row=per_row)
-        out, pages = ops.attend(q, None, None, pages, rows, call)
-    else:
-        out, pages = ops.attend(q, k, v, pages, rows, call)
+
+    @jax.jit
+    def run(pages: jax.Array, rows: AttentionMetadata) -> tuple[jax.Array, jax.Array]:
+        if without_queries:
+            pages = ops.write_kv(k, v, pages, rows, queries_per_row=per_row)
+            return ops.attend(q, None, None, pages, rows, call)
+        return ops.attend(q, k, v, pages, rows, call)
+
+    out, pages = run(pages, rows)
     return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
 
 
@@ -169,7 +173,6 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
     prefix = jnp.asarray([21, 3], jnp.int32)
     positions = (prefix[:, None] + jnp.arange(4)).reshape(-1)
     rope = RopeConfig(factor=32.0, yarn=YarnConfig(attention_factor=1.35, truncate=False))
-    cos, sin = angles_of(positions, head_dim=width, rope=rope)
     rows = AttentionMetadata(
         page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
         prefix_lens=prefix,
@@ -179,15 +182,21 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
     heads = jnp.asarray(rng.standard_normal((8, num_heads + 2 * num_kv_heads, width)), jnp.bfloat16)
     pages = np.zeros((6, 16, 2 * num_kv_heads, pool_width(ops, width)))
     pages[..., :width] = rng.standard_normal((*pages.shape[:-1], width))
-    out, _ = ops.rotate_write_and_attend(
-        heads,
-        Rotation(cos=cos, sin=sin, num_heads=num_heads),
-        jnp.asarray(pages, jnp.bfloat16),
-        rows,
-        AttentionCall(queries_per_row=None if packed else 4, scale=0.125, window=8),
-        jnp.asarray([0.0, 2.0, -1.0, 3.0], jnp.bfloat16),
-    )
-    return np.asarray(out, np.float32)
+
+    @jax.jit
+    def run(heads: jax.Array, pages: jax.Array, rows: AttentionMetadata) -> jax.Array:
+        cos, sin = angles_of(rows.q_positions, head_dim=width, rope=rope)
+        out, _ = ops.rotate_write_and_attend(
+            heads,
+            Rotation(cos=cos, sin=sin, num_heads=num_heads),
+            pages,
+            rows,
+            AttentionCall(queries_per_row=None if packed else 4, scale=0.125, window=8),
+            jnp.asarray([0.0, 2.0, -1.0, 3.0], jnp.bfloat16),
+        )
+        return out
+
+    return np.asarray(run(heads, jnp.asarray(pages, jnp.bfloat16), rows), np.float32)
 
 
 @pytest.mark.slow_cases("tpu_interpret-F", "tpu_interpret-T", "xla-F", "xla-T")

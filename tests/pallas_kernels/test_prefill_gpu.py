@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -238,7 +239,8 @@ def test_no_key_lies_past_the_page_table() -> None:
             rows, prefix_lens=rows.prefix_lens.at[0].set(slots - 4, mode="drop")
         )
         options: dict[str, Any] = {"scale": 0.1, "window": None, "sinks": None, "soft_cap": None}
-        out = attend_packed(q, pool, rows, tuning=SMALL, interpret=True, **options)
+        run = jax.jit(partial(attend_packed, tuning=SMALL, interpret=True, **options))
+        out = run(q, pool, rows)
         expected = reference.attend(q, pool, rows, queries_per_row=None, **options)
     np.testing.assert_allclose(
         out.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.02, atol=0.02
