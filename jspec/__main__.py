@@ -9,10 +9,7 @@ from typing import NoReturn
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `jspec.cli.main.run`.
-
-    Importing it takes a moment, during which Ctrl-C must end the process without a traceback too.
-    """
+    """Run `jspec.cli.main.run`; Ctrl-C during its import also ends without a traceback."""
     try:
         from jspec.engine.interrupts import interruptible
 

@@ -1,7 +1,6 @@
 """All errors that jspec raises on purpose.
 
-Each message names the offending field, its value and what was expected, so that a user can act
-on it without reading the source.
+Each message names the field, its value and what was expected: enough to act on.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
 class JspecError(Exception):
     """Base of all errors raised on purpose.
 
-    message: what a server tells its client. detail: what follows it for whoever runs the engine:
-    words of other libraries, which name files and addresses.
+    message: for a server's client. detail: what follows it for whoever runs the engine: words of
+    other libraries, which name files and addresses.
     """
 
     def __init__(self, message: str = "", detail: str = "") -> None:
@@ -111,7 +110,7 @@ class RequestError(JspecError, ValueError):
 class ContextLengthError(RequestError):
     """Raised for a prompt, or a prompt and its answer, longer than the context.
 
-    The message ends in OpenAI's words, by which clients choose a shorter prompt or another model.
+    It ends in OpenAI's words, by which clients choose a shorter prompt or another model.
     """
 
     def __init__(self, message: str, *, context_length: int | None = None) -> None:
@@ -173,8 +172,8 @@ class ResultError(InvariantError):
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of finished functions in the traceback of `error` and of its causes.
 
-    The traceback stays readable. Otherwise every reference to the error keeps all locals of those
-    functions alive: after a failed start, weights and compiled programs.
+    The traceback stays readable. Otherwise every reference to the error keeps their locals alive:
+    after a failed start, weights and compiled programs.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]

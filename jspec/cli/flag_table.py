@@ -36,22 +36,14 @@ class FlagKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One entry.
-
-    argument: the engine or server argument that the flag sets, a SWITCH to `const`
-    is_primary: the row that describes the argument; another may set it too
-    neutral: values with which a refused flag is allowed
-    aliases, replaced: values translated when read, without and with a warning
-    """
-
     names: tuple[str, ...]
     kind: FlagKind
     flag_class: FlagClass
     text: str
-    argument: str = ""
+    argument: str = ""  # the argument that the flag sets, a SWITCH to `const`
     const: FlagValue = True
-    is_primary: bool = True
-    neutral: tuple[str, ...] = ()
+    is_primary: bool = True  # describes the argument; others may set it too
+    neutral: tuple[str, ...] = ()  # values with which a refused flag is allowed
     aliases: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
 

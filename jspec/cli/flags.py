@@ -49,8 +49,7 @@ def add_flags(
     """Add `--config` and the flags of `groups`, after the command's own flags.
 
     The help lists only implemented ones, and its usage only the command's own.
-    also: arguments of other groups, listed under Answers
-    unlisted: arguments that are not in the help because the command refuses them
+    also: arguments of other groups, listed under Answers. unlisted: ones that the command refuses
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     own_usage = parser.format_usage().removeprefix("usage: ").rstrip()
@@ -90,10 +89,7 @@ def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool =
 def parse_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, Settings]:
-    """Parse `argv` with a parser to which `add_flags` was applied.
-
-    Raises ConfigError for an unknown or refused flag and for invalid values or combinations.
-    """
+    """Parse `argv` with a parser to which `add_flags` was applied. Raises ConfigError."""
     namespace, unknown = parser.parse_known_args(argv)
     for word in unknown:
         raise ConfigError(_unknown_flag(parser, word))

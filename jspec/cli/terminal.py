@@ -39,7 +39,6 @@ SAMPLED = {
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, most_tokens: str) -> None:
-    """Add the sampling flags. most_tokens: describes the default of --max-new-tokens."""
     section = parser.add_argument_group("Sampling")
     section.add_argument(
         "--temperature",
@@ -130,10 +129,8 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Result of one generation, and how to repeat it. seconds: total, prompt included."""
-
     num_tokens: int
-    seconds: float
+    seconds: float  # total, prompt included
     first_seconds: float
     counters: SpecCounters
     temperature: float
@@ -173,10 +170,7 @@ def seeded(asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return engine arguments that compile the minimum for one sequence, overridden by `given`.
-
-    Long prompts take more steps with the small chunk; a further compilation would cost more.
-    """
+    """Return engine arguments that compile the minimum for one sequence, overridden by `given`."""
     small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
     return {**small, **given}
 

@@ -61,10 +61,7 @@ def run_verify(argv: Sequence[str]) -> int:
 def read_flags(
     parser: FlagParser, argv: Sequence[str], *, max_new_tokens: int, unset_temperature: str
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return the checked options and the engine's arguments of `jspec verify` and `jspec doctor`.
-
-    Warnings are printed, and the engine's share of device memory is set.
-    """
+    """Return the checked options and engine arguments of `jspec verify` and `jspec doctor`."""
     parser.add_argument(
         "prompts",
         nargs="?",

@@ -51,37 +51,27 @@ class Shorthand:
 class Argument:
     """Metadata of a field, in addition to its name, type and default.
 
-    text, group: for the help and the docs; a number's default is appended
-    aliases: other names of its flag
-    choices: all its values
-    translated: values of the flag that mean another one
     replaced: likewise for other servers' values, with a warning
-    low, high, above: bounds; `above` is excluded
-    expected: the expectation in errors, if the bounds do not express it
-    is_local: it names something on this machine
-    is_model: a directory, which "" cannot be
     is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket)
-    shorthands: flags that set it without a value
     """
 
     text: str
     group: str
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names of its flag
+    choices: tuple[str, ...] = ()  # all its values
     translated: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, str] = field(default_factory=dict)
     low: float | None = None
     high: float | None = None
-    above: float | None = None
-    expected: str = ""
-    is_local: bool = False
-    is_model: bool = False
+    above: float | None = None  # an excluded lower bound
+    expected: str = ""  # for errors, if the bounds do not express it
+    is_local: bool = False  # it names something on this machine
+    is_model: bool = False  # a directory, which "" cannot be
     is_fetched: bool = False
-    shorthands: tuple[Shorthand, ...] = ()
+    shorthands: tuple[Shorthand, ...] = ()  # flags that set it without a value
 
 
 def argument(default: Any, text: str, group: str, **more: Any) -> Any:
-    """Return a dataclass field with this default; `more` are the other fields of Argument."""
     return field(default=default, metadata={_METADATA: Argument(text=text, group=group, **more)})
 
 

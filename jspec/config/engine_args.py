@@ -382,10 +382,7 @@ class EngineArgs:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The requested algorithm. Raises ConfigError for an unknown name.
-
-        The checkpoint decides between NEXTN and MULTI_LAYER_EAGLE (`ResolvedConfig.algorithm`).
-        """
+        """The requested algorithm. Raises ConfigError for an unknown name."""
         name = self.speculative_algorithm
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE

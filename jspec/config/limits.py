@@ -1,7 +1,4 @@
-"""Static sizes of an engine, frozen. Independent of file formats and jax.
-
-Models are in `spec.model_spec`; `models/families/` reads Hugging Face's `config.json`.
-"""
+"""Static sizes of an engine, frozen. Independent of file formats and jax."""
 
 from __future__ import annotations
 
@@ -23,22 +20,16 @@ LEAST_DEFERRED, MOST_DEFERRED = 16, 64
 
 @dataclass(frozen=True, slots=True, order=True)
 class WindowSpace:
-    """Page space of the layers with a window of keys. num_pages excludes the dummy page 0."""
-
     window: int
-    num_pages: int
+    num_pages: int  # without the dummy page 0
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLimits:
-    """Snapshots of rows' recurrent states, for the prefix cache.
+    """Snapshots of rows' recurrent states, for the prefix cache."""
 
-    count: snapshot slots, without the dummy slot 0.
-    stride: pages between two snapshots of a prompt.
-    """
-
-    count: int
-    stride: int
+    count: int  # snapshot slots, without the dummy slot 0
+    stride: int  # pages between two snapshots of a prompt
 
     def __post_init__(self) -> None:
         for name in ("count", "stride"):
@@ -57,20 +48,12 @@ class PriorityOrder(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """The rows and pages of an engine.
-
-    num_slots: usable rows, without the dummy slot 0
-    num_pages: usable pages of the full space, without the dummy page 0
-    windows: the other page spaces, by ascending window
-    snapshots: of the states of recurrent layers; None: no layer has a state, or no prefix cache
-    """
-
-    num_slots: int
-    num_pages: int
+    num_slots: int  # rows, without the dummy slot 0
+    num_pages: int  # of the full space, without the dummy page 0
     page_size: int
     context_length: int
-    windows: tuple[WindowSpace, ...] = ()
-    snapshots: SnapshotLimits | None = None
+    windows: tuple[WindowSpace, ...] = ()  # by ascending window
+    snapshots: SnapshotLimits | None = None  # None: no recurrent layer, or no prefix cache
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -94,26 +77,16 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
-    """The sizes and options of an engine's programs.
-
-    decode_buckets, prefill_buckets: B and T, ascending
-    logprobs: there are programs with log-probabilities
-    vocab_size: V, for grammar masks; 0: no grammars
-    hidden: encoding of hidden states; None: they cannot be requested
-    sharing: when rows read shared prefixes together; None: never
-    """
-
-    decode_buckets: tuple[int, ...]
-    prefill_buckets: tuple[int, ...]
+    decode_buckets: tuple[int, ...]  # B, ascending
+    prefill_buckets: tuple[int, ...]  # T, ascending
     prefill_rows: int
     logprobs: bool = False
-    vocab_size: int = 0
-    hidden: HiddenRows | None = None
-    sharing: SharingLimits | None = None
+    vocab_size: int = 0  # V, for grammar masks; 0: no grammars
+    hidden: HiddenRows | None = None  # encoding; None: cannot be requested
+    sharing: SharingLimits | None = None  # when rows read shared prefixes together; None: never
 
     @property
     def chunk_size(self) -> int:
-        """Most prefill tokens of one step (`chunked_prefill_size`)."""
         return self.prefill_buckets[-1]
 
 
@@ -121,11 +94,9 @@ class ProgramLimits:
 class SchedulingLimits:
     """How steps are planned.
 
-    prefill_budget: prompt tokens between two decode steps while rows decode
-        (`scheduler/policy.py`); 0: chunk_size
+    prefill_budget: prompt tokens between two decode steps while rows decode; 0: chunk_size
     prefill_seconds: time limit that replaces the budget once prefill times are known
     num_rounds: verifications of one decode step without the host in between
-    prefix_cache: keep pages after their rows for prompts with a common prefix
     """
 
     prefill_budget: int = 0
@@ -134,7 +105,7 @@ class SchedulingLimits:
     num_rounds: int = 1
     max_queued_requests: int = 128
     priority_order: PriorityOrder = PriorityOrder.OFF
-    prefix_cache: bool = False
+    prefix_cache: bool = False  # keep pages after their rows
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 3:
@@ -147,14 +118,10 @@ class SchedulingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
-    """Static sizes of one engine: what the host may plan and what the device has compiled.
+    """Static sizes of one engine: what the host may plan and what the device has compiled."""
 
-    other_shapes: smaller shapes that a plan may choose instead of `draft_shape`, the largest.
-        Scratch is reserved for `draft_shape`, which suffices for all.
-    """
-
-    draft_shape: SpeculativeConfig
-    other_shapes: tuple[SpeculativeConfig, ...] = ()
+    draft_shape: SpeculativeConfig  # the largest; scratch for it suffices for all
+    other_shapes: tuple[SpeculativeConfig, ...] = ()  # that a plan may choose instead
     pool: PoolLimits
     programs: ProgramLimits
     scheduling: SchedulingLimits = SchedulingLimits()
@@ -197,7 +164,6 @@ class ServeLimits:
 
     @property
     def shapes(self) -> tuple[SpeculativeConfig, ...]:
-        """All shapes of a decode step; `draft_shape` is the last."""
         return (*self.other_shapes, self.draft_shape)
 
     @property
@@ -210,7 +176,6 @@ class ServeLimits:
 
     @property
     def cached_draft_prefill_size(self) -> int:
-        """Most ids of one draft prefill of cached tokens."""
         return min(self.pool.context_length, MAX_CACHED_DRAFT_PREFILL)
 
     @property
@@ -234,7 +199,6 @@ class ServeLimits:
 
     @property
     def grants_per_row(self) -> int:
-        """Most page grants that one row can need in one decode step."""
         return indexing.num_pages(self.reserved_tokens_at_most(0), self.pool.page_size) + 1
 
     def window_pages_per_row(self, window: int) -> int:

@@ -15,23 +15,14 @@ class ResolvedConfig(EngineArgs):
     """Engine arguments with all choices made, and what follows from them.
 
     No value is "auto". A remaining None is a value: the checkpoint's rope theta, no corpus, nothing
-    simulated, no seed; max_total_tokens is None until the pool is made.
-
-        tokenizer_path: a directory even if no tokenizer is loaded
-        compilation_cache_dir: "" if programs are not kept, or cannot be
-        speculative_algorithm: the flag's name
-        drafts_as: name of the algorithm in force, which may depend on the checkpoint
-        kernels: the bundle's name in `pallas_kernels.bundles.OPS`
-        column_major: store weights column-major where the kernels can read them so
-        decode_buckets, prefill_buckets: B and T of the programs, ascending
-        prefill_rows: most rows of a prefill step
-        other_shapes: shapes of a decode step besides S/K/N
+    simulated, no seed; max_total_tokens is None until the pool is made. compilation_cache_dir is ""
+    if programs are not kept, or cannot be.
     """
 
     model_path: str
-    tokenizer_path: str
+    tokenizer_path: str  # a directory even if no tokenizer is loaded
     context_length: int
-    speculative_algorithm: str
+    speculative_algorithm: str  # the flag's name
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
@@ -39,14 +30,14 @@ class ResolvedConfig(EngineArgs):
     max_running_requests: int
     max_queued_requests: int
     chunked_prefill_size: int
-    drafts_as: str
+    drafts_as: str  # algorithm in force, which may depend on the checkpoint
     prefill_budget_tokens: int
-    kernels: str
-    column_major: bool
-    decode_buckets: tuple[int, ...]
-    prefill_buckets: tuple[int, ...]
-    prefill_rows: int
-    other_shapes: tuple[SpeculativeConfig, ...] = ()
+    kernels: str  # name in `pallas_kernels.bundles.OPS`
+    column_major: bool  # where the kernels can read weights so
+    decode_buckets: tuple[int, ...]  # B, ascending
+    prefill_buckets: tuple[int, ...]  # T, ascending
+    prefill_rows: int  # most rows of a prefill step
+    other_shapes: tuple[SpeculativeConfig, ...] = ()  # of a decode step besides S/K/N
 
     def __post_init__(self) -> None:
         """Skip EngineArgs' checks, which its source passed; without a drafter S/K/N is 0/1/1."""
@@ -70,6 +61,5 @@ class ResolvedConfig(EngineArgs):
         )
 
     def values(self) -> dict[str, Any]:
-        """Return all fields by name, for /server_info and the log."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**found, "other_shapes": tuple(map(str, self.other_shapes))}

@@ -13,9 +13,8 @@ from jspec.spec import indexing
 class SpeculativeConfig:
     """S/K/N: num_steps levels, topk branches per level, num_draft_tokens nodes, root included.
 
-    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
-    every verification emits this many tokens on average, whatever the target chose; the text is
-    then not the model's.
+    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: to measure speed, every
+    verification emits this many tokens on average; the text is then not the model's.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -69,11 +68,9 @@ class SpeculativeConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing is drafted: a tree of one node."""
         return self.algorithm == Algorithm.NONE
 
     def __str__(self) -> str:
-        """S/K/N."""
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
@@ -106,7 +103,6 @@ class SpeculativeConfig:
 
     @property
     def num_scratch_slots(self) -> int:
-        """KV slots after L that one step may write."""
         algorithm = self.algorithm
         return indexing.num_scratch_slots(
             self.num_draft_tokens,
@@ -121,10 +117,9 @@ class SpeculativeConfig:
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:
-        """Pages of a pool in addition to those of its tokens, so that scratch costs no token.
+        """Pages of a pool for what a row writes after its last token, so that it costs no token.
 
-        They have what a row writes after its last token: all scratch but the root's row, which is
-        that token's own. 0 for plain decoding.
+        All scratch but the root's slot, which is that token's own. 0 for plain decoding.
         """
         return indexing.num_pages(self.num_scratch_slots - 1, page_size)
 

@@ -1,6 +1,4 @@
-"""Inputs and outputs of one step as immutable pytrees, and their packed form: one flat i32 array
-per step (`PackedLayout`), which the device unpacks.
-"""
+"""Inputs and outputs of one step as pytrees, packed as one flat i32 array (`PackedLayout`)."""
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ class DecodeBatch:
 
 
 def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
-    """Build the batch of a DECODE or PROPOSE from its fields."""
     shared = None
     if "leaders" in fields:
         shared = SharedPrefixes(leaders=fields["leaders"], num_keys=fields["shared_keys"])
@@ -54,7 +51,6 @@ class SettleBatch:
 
 
 def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
-    """Build the batch of a SETTLE from its fields."""
     allowed = jax.lax.bitcast_convert_type(fields["allowed"], jnp.uint32)
     return SettleBatch(slots=fields["slots"], allowed=allowed)
 
@@ -107,7 +103,6 @@ class SnapshotBatch:
 
 
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
-    """Build the batch of a PREFILL from its fields."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
     if "allowed" in others:
         others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)
@@ -126,6 +121,7 @@ def sampling_rows(
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
     """Pack fields [B, *shape] into i32[B, width] for `columns.unpack` on the host; floats as bits.
+
     Raises ValueError unless `values` has exactly the fields of `columns`, in their shapes.
     """
     shapes = {name: array.shape[1:] for name, array in values.items()}

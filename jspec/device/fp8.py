@@ -38,7 +38,6 @@ class FP8Weight:
 
     @property
     def block(self) -> int | None:
-        """Return the inputs under one scale; None: all of a channel's."""
         return BLOCK if len(self.scales.shape) == len(self.codes.shape) else None
 
     def dense(self, dtype: Any) -> Float[Array, "*x K N"]:
@@ -55,7 +54,6 @@ class FP8Weight:
 
 
 def scales_of(most: Float[Array, "*x"]) -> Float[Array, "*x"]:
-    """Return the scales of groups whose largest magnitudes are `most`."""
     return jnp.maximum(most, _SMALLEST) * _PER_LARGEST
 
 

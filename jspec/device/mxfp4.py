@@ -46,7 +46,6 @@ class MXFP4Weight:
         return (*self.codes.shape[:-2], self.length, self.codes.shape[-1])
 
     def dense(self, dtype: Any) -> Float[Array, "X K N"]:
-        """Return the numbers: the reference of the kernels' decoding."""
         num_experts, rows, width = self.codes.shape
         groups = rows // BLOCK
         parts = jnp.stack([numbers_of(bits) for bits in bits_of(self.codes)], axis=1)

@@ -6,8 +6,7 @@ function of (model, prompt, seed).
 
 Seed, position and token id each pass through full rounds of MurmurHash3's 32-bit finaliser
 (Appleby, public domain), few operations, as it is compiled into every reduction over the
-vocabulary. (seed, position) gives a 64-bit key: at one position, different seeds have different
-keys; for one seed, different positions have.
+vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ def mix32(x: jax.Array) -> jax.Array:
 def position_key(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Return the 64 key bits of (seed, position); seed is (high word, low word). Given the
-    position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share a key.
+    """Return the 64 key bits of (seed, position); seed is (high word, low word).
+
+    Given the position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share
+    a key; likewise no two positions of one seed.
     """
     return key_of_words(seed[..., 0], seed[..., 1], position)
 

@@ -1,7 +1,6 @@
 """The degrees of parallelism, and the mesh and the partition specs that follow from them.
 
-A whole step runs inside one shard_map, so the collectives are written out where they happen
-(layers/linear.py, sampling/).
+A whole step runs inside one shard_map, with the collectives written out where they happen.
 """
 
 from __future__ import annotations
@@ -67,12 +66,10 @@ class Parallel:
 
 
 def partition_spec(axes: Axes) -> PartitionSpec:
-    """Return the mesh axis of each dimension."""
     return PartitionSpec(*map(mesh_axis, axes))
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """Return NamedShardings for a tree of PartitionSpecs."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,

@@ -1,7 +1,7 @@
 """`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
 
-Fields are arrays or nested pytrees; compile-time settings are arguments of the compiled function.
-The exception is a field that describes the memory layout of the others: `static()`.
+Compile-time settings are arguments of the compiled function instead of fields, except for the
+memory layout of the other fields: `static()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
     kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, static)
 )
 def pytree(cls: type[T]) -> type[T]:
-    """Freeze `cls`, make its fields keyword-only and register it with jax."""
     data = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     names: dict[bool, list[str]] = {False: [], True: []}
     for field in dataclasses.fields(data):  # type: ignore[arg-type]

@@ -28,10 +28,9 @@ Caches = tuple[Any, ...]
 
 @pytree
 class SamplingBatch:
-    """Sampling parameters of each row; as arrays, so that no setting causes a compilation.
+    """Sampling parameters of each row, by slot inside RowState, by batch row once gathered.
 
-    Indexed by slot inside RowState, by batch row once gathered. It has the arrays that
-    SAMPLING_FIELDS sends to the device, in its order.
+    Arrays, so that no setting causes a compilation: those of SAMPLING_FIELDS, in its order.
     """
 
     min_new_tokens: jax.Array  # i32[.]
@@ -78,17 +77,12 @@ class RowState:
 
 @pytree
 class EngineState:
-    """Everything that a step reads and replaces. draft: the drafter's own pytree. pending: pending
-    tokens (speculative/drafters/pending.py), for a drafter with plain steps. snapshots: of the
-    target's recurrent layers, in their order; empty without any.
-    """
-
     kv: Caches
     draft_kv: Caches
-    draft: Any
+    draft: Any  # the drafter's own pytree
     rows: RowState
-    pending: Any = None
-    snapshots: Caches = ()
+    pending: Any = None  # tokens (speculative/drafters/pending.py), if steps may be plain
+    snapshots: Caches = ()  # of the target's recurrent layers, in order
 
 
 def empty_caches(
@@ -97,8 +91,7 @@ def empty_caches(
     layout: CacheLayout,
     num_units: Callable[[CacheGroup], int],
 ) -> Caches:
-    """Return zeroed caches, one a layer. num_units: pages, slots or
-    snapshots of a group, dummies included."""
+    """Return zeroed caches, one a layer. num_units: of a group, dummies included."""
 
     def empty(group: CacheGroup) -> Any:
         arrays = group.entry.arrays(num_units(group), layout)
@@ -108,7 +101,6 @@ def empty_caches(
 
 
 def cache_specs(groups: tuple[CacheGroup, ...]) -> tuple[Any, ...]:
-    """Return the PartitionSpecs of each layer's cache."""
     return tuple(
         _cache_of({name: partition_spec(axes) for name, axes in axes_of(g.entry).items()})
         for g in groups
@@ -117,7 +109,6 @@ def cache_specs(groups: tuple[CacheGroup, ...]) -> tuple[Any, ...]:
 
 
 def _cache_of(arrays: dict[str, Any]) -> Any:
-    """Return a layer's cache of its entry's arrays: the only one, or all by name."""
     (first, *others) = arrays.values()
     return arrays if others else first
 
@@ -166,7 +157,6 @@ def empty_rows(
 
 
 def empty_seen(seen: Seen, slots: jax.Array) -> Seen:
-    """Return `seen` with the rows `slots` set to zero."""
     return jax.tree.map(lambda x: x.at[slots].set(0, mode="promise_in_bounds"), seen)
 
 

@@ -1,8 +1,4 @@
-"""A stored weight on a device or a host: an array, or a pytree of its format's arrays.
-
-The class of a weight that is not dense is its format, whose kernels read its arrays; `dense` is for
-all others.
-"""
+"""A stored weight on a device or a host: an array, or a pytree of its format's arrays."""
 
 from __future__ import annotations
 

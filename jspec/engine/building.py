@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 
 class Load(Protocol):
-    """The signature of `load_models`; tests pass their own drafters."""
-
     def __call__(self, args: EngineArgs, paths: ModelPaths, /, *, mesh: Mesh) -> LoadedModels: ...
 
 
@@ -47,11 +45,9 @@ def build_runner(
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     """Load weights, size the pools, compile the programs needed at the start; build the rest later.
 
-    Return the runner, its resolved config, and its weights for reading and updating. load: for
-    drafters that no registry has.
-
-    Raises ConfigError and CheckpointError. Frames of a raised error are cleared, so that an error
-    that is kept does not keep weights, state or programs alive.
+    Returns the runner, its resolved config, and its weights. load: for drafters that no registry
+    has. Raises ConfigError and CheckpointError, with cleared frames: an error that is kept must not
+    keep weights, state or programs alive.
     """
     try:
         return _build_runner(args, progress=progress, load=load)
@@ -134,8 +130,8 @@ def _open_store(named: str | None) -> ProgramStore | None:
     """Open the directory of compiled programs, for jax's cache and ours; None for "" (keep none).
 
     A bucket has a local directory, and our programs are stored in both. Raises ConfigError if a
-    named directory is unusable. Without a usable home, or in a folder that other users may write,
-    nothing is read or kept, with a warning.
+    named directory is unusable. Without a usable home, or where other users may write, nothing is
+    read or kept, with a warning.
     """
     if named == "":
         return None

@@ -21,10 +21,9 @@ def collect_seldom() -> None:
 
 
 def freeze_heap() -> None:
-    """Freeze all objects of this process and make collections rare.
+    """Freeze all objects of this process and make collections rare, once it only serves.
 
-    Call it once, when the process only serves from here on. Takes as long as one full collection.
-    Frozen objects are still freed by reference count, but their cycles no longer are.
+    Takes as long as one full collection. Frozen cycles are not freed any more.
     """
     gc.collect()
     gc.freeze()

@@ -67,8 +67,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block at the latest.
 
-    No effect off the main thread, where no signal arrives, or if the process has its own SIGINT
-    handler. May be nested.
+    No effect off the main thread, or if the process has its own SIGINT handler. May be nested.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

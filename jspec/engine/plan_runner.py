@@ -24,8 +24,6 @@ from jspec.messages.step_options import StepOption, StepOptions
 
 
 class Dispatched(NamedTuple):
-    """A dispatched step: the handle for `PlanRunner.collect`."""
-
     plan: StepPlan
     key: ProgramKey
     output: Any
@@ -61,17 +59,14 @@ def programs_for(
 
 
 class Use(NamedTuple):
-    """Use of a program's output in its plan. is_kept: later programs take it."""
-
     is_read: bool
-    is_kept: bool
+    is_kept: bool  # later programs take it
     is_result: bool
     is_last: bool
 
 
 @functools.lru_cache(maxsize=64)
 def uses_of(kinds: tuple[StepKind, ...]) -> tuple[Use, ...]:
-    """Return the use of each output of a plan; the last one that emits is the result."""
     steps, found = [STEPS[kind] for kind in kinds], []
     result = max((i for i, step in enumerate(steps) if step.emits), default=len(kinds) - 1)
     for i, kind in enumerate(kinds):
@@ -84,18 +79,16 @@ def uses_of(kinds: tuple[StepKind, ...]) -> tuple[Use, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrograms:
-    """Executables by key, and which of them runs what: replaced as a whole by each addition, so
-    that whoever dispatches sees both of one moment. seconds: of a step, where it was measured."""
+    """Executables by key. Replaced as a whole by each addition, so that readers see one state."""
 
     executables: Mapping[ProgramKey, Any]
-    seconds: Mapping[ProgramKey, float] = field(default_factory=dict)
+    seconds: Mapping[ProgramKey, float] = field(default_factory=dict)  # of a step, if measured
     _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
     _costs: dict[tuple[int, StepOptions], dict[SpeculativeConfig, float]] = field(
         default_factory=dict
     )
 
     def nearest(self, needed: ProgramKey) -> ProgramKey:
-        """Return `nearest_program`, cached per size and set of options."""
         found = self._nearest.get(needed)
         if found is None:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
@@ -104,8 +97,7 @@ class ReadyPrograms:
     def step_costs(
         self, limits: ServeLimits, num_rows: int, options: StepOptions
     ) -> dict[SpeculativeConfig, float]:
-        """Seconds of a decode by the shapes that are ready (ready_shapes) and measured; searched
-        for once a number of rows and set of options."""
+        """Return seconds of a decode by ready, measured shape; cached by rows and options."""
         asked = num_rows, options
         if asked not in self._costs and self.executables:
             found = self._costs[asked] = {}
@@ -118,7 +110,6 @@ class ReadyPrograms:
 
     @property
     def measured(self) -> dict[ProgramKey, float | None]:
-        """Every program, with the seconds of a step if they were measured."""
         return {key: self.seconds.get(key) for key in self.executables}
 
     @classmethod
@@ -164,10 +155,7 @@ class PlanRunner(ABC):
         return self._programs
 
     def step_costs(self, num_rows: int, options: StepOptions) -> Mapping[SpeculativeConfig, float]:
-        """Return the seconds of a decode of num_rows rows, by available shape; from any thread.
-
-        Empty unless shapes are adaptive: nothing is measured then.
-        """
+        """Return seconds of a decode by shape, if shapes are adaptive; from any thread."""
         return self._programs.step_costs(self._limits, num_rows, options)
 
     @property
@@ -187,20 +175,19 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
-        """Build the missing programs of `keys` while others serve; not from the engine's thread.
-        Raises BuildError for a program that cannot be made."""
+        """Build missing programs, not on the engine's thread. Raises BuildError."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Implement `messages.protocols.Runner.restart`."""
+        """`messages.protocols.Runner.restart`."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Implement `messages.protocols.Runner.give_up`."""
+        """`messages.protocols.Runner.give_up`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Implement `messages.protocols.Runner.close`."""
+        """`messages.protocols.Runner.close`."""
 
     @abstractmethod
     def _enqueue(
@@ -215,8 +202,7 @@ class PlanRunner(ABC):
 
         operands: host arrays, or handles of kept outputs.
         is_read: `_read` will be called for the output.
-        is_kept: the output will be an operand of later programs, the last of which lists it in
-            `drops`.
+        is_kept: it will be an operand of later programs, the last of which lists it in `drops`.
         """
 
     @abstractmethod
@@ -228,8 +214,7 @@ class PlanRunner(ABC):
         """Raise EngineClosedError after close()."""
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Enqueue one step. Waits for the device only if a program needs an earlier one's output
-        on the host.
+        """Enqueue one step. Waits only if a program needs an earlier one's output on the host.
 
         The programs may be larger than the plan, or have more options. Raises InvariantError if
         no ready program fits, EngineClosedError after close().
@@ -259,7 +244,6 @@ class PlanRunner(ABC):
         return result
 
     def collect(self, dispatched: Dispatched) -> StepResult:
-        """Wait for a dispatched step and return its result."""
         plan, key, output = dispatched
         (own,) = self._read(output)
         if not STEPS[key.kind].emits:

@@ -19,8 +19,7 @@ class Profiler:
         self._directory: str | None = None
 
     def start(self, directory: str) -> None:
-        """Start a trace that `stop` writes below `directory`. Raises RequestError if one runs, or
-        if the directory is not writable."""
+        """Start a trace, which `stop` writes. Raises RequestError if one runs or on a bad path."""
         with self._lock:
             if self._directory is not None:
                 raise RequestError("a profile is being taken; expected /stop_profile before")

@@ -37,26 +37,24 @@ PAGE_SIZE = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """An emitted token that the target alone would not choose. index: of the output; margin: in
-    logits (`sampling.margin`)."""
+    """An emitted token that the target alone would not choose."""
 
-    index: int
+    index: int  # of the output
     emitted_id: int
     chosen_id: int
-    margin: float
+    margin: float  # in logits (`sampling.margin`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A text's scores; entry i is for token i, entry 0 unknown. `differences` has the first
-    MAX_EXPLAINED of num_differences."""
+    """A text's scores; entry i is for token i, entry 0 unknown."""
 
     prompt_len: int
     chosen_ids: np.ndarray  # i32[n], given the tokens before; meaningless in the prompt
     logprobs: np.ndarray  # f32[n], of the text's tokens, from the raw logits
     top_ids: np.ndarray  # i32[n, 20]
     top_logprobs: np.ndarray  # f32[n, 20]
-    differences: tuple[Difference, ...]
+    differences: tuple[Difference, ...]  # the first MAX_EXPLAINED of num_differences
     num_differences: int
     hidden: np.ndarray | None = None  # [n, E], if features were requested
     aux: np.ndarray | None = None  # [n, A]
@@ -65,8 +63,6 @@ class Rescored:
 class Rescorer:
     """Scores texts with the target of `served`.
 
-    most_tokens: longest text.
-    chunk_size: tokens per call.
     target: another implementation over the same weights; None: the served one.
     """
 
@@ -101,10 +97,8 @@ class Rescorer:
     ) -> Rescored:
         """Score prompt and output of a request.
 
-        first_chunk: tokens of the first call, to shift the chunk boundaries.
-        features: also return the target's hidden states.
-        Raises RequestError for a text that is too long or has no output, and for a request with a
-        grammar, whose masks are unknown here.
+        first_chunk: tokens of the first call, to shift the chunk boundaries. Raises RequestError
+        for a text that is too long or has no output, or a grammar, whose masks are unknown here.
         """
         grammar = request.sampling.grammar
         if grammar is not None or request.sampling.max_thinking_tokens is not None:
@@ -217,8 +211,6 @@ class Rescorer:
 
 
 class _Counts:
-    """Token counts before a chunk, for penalties."""
-
     def __init__(self, ids: np.ndarray, prompt_len: int, vocab_size: int) -> None:
         self._ids, self._prompt_len, self._vocab_size = ids, prompt_len, vocab_size
         self._marks: Any = np.zeros((1, vocab_size), np.int8)
@@ -231,8 +223,6 @@ class _Counts:
 
 
 class _Differences:
-    """Collects differences while the logits of their chunk are available."""
-
     def __init__(self, request: Request, ids: np.ndarray) -> None:
         self._request, self._ids = request, ids
         self.found: list[Difference] = []

@@ -1,7 +1,7 @@
 """Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig.
 
-Later code never checks whether an argument was given or on which platform it runs. Only the pool
-size is found later, by `memory.size_pool`: it depends on the memory that the weights leave.
+Later code never checks whether an argument was given or which platform it runs on. Only the pool
+size is found later, from the memory that the weights leave (`memory.size_pool`).
 """
 
 from __future__ import annotations
@@ -35,40 +35,23 @@ KV_NAMES = {FP8: "fp8_e4m3", "bfloat16": "bfloat16"}  # the flag's values by dty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """Facts from the files to be served.
-
-    model_path, tokenizer_path, draft_path: directories as found; draft_path None: no draft model.
-    max_position: longest context of the target.
-    head_dims: of all models that run, target first.
-    algorithm: the drafting algorithm, if the files decide it.
-    kv_dtype: of the KV cache, by argument or files; None: the model's.
-    """
-
     model_path: str
     tokenizer_path: str
-    draft_path: str | None = None
-    max_position: int
-    head_dims: tuple[int, ...]
-    algorithm: Algorithm | None = None
-    kv_dtype: str | None = None
+    draft_path: str | None = None  # None: no draft model
+    max_position: int  # longest context of the target
+    head_dims: tuple[int, ...]  # of all models that run, target first
+    algorithm: Algorithm | None = None  # if the files decide it
+    kv_dtype: str | None = None  # of the KV cache; None: the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """Facts about the devices.
-
-    platform: "cpu", "gpu" or "tpu".
-    compute_capability: a GPU's.
-    bytes_limit: memory per device that jax may use; 0: unknown.
-    """
-
-    platform: str
+    platform: str  # "cpu", "gpu" or "tpu"
     compute_capability: str = "unknown"
-    bytes_limit: int = 0
+    bytes_limit: int = 0  # memory per device that jax may use; 0: unknown
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> DeviceFacts:
-        """Read the facts of jax devices of one kind, from the first one."""
         first = devices[0]
         return cls(
             platform=first.platform,
@@ -80,8 +63,7 @@ class DeviceFacts:
 def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) -> ResolvedConfig:
     """Return everything that the engine is built from.
 
-    Raises ConfigError for arguments that contradict the checkpoint or the devices, such as a
-    context longer than the model's or unsupported kernels.
+    Raises ConfigError for arguments that contradict the checkpoint or the devices.
     """
     is_cpu = device.platform == "cpu"
     dtype = args.dtype
@@ -156,7 +138,6 @@ def ops_of(config: ResolvedConfig) -> Ops:
 
 
 def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:
-    """Return the widths of heads whose K and V are cached, which kernels read."""
     mixers = (layer.attention for model in models for layer in model.layers)
     return tuple(dict.fromkeys(own.head_dim for own in mixers if type(own) is AttentionSpec))
 
@@ -189,16 +170,20 @@ def _context_length(args: EngineArgs, most: int) -> int:
 
 
 def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
-    """Return the prefill tokens per step. Large for the Hopper kernels, to amortize a step's fixed
-    cost; XLA's attention multiplies every query with every row's keys."""
+    """Return the prefill tokens per step: many for the Hopper kernels, to amortize fixed costs.
+
+    XLA's attention multiplies every query with every row's keys.
+    """
     if device.platform == "cpu":
         return 256
     return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
 
 
 def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
-    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200. A CPU
-    pads every longer prompt to a whole chunk, so splitting one saves nothing."""
+    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200.
+
+    A CPU pads every longer prompt to a whole chunk, so splitting one saves nothing.
+    """
     if args.prefill_budget_tokens is not None:
         if args.prefill_budget_ms is not None:
             raise ConfigError(

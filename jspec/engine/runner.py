@@ -47,8 +47,7 @@ class DeviceRunner(PlanRunner):
     """Implements `messages.protocols.Runner` on jax devices.
 
     params: {"target": ..., "draft": ...} as placed by `loading.place`.
-    executables: compiled by the caller, so that construction has no hidden cost. Together they must
-    serve every plan; better fitting ones may be added at any time.
+    executables: together they must serve every plan; better ones may be added at any time.
     make_state: makes an empty state like the given one, for `restart`.
     """
 
@@ -138,10 +137,9 @@ class DeviceRunner(PlanRunner):
         return self._num_programs if self._growth is None else self._growth.num_wanted
 
     def add(self, key: ProgramKey, executable: Any) -> None:
-        """Puts a program among the ready ones, from any thread; the next dispatch sees it.
+        """Make a program ready, from any thread. After close() it is dropped.
 
-        A decode of an engine that chooses shapes is timed first, while steps wait. After close()
-        the program is dropped.
+        A decode of an engine that chooses shapes is timed first, while steps wait.
         """
         with self._owning:
             if self._state is not None:
@@ -150,10 +148,7 @@ class DeviceRunner(PlanRunner):
                 self._num_programs = len(self._programs.executables)
 
     def _step_seconds(self, key: ProgramKey, executable: Any) -> float | None:
-        """Seconds of a step all of whose rows are dummies, as padding is: their slot and page
-        belong to no row. None where no chooser asks for it, or the program fails: if the state is
-        lost by that, the next step says so.
-        """
+        """Return the seconds of a step of dummy rows; None if no chooser needs it or it fails."""
         is_chosen = STEPS[key.kind].is_timed and key.options in (PLAIN, SAMPLING)
         if not (is_chosen and self._limits.other_shapes):
             return None
@@ -182,7 +177,6 @@ class DeviceRunner(PlanRunner):
             self._growth.stop()
 
     def make_on_demand(self, maker_of: Callable[[tuple[ProgramKey, ...]], Maker]) -> None:
-        """Set the maker of on-demand programs."""
         self._maker_of = maker_of
 
     def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
@@ -202,7 +196,6 @@ class DeviceRunner(PlanRunner):
 
     @property
     def params(self) -> Any:
-        """{"target": ..., "draft": ...}. Raises EngineClosedError after close()."""
         if self._params is None:
             raise EngineClosedError("the runner is closed; it holds no weights")
         return self._params
@@ -224,8 +217,7 @@ class DeviceRunner(PlanRunner):
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
         """Start one program, and the copy of its output to the host if it is to be read there.
 
-        operands: host arrays [data, ...], and outputs of earlier programs. Raises EngineClosedError
-        after close().
+        operands: host arrays [data, ...], and outputs of earlier programs.
         """
         with self._owning:
             output = self._run(self._programs.executables[key], operands)
@@ -234,7 +226,6 @@ class DeviceRunner(PlanRunner):
         return output
 
     def _run(self, executable: Any, operands: tuple[Any, ...]) -> Any:
-        """Begins a program, by whoever owns the state."""
         if not self._is_cpu:
             operands = tuple(
                 jax.device_put(each, self._by_rank) if isinstance(each, np.ndarray) else each
@@ -266,7 +257,7 @@ class DeviceRunner(PlanRunner):
     def restart(self) -> None:
         """Zero the state; weights and programs stay. Steps in flight are lost.
 
-        Raises device errors; after some of them the devices are unusable in this process. Raises
+        Raises device errors, after some of which the devices are unusable in this process, and
         EngineClosedError for a runner that was not built by `create`.
         """
         if self._make_state is None:
@@ -279,10 +270,9 @@ class DeviceRunner(PlanRunner):
         """Do nothing: a restart takes no longer than zeroing its pools."""
 
     def close(self) -> None:
-        """Release programs, state and params. May be called twice.
+        """Release programs, state and params, and end background builds. May be called twice.
 
-        Also ends background builds. A reference to the runner, or an error with it in a traceback,
-        then keeps no device memory alive.
+        A later reference to the runner, as in a traceback, then keeps no device memory alive.
         """
         self.stop_growing()
         with self._owning:

@@ -15,8 +15,6 @@ from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 
 class Packer:
-    """Packs the programs of plans."""
-
     def __init__(self, host: Host) -> None:
         self._host = host
         self._blank: dict[ProgramKey, tuple[PackedLayout, np.ndarray]] = {}
@@ -24,10 +22,7 @@ class Packer:
     def pack(
         self, plan: StepPlan, run: StepRun, key: ProgramKey, read: np.ndarray | None = None
     ) -> np.ndarray:
-        """Pack a run for the program `key`, i32[layout size].
-
-        read: output of the earlier program that its kind reads.
-        """
+        """Pack a run for `key`, i32[layout size]. read: output that its kind reads."""
         packed, blank = self._blank.get(key) or self._add(key)
         flat = blank.copy()
         STEPS[key.kind].write(packed.unpack(flat), Part(plan, run, self._host, read))
@@ -70,8 +65,7 @@ def unpack_result(
 
     output: i32[rounds * bucket, columns], the batch's rows once per round; in a prefill with
     log-probabilities or hidden states, one entry per packed token follows.
-    options: of the program that ran.
-    Raises ValueError if the number of columns does not match.
+    options: of the program that ran. Raises ValueError if the number of columns does not match.
     """
     words = 0 if limits.programs.hidden is None else limits.programs.hidden.words
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted

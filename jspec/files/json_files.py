@@ -1,7 +1,7 @@
 """JSON files of checkpoints, read within limits and with checked types.
 
 A checkpoint is untrusted: a path may be a pipe that never ends; a file may be of any size, nested
-without limit, or have NaN as a size. All of that is a CheckpointError with the file and the value.
+without limit, or have NaN as a size. All of that is a CheckpointError.
 """
 
 from __future__ import annotations
@@ -82,10 +82,7 @@ def exists(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> int:
-    """Return the size in bytes of a regular file (links are followed). Raises CheckpointError.
-
-    Opening a pipe, socket or device can block forever.
-    """
+    """Return a regular file's size. Raises CheckpointError: opening a pipe can block forever."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -96,7 +93,6 @@ def check_regular(path: Path) -> int:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Read a regular UTF-8 file of at most `max_bytes`. Raises CheckpointError."""
     too_large = f"{path}: is larger than {max_bytes} bytes; expected at most that"
     if check_regular(path) > max_bytes:
         raise CheckpointError(too_large)

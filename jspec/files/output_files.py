@@ -20,7 +20,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, renamed to it at the end or removed on an error.
+    """Yield a temporary path, renamed to `path` at the end or removed on an error.
 
     A device or a pipe (/dev/stdout) is written directly.
     """

@@ -38,10 +38,9 @@ def attention(
 ) -> Float[Array, "*r E"]:
     """Run the projections of one layer around `attend`. spec counts the heads of all shards.
 
-    kept: the rows of x [T, I] whose output is needed; None: all. `attend` gets K and V of all rows.
-    params: qkv has, per shard, the columns of q, then k, then v. `attend` applies q_norm and k_norm
-    to every q and k head before RoPE, and gets the sinks. gate (per shard the columns of its heads)
-    gates the heads' output (`HeadGate`).
+    kept: the rows of x [T, I] whose output is needed; None: all. `attend` gets K and V of all rows,
+    the sinks, and q_norm and k_norm, which it applies before RoPE. params: qkv has, per shard, the
+    columns of q, then k, then v; gate (per shard the columns of its heads) gates the heads' output.
     """
     heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))

@@ -1,8 +1,7 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
-Kernels are [in, out]. Inside a step's shard_map a column-parallel product needs no collective, a
-row-parallel one is an all-reduce over the `tensor` axis. An axis of None means that the caller is
-outside a shard_map (training, references).
+Inside a step's shard_map a column-parallel product needs no collective, a row-parallel one is an
+all-reduce over the `tensor` axis. An axis of None is outside of it (training, references).
 """
 
 from __future__ import annotations

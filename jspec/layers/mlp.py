@@ -22,6 +22,7 @@ def gated_mlp(
     limit: float | None = None,
 ) -> Float[Array, "*b E"]:
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
+
     limit: clip silu(gate) from above, and up to [-limit, limit].
     """
     kernel = params["gate_up"]["kernel"]

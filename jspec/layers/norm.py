@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019) and the residual stream.
 
-A layer returns its last contribution without adding it: the next norm needs the sum, and a platform
-may fuse both (`Ops.add_norm`). The result is that of an add followed by a norm.
+A layer returns its last contribution without adding it, so that a platform may fuse the sum with
+the next norm (`Ops.add_norm`).
 """
 
 from __future__ import annotations

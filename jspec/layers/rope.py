@@ -56,9 +56,7 @@ def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
 def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """Return f32 (cos, sin) of each token's angles, half a head wide, shared by all heads. With
-    YaRN both are multiplied by its attention factor, which scales scores by its square.
-    """
+    """Return f32 (cos, sin) of each token's angles, half a head wide, times YaRN's factor."""
     inv = jnp.asarray(inverse_frequencies(head_dim, rope))
     angle = positions.astype(jnp.float32)[..., None] * inv
     cos, sin = jnp.cos(angle), jnp.sin(angle)

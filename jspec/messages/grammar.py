@@ -28,27 +28,17 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar as written in the request."""
-
     kind: GrammarKind
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """Strings around the reasoning that precedes a grammar's text.
-
-    close: ends the reasoning
-    open: begins it; text that does not start with this has none. None: the answer begins
-        inside the reasoning.
-    """
-
-    close: str
-    open: str | None = None
+    close: str  # ends the reasoning
+    open: str | None = None  # text that starts otherwise has none; None: the answer starts inside
 
 
 def grammar_of(sampling: object) -> GrammarSource | None:
-    """Return the grammar among sampling parameters, which have one attribute per kind."""
     for kind in GrammarKind:
         text = getattr(sampling, kind.value)
         if text is not None:
@@ -80,9 +70,7 @@ class Constraint(Protocol):
         """
         ...
 
-    def accept(self, token_ids: tuple[int, ...]) -> None:
-        """Advance the state by these tokens."""
-        ...
+    def accept(self, token_ids: tuple[int, ...]) -> None: ...
 
     @property
     def num_free(self) -> int:
@@ -107,5 +95,4 @@ class Grammar(Protocol):
 
 
 def num_words(vocab_size: int) -> int:
-    """Return W, the words of a mask."""
     return -(-vocab_size // WORD_BITS)

@@ -36,7 +36,6 @@ class PackedLayout:
         return np.concatenate(parts)
 
     def unpack(self, flat: Any) -> dict[str, Any]:
-        """Return the fields of a numpy or jax array."""
         out = {}
         offset = 0
         for name, shape in self.fields:
@@ -48,10 +47,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class OutputColumns:
-    """Named i32 columns of one row of a step's packed output, in order.
-
-    A shape of () is one column, (n,) is n columns. `device.batch.pack_output` packs them.
-    """
+    """Named i32 columns of a row of a step's packed output; a shape (n,) is n of them, () one."""
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -80,14 +76,12 @@ def output_columns(
 ) -> OutputColumns:
     """Return the output columns of a program, per row and round.
 
-    max_emitted: M in a decode, 1 in a prefill.
-    hidden_words: words of one hidden state.
+    max_emitted: M in a decode, 1 in a prefill. hidden_words: words of one hidden state.
 
-    Only the first num_emitted of a row's emitted_ids are defined. The same holds for their
-    log-probabilities (the bits of float32), which programs with LOGPROBS return, and for the hidden
-    states that chose them, which programs with HIDDEN return. A prefill of either kind has T more
-    entries than the batch, one per packed token, which emit nothing: they have the log-probability
-    of the next prompt token, and the hidden state of the packed one.
+    Only the first num_emitted of a row's emitted_ids are defined, and so of their log-probabilities
+    (float32 bits; with LOGPROBS) and of the hidden states that chose them (with HIDDEN). With
+    either, a prefill has T more entries than the batch, one per packed token, which emit nothing:
+    they have the log-probability of the next prompt token, and the packed one's hidden state.
     """
     logprobs = (
         ("logprobs", (max_emitted,)),

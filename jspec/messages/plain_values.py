@@ -1,7 +1,6 @@
 """Convert numbers and arrays of numpy and other libraries to plain Python.
 
-Values that Python callers pass are later pickled, compared and written as JSON, which does not work
-for all such types. Values are not checked here.
+Python callers' values are pickled, compared and written as JSON, which these types do not support.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between the scheduler and the runner: frozen, picklable, host only.
 
-A plan names rows by (slot, epoch). The device knows slots only; the epoch stays on the host, so
-that a result for a former tenant of a slot is recognised and dropped.
+A plan names rows by (slot, epoch). The epoch stays on the host: by it a result for a former tenant
+of a slot is recognised and dropped.
 """
 
 from __future__ import annotations
@@ -31,33 +31,26 @@ class RowRef:
 class Admission:
     """A new row, written to the device's state before the step that carries it runs.
 
-    prompt_len: length of the prompt alone
-    fill_ids: the prompt and, after a retraction, the tokens already emitted
+    It has no pages until the grants of the same plan.
     cached_len: tokens of fill_ids whose KV is already in the first pages, a multiple of the
         page size. Those pages are shared and read-only; the first chunk starts after them.
-
-    The row starts without pages, and gets them by the grants of the same plan.
     """
 
     row: RowRef
     request: Request
-    prompt_len: int
-    fill_ids: tuple[int, ...]
+    prompt_len: int  # of the prompt alone
+    fill_ids: tuple[int, ...]  # the prompt and, after a retraction, the output
     cached_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Tokens fill_ids[start : start + len(token_ids)] of one row.
-
-    next_id: the fill token after the chunk. None for the last chunk: the device then samples that
-    token, which becomes the root and the row's first emitted token.
-    """
+    """Tokens fill_ids[start : start + len(token_ids)] of one row."""
 
     row: RowRef
     start: int
     token_ids: tuple[int, ...]
-    next_id: int | None
+    next_id: int | None  # fill token after the chunk; None: the device samples it
 
     @property
     def is_final(self) -> bool:
@@ -87,7 +80,7 @@ class SnapshotCopy:
 
 
 class StepKind(enum.Enum):
-    """Kind of a step: a row of `engine.steps.table.STEPS`.
+    """Kind of a step (`engine.steps.table.STEPS`).
 
     The value begins the names of its programs, whose bucket counts rows (B) or tokens (T).
     """
@@ -108,31 +101,23 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """One program of a plan.
-
-    shape: draft shape, one of the engine's
-    chunks: cached tokens of a CACHED_DRAFT_PREFILL, at most one chunk of a row
-    """
-
     kind: StepKind
     shape: SpeculativeConfig
-    chunks: tuple[PrefillChunk, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()  # of a CACHED_DRAFT_PREFILL, at most one per row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
-    runs: all programs in order. The output of the last one that emits is the result.
+    runs: programs in order; the output of the last one that emits is the result
     options: union of the options that the rows need
-    grants: of all spaces. In a prefill those of the full space are for admitted rows, from index
-        0 on
+    grants: of all spaces; in a prefill those of the full space are for admitted rows, from 0 on
     restores: copies from snapshots to the states of admitted rows, before a prefill runs
     saves: copies from the states of its rows to snapshots, after it
     constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
         grammar have no unread results.
-    pending: pending tokens of each row, given to its drafter right before this decode; empty:
-        none are given now
+    pending: tokens of each row that the drafter gets right before this decode; empty: none
     shared: the shared prefix of each row of a decode; empty: none, or too short to pay
     """
 
@@ -151,7 +136,6 @@ class StepPlan:
 
     @property
     def kind(self) -> StepKind:
-        """Kind of the program whose output is the result."""
         return StepKind.PREFILL if self.is_prefill else self.runs[-1].kind
 
     @property
@@ -160,7 +144,6 @@ class StepPlan:
 
     @property
     def shape(self) -> SpeculativeConfig:
-        """S/K/N of a decode: of its last program."""
         return self.runs[-1].shape
 
     @property
@@ -194,7 +177,6 @@ class StepLogprobs:
     watched_logprobs: np.ndarray  # f32
 
     def of_row(self, row: int, count: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
-        """Return the requested log-probabilities of the first `count` tokens of a row."""
         return self._tokens((row, slice(count)), sampling)
 
     def of_rows(self, first: int, end: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
@@ -219,26 +201,22 @@ class RoundResult:
     """The result of one round, rows in the order of `StepPlan.row_refs`.
 
     num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
-        num_accepted + 1.
-    ids: undefined past the first num_emitted[i] of a row.
-    logprobs: of those ids, [rows, M, .].
+        num_accepted + 1. A row's ids after these are undefined.
     prompt_logprobs: of the prompt ids that follow each token of the chunks,
         [tokens of all chunks, 1, .].
-    hidden: the states from which those ids were chosen, f32[rows, M, E].
-    prompt_hidden: of each token of the chunks, f32[tokens, E].
+    hidden, prompt_hidden: the states that chose each id, and those of each token of the chunks
     Optional fields are None in a plan whose options lack them.
     """
 
     num_emitted: np.ndarray  # i32[rows]
     ids: np.ndarray  # i32[rows, M]
-    logprobs: StepLogprobs | None = None
+    logprobs: StepLogprobs | None = None  # of the ids, [rows, M, .]
     prompt_logprobs: StepLogprobs | None = None
-    hidden: np.ndarray | None = None
-    prompt_hidden: np.ndarray | None = None
+    hidden: np.ndarray | None = None  # f32[rows, M, E]
+    prompt_hidden: np.ndarray | None = None  # f32[tokens, E]
 
     @classmethod
     def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:
-        """Build a result from each row's ids."""
         counts = [len(ids) for ids in emitted_ids]
         table = np.zeros((len(counts), max(counts, default=0)), np.int32)
         for row, ids in zip(table, emitted_ids, strict=True):
@@ -253,7 +231,5 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The `StepPlan.num_rounds` rounds of one step."""
-
     step: int
     rounds: tuple[RoundResult, ...]

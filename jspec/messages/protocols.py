@@ -16,9 +16,7 @@ class Runner(Protocol):
     """Owner of all device state. Called from one thread; steps are collected in order."""
 
     @property
-    def limits(self) -> ServeLimits:
-        """Static sizes that plans must respect."""
-        ...
+    def limits(self) -> ServeLimits: ...
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Enqueue one step without waiting for the device; return its handle."""
@@ -31,9 +29,8 @@ class Runner(Protocol):
     def restart(self) -> None:
         """Restart after a call raised, without rows and pages; weights and programs are kept.
 
-        Handles from before are void.
-        Raises the error that prevents it, and may then be retried; EngineClosedError if it never
-        can succeed.
+        Earlier handles are void. Raises the error that prevents it, and may then be retried;
+        EngineClosedError if it can never succeed.
         """
         ...
 
@@ -47,8 +44,6 @@ class Runner(Protocol):
 
 
 class Weights(Protocol):
-    """The weights in service, readable and replaceable."""
-
     @property
     def has_draft(self) -> bool:
         """True if there is a draft with weights of its own."""
@@ -60,10 +55,9 @@ class Weights(Protocol):
         ...
 
     def prepare(self, update: WeightUpdate) -> Any:
-        """Read and check an update; the weights in service stay.
+        """Read and check an update; the weights in service stay. From any thread, one at a time.
 
-        From any thread, one at a time. Raises CheckpointError or ConfigError, one error for all
-        faults.
+        Raises CheckpointError or ConfigError, one error for all faults.
         """
         ...
 
@@ -81,17 +75,9 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:
-    """Result of TextStream.push.
-
-    num_ids: pushed ids that belong to the output; all, or up to the id that completed a stop
-        string
-    text: new text that is final: no partial character, no possible start of a stop string
-    matched: the completed stop string, already trimmed from the text
-    """
-
-    num_ids: int
-    text: str
-    matched: str | None = None
+    num_ids: int  # that belong to the output, up to a completed stop string
+    text: str  # final: no partial character, no possible start of a stop string
+    matched: str | None = None  # the completed stop string, already trimmed
 
 
 @runtime_checkable
@@ -138,6 +124,4 @@ class StopWatch(Protocol):
         ...
 
     @property
-    def matched(self) -> str | None:
-        """Like TextStream.matched."""
-        ...
+    def matched(self) -> str | None: ...

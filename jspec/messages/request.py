@@ -1,8 +1,7 @@
 """Requests and their results: frozen, picklable, without jax.
 
-`SamplingParams` uses SGLang's field names. Its constructor is the only place that converts and
-checks them; what depends on the model is checked by `text.intake`, what depends on the engine's
-limits by `scheduler.pages.budget`.
+Only `SamplingParams` itself converts and checks its fields. What depends on the model is checked by
+`text.intake`, what depends on the engine's limits by `scheduler.pages.budget`.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _logprob_start(request: Request, _: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it stops.
+    """How one request is sampled and when it stops; fields have SGLang's names.
 
     SAMPLING_FIELDS has each field's default, accepted values and device encoding.
 
@@ -110,9 +109,7 @@ class SamplingParams:
         logit_bias: (token id, number) pairs, added to those tokens' logits; applied last
         sampling_seed: 64 bits, negative ones in two's complement; None: drawn from the operating
             system when the request enters
-        stop: strings that end the text and are trimmed from it, at most MAX_STOP_STRINGS with
-            MAX_STOP_CHARS characters together
-        stop_token_ids: ids that end the text, at most MAX_STOP_IDS
+        stop: strings that end the text and are trimmed from it
         stop_regex: regular expressions (text/stop/stop_regex.py); the first match ends the text
         no_stop_trim: keep what ended the text in it; a stop token if it has text
         skip_special_tokens: leave special tokens out of the text; the one that ends it never shows
@@ -249,10 +246,9 @@ class SamplingParams:
     def from_mapping(
         cls, values: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """Build params from a JSON object.
+        """Build params from a JSON object; `defaults` replace missing and null fields.
 
-        defaults: for fields that `values` lacks or has as null. Raises RequestError for an unknown
-        field, with the closest known name.
+        Raises RequestError for an unknown field, with the closest known name.
         """
         if not isinstance(values, Mapping):
             raise RequestError(
@@ -268,7 +264,6 @@ class SamplingParams:
         return cls(**whole)
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ids that end a text: its own and, unless ignored, the model's EOS."""
         eos = () if self.ignore_eos else eos_token_ids
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
@@ -282,7 +277,6 @@ class SamplingParams:
 
     @property
     def options(self) -> StepOptions:
-        """Options that a step needs for this row; computed at each call."""
         return options_of(self, table_of(type(self)))
 
 
@@ -291,18 +285,14 @@ SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate, as the scheduler sees it: ids in, a seed fixed, nothing optional.
+    """One sequence to generate, as the scheduler sees it. One of n choices is one Request.
 
-    `seed` is final: a request with n choices enters as n Requests whose seeds are
-    hash(sampling_seed, i); one without a seed got its entropy before this object was built.
-    stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
-    extra_key: requests with different ones share no cached prefix.
-    grammar: what was made of `sampling.grammar` and of a budget of reasoning, one for all n; None:
-        not made yet.
+    seed: final; that of choice i of n is hash(sampling_seed, i).
+    stop_matching, grammar: made from `sampling` once for all n; None: not made yet.
     reasoning: what may stand in front of the grammar's text or of an answer; None: nothing.
     shown_ids: special tokens that have text also where `skip_special_tokens` is set.
-    priority: who goes first, where priorities are on (`SchedulingLimits.priority_order`).
-    caller: the client's name of its user, with whom slots are shared; None: the call is a caller.
+    extra_key: requests with different ones share no cached prefix.
+    priority: used if priorities are on (`SchedulingLimits.priority_order`).
     """
 
     request_id: str
@@ -312,19 +302,17 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    reasoning: ReasoningMarks | None = None
+    reasoning: ReasoningMarks | None = None  # that may precede the grammar's text
     shown_ids: frozenset[int] = frozenset()
     extra_key: str | None = None
     priority: int = 0
-    caller: str | None = None
+    caller: str | None = None  # user with whom slots are shared; None: the call
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end this request: its own and, unless ignored, the model's EOS."""
         return self.sampling.stop_ids(self.eos_token_ids)
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether `token_id` is in `stop_ids`, in constant time."""
         sampling = self.sampling
         is_eos = not sampling.ignore_eos and token_id in self.eos_token_ids
         return is_eos or token_id in sampling.stop_id_set
@@ -352,7 +340,6 @@ class FinishReason:
     length: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return SGLang's `meta_info.finish_reason`."""
         out: dict[str, Any] = {"type": self.kind.value}
         for name in ("matched", "length", "message"):
             if getattr(self, name) is not None:
@@ -398,11 +385,7 @@ PromptToken = tuple[int, TokenLogprob | None]
 class StreamChunk:
     """The output that one round added to one request; the last chunk has the finish reason.
 
-    new_ids: ids of this round, after truncation; the first num_accepted were drafts
     text: new text without partial characters
-    cached_tokens: prompt tokens found in the prefix cache
-    weight_version: weights of the last prefill
-    logprobs: of new_ids, if requested
     prompt_logprobs: of the prompt's ids from logprob_start_len on, in the first chunk; None
         for the very first token, which has none
     hidden_states: f32[E] that chose each of new_ids, if requested; for the first token
@@ -411,16 +394,16 @@ class StreamChunk:
     """
 
     request_id: str
-    new_ids: tuple[int, ...]
+    new_ids: tuple[int, ...]  # after truncation; the first num_accepted were drafts
     num_accepted: int
     text: str
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     num_retractions: int = 0
-    cached_tokens: int = 0
-    weight_version: str = DEFAULT_VERSION
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    weight_version: str = DEFAULT_VERSION  # of the last prefill
     counters: SpecCounters = field(default_factory=SpecCounters)
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of new_ids, if requested
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)
     draft_tree: VerifiedTree | None = None

@@ -108,10 +108,7 @@ class LogprobForm:
 class Completion:
     """One sequence so far: all chunks up to now, folded. `add` takes time linear in the chunk.
 
-    Responses and metrics derive from it. `take` separates what a stream has sent from what is new.
-
     logprobs: form of the log-probabilities, if requested
-    seed: the final seed, which reproduces the text
     token_text: returns the text of a draft tree's node; None: no texts
     spec_tokens: splits a chunk's text by origin (text/spec_tokens.py); None: not requested
     started: time of `clock` from which latencies count; None: now
@@ -163,10 +160,7 @@ class Completion:
         spec_tokens: SpecTokens | None = None,
         started: float | None = None,
     ) -> Completion:
-        """Build an empty completion.
-
-        token_text: for log-probabilities and draft trees. node_text: for draft trees alone.
-        """
+        """Build an empty completion. node_text: token_text for draft trees alone."""
         return cls(
             request.request_id,
             logprobs=LogprobForm.of(request.sampling, token_text=token_text),
@@ -209,14 +203,12 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All text so far, joined on demand."""
         if len(self.texts) != 1:
             self.texts[:] = ["".join(self.texts)]
         return self.texts[0]
 
     @property
     def num_new_ids(self) -> int:
-        """Ids since the last `take`."""
         return len(self.output_ids) - self._told.ids
 
     def take(self) -> tuple[str, Told]:
@@ -236,7 +228,6 @@ class Completion:
         return None if self._split_text is None else self._spec_tokens[told.spec_tokens :]
 
     def to_json(self) -> dict[str, Any]:
-        """Return SGLang's response object with everything so far."""
         body = {
             "text": self.text,
             "output_ids": list(self.output_ids),

@@ -1,9 +1,8 @@
 """Declaration of sampling parameters: accepted values and device encoding, in one place.
 
 `SamplingParams` in messages/request.py declares its fields by `sampled(...)`; `table_of` reads them
-back as the table SAMPLING_FIELDS. The table gives the checks of a request, the names in the HTTP
-APIs, the packed layout, packing here and unpacking on the device (device/batch.py), and the neutral
-rows (device/state.py).
+back as SAMPLING_FIELDS. From the table follow the checks of a request, the names in the HTTP APIs,
+packing here, unpacking (device/batch.py) and the neutral rows (device/state.py).
 """
 
 from __future__ import annotations
@@ -28,26 +27,22 @@ _KEY = "sampling_field"  # in a dataclass field's metadata
 
 
 class HasSampling(Protocol):
-    """The part of a request (messages/request.py) that this module reads."""
+    """The part of a request that this module reads."""
 
     @property
     def sampling(self) -> Any: ...
 
 
 class Accepts(Protocol):
-    """Values that a parameter accepts."""
-
     def check(self, name: str, value: Any) -> None:
         """Raise RequestError with the field, its value and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """From low to high. expected: what an error says, if not the bounds."""
-
     low: int
     high: int | None = None
-    expected: str = ""
+    expected: str = ""  # for the error, if not the bounds
 
     def check(self, name: str, value: Any) -> None:
         limit = "" if self.high is None else f" and at most {self.high}"
@@ -80,8 +75,6 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """True or false."""
-
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise RequestError(f"{name} is {shown_json(value)}; expected true or false")
@@ -99,7 +92,6 @@ class Switch(Flag):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Convert "on" and "off"; return any other value unchanged."""
         return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
@@ -131,13 +123,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A non-empty text of at most `most_chars` characters.
-
-    as_json: names of JSON types that are also accepted, as their text, such as a schema object.
-    """
+    """A non-empty text of at most `most_chars` characters."""
 
     most_chars: int
-    as_json: tuple[str, ...] = ()
+    as_json: tuple[str, ...] = ()  # names of JSON types also accepted, as their text
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, str) or not value:
@@ -224,18 +213,16 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 class Row:
     """Encoding of a parameter in a row of the device's SamplingBatch.
 
-    dtype, shape: of one row; 32 bits wide, since all travels as i32 bits
     neutral: value in a row without the parameter; a function if it depends on V
     encode: (request, V) -> the value, or values; fewer than the row's size leave the rest
         neutral. None sends the parameter as is.
-    name: of SamplingBatch' field, if not the parameter's own
     """
 
-    dtype: Any
+    dtype: Any  # 32 bits wide: all travels as i32 bits
     shape: tuple[int, ...] = ()
     neutral: float | Callable[[int], int] = 0
     encode: Callable[[Any, int], Any] | None = None
-    name: str = ""
+    name: str = ""  # field of SamplingBatch, if not the parameter's own
 
     def neutral_value(self, vocab_size: int) -> float:
         return self.neutral(vocab_size) if callable(self.neutral) else self.neutral
@@ -243,27 +230,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # the table is hashed once per prefill
 class SamplingField:
-    """One entry of the table: a request parameter under SGLang's name.
-
-    default: value of a request without it; a default of None also allows None
-    openai: OpenAI's name, if different
-    needs: feature that a step needs if the value is not the default
-    row: device encoding; None: only the host uses the parameter
-    """
+    """One entry of the table: a request parameter under SGLang's name."""
 
     name: str
-    default: Any
+    default: Any  # if it is None, None is accepted too
     accepts: Accepts
-    openai: str
-    needs: StepOption | None
-    row: Row | None
+    openai: str  # OpenAI's name, if different
+    needs: StepOption | None  # step option if the value is not the default
+    row: Row | None  # None: only the host uses the parameter
 
     def read(self, value: Any) -> Any:
         """Convert a JSON or Python value to the parameter's type.
 
-        A list or an array becomes a tuple, one string a tuple of it, null an empty tuple, and
-        another library's number a Python one. Raises RequestError if a list is expected and
-        missing.
+        A list or array becomes a tuple, one string a tuple of it, null an empty tuple, and another
+        library's number a Python one. Raises RequestError if a list is expected and missing.
         """
         if isinstance(self.accepts, Source):
             return self.accepts.read(self.name, value)
@@ -283,7 +263,6 @@ class SamplingField:
         return plain_items(value)
 
     def check(self, value: Any) -> None:
-        """Raise RequestError with the field, its value and what was expected."""
         if value is not None or self.default is not None:
             self.accepts.check(self.name, value)
 
@@ -311,7 +290,6 @@ def sampled(
 
 
 def table_of(params: type) -> SamplingTable:
-    """Return the parameters that a dataclass declares by `sampled`, in order."""
     return _table_of(params)
 
 
@@ -328,7 +306,6 @@ def _table_of(params: type) -> SamplingTable:
 
 
 def options_of(params: Any, table: SamplingTable) -> StepOptions:
-    """Return the options that a step needs for a row with these parameters."""
     return StepOptions(
         frozenset(
             parameter.needs
@@ -344,7 +321,6 @@ def rows_of(table: SamplingTable) -> dict[str, Row]:
 
 
 def packed_fields(table: SamplingTable, num_rows: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return names and shapes of a PackedLayout's fields for `num_rows` rows."""
     return tuple((PREFIX + name, (num_rows, *row.shape)) for name, row in rows_of(table).items())
 
 
@@ -362,7 +338,6 @@ def write_request(
     *,
     vocab_size: int,
 ) -> None:
-    """Write `request` to row r of the packed fields, which must be neutral."""
     for parameter in table:
         row = parameter.row
         if row is None:

@@ -8,10 +8,7 @@ TOLD_BITS = 53
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return hash(seed, i) with TOLD_BITS bits, the seed of choice i; choice 0 keeps `seed`.
-
-    The high bits of `split_mix`.
-    """
+    """Return hash(seed, i) with TOLD_BITS bits, the seed of choice i; choice 0 keeps `seed`."""
     return split_mix(seed, choice) >> 64 - TOLD_BITS if choice else seed
 
 

@@ -1,7 +1,6 @@
 """Step options: what a step computes beyond choosing a token. They select a compiled program.
 
-A request needs some options, a plan the union over its rows. A program can serve every plan whose
-options it covers; one without options is the fastest.
+A program can serve every plan whose options it covers; one without options is the fastest.
 """
 
 from __future__ import annotations
@@ -52,11 +51,9 @@ class StepOptions:
         return "+".join(feature.value for feature in self) or "plain"
 
     def covers(self, other: StepOptions) -> bool:
-        """Return whether a program with these options can serve a plan that needs `other`."""
         return other.members <= self.members
 
     def within(self, options: frozenset[StepOption]) -> StepOptions:
-        """Return the part of these in `options`."""
         return self if self.members <= options else StepOptions(self.members & options)
 
     def union(self, others: Iterable[StepOptions]) -> StepOptions:

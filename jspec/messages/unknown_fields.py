@@ -1,7 +1,6 @@
 """Unknown fields of a request: an error, or ignored with a warning.
 
-A call in Python and a line of a batch refuse them. A server ignores them, as SGLang and vLLM do,
-unless it was started with --strict-requests.
+A call in Python and a line of a batch refuse them, a server only with --strict-requests.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ MAX_REPORTED = 256  # names
 
 
 class IgnoredFields:
-    """The names of unknown fields that were ignored. Each is reported once, and at most
-    MAX_REPORTED in all, so that a client that invents names cannot fill the log."""
+    """Ignored unknown fields, each reported once, at most MAX_REPORTED to bound the log."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -8,20 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedTree:
-    """Node 0 is the root, the last token before the step; parents[0] = -1, parents[i] < i.
-
-    accepted: the nodes of the accepted drafts, from the root's child down.
-    """
+    """Node 0 is the root, the last token before the step; parents[0] = -1, parents[i] < i."""
 
     ids: tuple[int, ...]
     parents: tuple[int, ...]
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...]  # nodes of the accepted drafts, from the root's child down
 
     @classmethod
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], *, accepted_ids: Sequence[int]
     ) -> VerifiedTree | None:
-        """The tree and the path that was walked; None for a root alone.
+        """Return the tree and the path that was walked; None for a root alone.
 
             tokens 7 5 6 9   parents -1 0 0 2   accepted_ids 6 9   → accepted 2 3
 

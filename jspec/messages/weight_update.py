@@ -33,10 +33,8 @@ class DiskUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayUpdate:
-    """Some weights by published name. model: whose; None: the target's if it has the name."""
-
     arrays: Mapping[str, Any]
-    model: Model | None = None
+    model: Model | None = None  # None: the target's if it has the name
 
 
 WeightUpdate = DiskUpdate | ArrayUpdate

@@ -56,11 +56,9 @@ MIXERS: Mapping[type[Mixer], Callable[..., jax.Array]] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """The static arguments of a layer. queries_per_row: None for prefill chunks."""
-
     ops: Ops
     shard: Shard = field(default_factory=Shard)
-    queries_per_row: int | None = None
+    queries_per_row: int | None = None  # None: packed prefill chunks
 
 
 def run_layer(
@@ -75,7 +73,6 @@ def run_layer(
 ) -> Residual:
     """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
-    attend: of the layer's kind of attention.
     kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
     """
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
@@ -126,7 +123,6 @@ def run_sublayers(
 def feed_forward(
     params: Params, x: Float[Array, "*b E"], *, spec: LayerSpec, settings: LayerSettings
 ) -> Float[Array, "*b E"]:
-    """Run the layer's MLP or MoE."""
     ops, shard = settings.ops, settings.shard
     if isinstance(spec.ffn, MoESpec):
         flat = x.reshape(-1, x.shape[-1])
@@ -175,8 +171,6 @@ class PagedAttend:
 
 
 class LatentAttend:
-    """An `attend` like PagedAttend, for a layer with latent attention."""
-
     def __init__(
         self,
         pages: jax.Array,
@@ -200,8 +194,6 @@ class LatentAttend:
 
 
 class DeltaAttend:
-    """An `attend` like PagedAttend, for a gated delta net."""
-
     def __init__(
         self, cache: dict[str, jax.Array], rows: AttentionMetadata, settings: LayerSettings
     ) -> None:
@@ -258,16 +250,13 @@ def paged_layer(
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target over its caches, one a layer. aux_layer_ids: what a draft model will be fed.
-
-    formats: of products whose weights are not dense.
-    """
+    """A target over its caches, one a layer."""
 
     spec: ModelSpec
     ops: Ops
     shard: Shard = field(default_factory=Shard)
-    aux_layer_ids: tuple[int, ...] = ()
-    formats: Formats = ()
+    aux_layer_ids: tuple[int, ...] = ()  # what a draft model reads
+    formats: Formats = ()  # of products whose weights are not dense
 
     @property
     def vocab_size(self) -> int:
@@ -333,11 +322,9 @@ class Decoder:
         return hidden, aux, tuple(caches)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """Return f32 logits over this device's vocabulary shard."""
         return logits_of(hidden, params["lm_head"]["kernel"])
 
     def token_ids(self) -> Int[Array, "V"]:
-        """Return the target id of each column of this device's vocabulary shard."""
         return shard_ids(self.spec.vocab_size, self.shard)
 
 

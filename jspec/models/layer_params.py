@@ -131,10 +131,7 @@ def attention_params(
 
 
 def kv_scales(spec: AttentionSpec) -> ParamTable:
-    """Declare the scales of K and V cached in FP8, 1 without a stored tensor (files/kv_scales.py).
-
-    A latent has only that of K.
-    """
+    """Declare the scales of K and V (a latent: of K) cached in FP8; 1 without a stored tensor."""
     if not spec.has_kv_scales:
         return ()
     names = ("k_scale",) if isinstance(spec, LatentAttentionSpec) else ("k_scale", "v_scale")
@@ -173,7 +170,6 @@ def _with_gate_in_queries(
 def dense_params(
     spec: DenseSpec, *, size: int, path: ParamPath = ("mlp",), stored: str = "mlp."
 ) -> ParamTable:
-    """Declare a layer's `mlp`, under Hugging Face's names after `stored`."""
     inner = spec.inner
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)

@@ -78,7 +78,6 @@ class Part:
 
     @property
     def rows(self) -> slice | list[int]:
-        """Return the index of this part (all blocks) into the stored output axis."""
         if self.stride:
             begins = range(self.first, self.first + self.num_blocks * self.stride, self.stride)
             return [begin + row for begin in begins for row in range(self.size // self.num_blocks)]
@@ -173,8 +172,6 @@ def prefixed(table: Iterable[ParamSpec], *, path: ParamPath, stored: str) -> Par
 
 def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
     """Let some weights also be stored as one fused tensor each, part after part.
-
-    fused: product (the last but one key of its path) -> name of its tensor
 
     In:  qkv of layers.0.self_attn.{q,k,v}_proj.weight, {"qkv": "qkv_proj"}
     Out: or of layers.0.self_attn.qkv_proj.weight: the output channels of q, then k, then v

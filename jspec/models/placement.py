@@ -1,7 +1,4 @@
-"""Arrays from a parameter table: their placement on a mesh, abstract arrays, random arrays.
-
-Logical axes give the PartitionSpec; params that no table declares are replicated.
-"""
+"""Arrays from a parameter table: their placement on a mesh, abstract arrays, random arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ def param_specs(tables: Tables, params: Any) -> Any:
 
 
 def _partition_of(spec: ParamSpec) -> Any:
-    """Return the PartitionSpec of a weight's arrays; an FP8Weight of them if they differ."""
     split = partition_spec(spec.axes)
     if isinstance(spec.format, FP8):
         return FP8Weight(codes=split, scales=partition_spec(spec.format.scale_axes(spec.axes)))
@@ -44,8 +40,7 @@ def _partition_of(spec: ParamSpec) -> Any:
 
 
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
-    """Return where a weight is placed (NamedSharding or Format, or an FP8Weight of them), for
-    jax.device_put and jax.jit.
+    """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them).
 
     column_major: a weight marked in the table gets a Format that stores it as [out, in]. Embedding
     tables are always row-major: a TPU would transpose [201088, 2880], which then needs less

@@ -12,10 +12,8 @@ from jspec.spec.weight_format import FORMATS, FP8, MXFP4, Dense, Op, WeightForma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """A kernel for the stored format. None: for any dtype, or any number of shards."""
-
-    dtype: str | None = None  # of the model
-    most_shards: int | None = None
+    dtype: str | None = None  # of the model; None: any
+    most_shards: int | None = None  # None: any number
 
     def problem(self, *, dtype: str, shards: int) -> str | None:
         if self.dtype not in (None, dtype):
@@ -45,7 +43,8 @@ def resident_format(
     stored: WeightFormat, op: Op, *, bundle: str, dtype: str, shards: int
 ) -> tuple[WeightFormat, str]:
     """Return the format in which a product's weights are resident, and the decision in words.
-    Raises ConfigError for a format and a product or bundle without a row. dtype: of the model.
+
+    Raises ConfigError without a row. dtype: of the model.
     """
     if (type(stored), op, bundle) not in TABLE:
         raise ConfigError(

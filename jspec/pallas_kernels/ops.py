@@ -204,8 +204,9 @@ class Ops:
         *,
         gate: Gate,
     ) -> Float[Array, "T E"]:
-        """Return the weighted sum of each token's experts, without the bias of `down`. params:
-        gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
+        """Return the weighted sum of each token's experts, without the bias of `down`.
+
+        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
         """
         return experts.run_experts(x, ids, weights, params, gate=gate)
 
@@ -219,8 +220,9 @@ class Ops:
         eps: float,
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, the MoE output for that sum's norm), for unsharded params of router
-        and experts; None without a kernel.
+        """Return (x + delta, the MoE output for that sum's norm); None without a kernel.
+
+        params: of router and experts, unsharded.
         """
         del x, delta, scale, params, eps, spec
         return None
@@ -253,7 +255,6 @@ class Ops:
         node_path: Int[Array, "B M"],
         num_accepted: Int[Array, "B"],
     ) -> tuple[jax.Array, ...]:
-        """Apply `commit` to latent pools."""
         return Ops.commit(self, pools, page_table, seq_lens, node_path, num_accepted)
 
     def commit_state(
@@ -274,7 +275,6 @@ class Ops:
         slots: Int[Array, "B"],
         entries: Int[Array, "B"],
     ) -> dict[str, jax.Array]:
-        """Copy the states of rows to a recurrent layer's snapshots."""
         return delta_rule.save_snapshots(snapshots, cache, slots=slots, entries=entries)
 
     def load_state(
@@ -311,8 +311,7 @@ class Ops:
     ) -> tuple[Float[Array, "B N"], Int[Array, "B N"]]:
         """Return (value, id) of each node's largest logit + T * noise; the lowest id wins ties.
 
-        threshold: the least logit that may be chosen. is_split: token_ids is a vocabulary shard's
-        range.
+        threshold: the least logit to choose. is_split: token_ids is a vocabulary shard's range.
         """
         del is_split
         logits = without_nan(logits)

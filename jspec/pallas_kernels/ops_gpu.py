@@ -49,8 +49,6 @@ WITHOUT_TRITON = range(48, 513)
 
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
-    """The Hopper implementation of `Ops`."""
-
     interpret: bool = False
     # Store weights marked `column_major` so: faster for the many tokens of a verification, slower
     # for few, so plain decoding does not set it.

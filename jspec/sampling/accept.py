@@ -20,8 +20,6 @@ def accept_tree(
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
     """Return (node_path[B, S + 1], num_accepted[B]); node_path is 0 after num_accepted.
 
-    may_accept: False for rows that accept no drafts
-
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], target_ids [a1 a2 x y]
     Out: node_path [0 1 3], num_accepted 2
     """

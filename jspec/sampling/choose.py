@@ -3,9 +3,8 @@
 At T = 0 this is plain argmax, without a branch. Each vocabulary shard reduces to (value, id), and
 every device picks from the same gathered pairs; the lowest id wins ties (`Ops.sample`).
 
-All rows of a batch determine whether its program filters, but a row's choice must not depend on it:
-NaN is chosen only where nothing else is, and a row that requests no filter is compared with
-nothing.
+Whether a batch's program filters depends on all its rows, but a row's choice must not: NaN is
+chosen only where nothing else is, and a row without filters is compared with nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ def choose(
 ) -> Int[Array, "B N"]:
     """Return the target's choice at each node.
 
-    logits: f32, one vocabulary shard, after penalties
-    positions: token positions of the choices (their noise)
-    token_ids: target id of each column, ascending over the shards
-    filtered: True if this program applies top-k, top-p and min-p
+    logits: f32, one vocabulary shard, after penalties. positions: of the choices (their noise).
+    token_ids: target id of each column, ascending over the shards. filtered: this program applies
+    top-k, top-p and min-p.
     """
     is_split = shard.axis is not None and shard.size > 1
     least = None
@@ -75,7 +73,7 @@ def choose(
 def _stored(logits: jax.Array) -> jax.Array:
     """Compute the logits once: the search for the threshold and the choice must read the same bits.
 
-    Each fusion could repeat, contract or rewrite the penalties' arithmetic, and a logit that is the
-    threshold would fail its own comparison by the last bit.
+    Each fusion could repeat or rewrite the penalties' arithmetic, and a logit that is the threshold
+    would fail its own comparison by the last bit.
     """
     return jax.lax.optimization_barrier(logits)

@@ -98,7 +98,6 @@ def threshold(
 
 
 def divisors(temperature: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return the filters' divisor of the logits; 1 at temperature 0."""
     return jnp.where(temperature > 0, jnp.maximum(temperature, noise.COLDEST), 1.0)
 
 
@@ -112,10 +111,7 @@ def _lowest_kept(
     shard: Shard,
     passes: Passes,
 ) -> jax.Array:
-    """Return f32[B, N], the smallest logit that top-k and top-p keep.
-
-    top: the largest logit. inverse: f32[B], 1 / T.
-    """
+    """Return f32[B, N], the smallest logit that top-k and top-p keep. inverse: f32[B], 1 / T."""
     bits = passes.parts.bit_length() - 1
     limit_k, limit_p = top_k[:, None], top_p[:, None]
     weights = _weights(without_nan(logits), top[..., None], inverse[:, None, None])

@@ -23,7 +23,6 @@ def restrict(
     raw: the logits before penalties, used where penalties forbid all that the grammar allows (the
         end, below the minimum length)
     allowed: bit v % 32 of word v // 32 is token v, over the whole vocabulary
-    token_ids: ids of this vocabulary shard's columns
     """
     words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1, mode="fill", fill_value=0)
     is_allowed = (words >> (token_ids % WORD_BITS).astype(jnp.uint32)) & 1 > 0

@@ -30,11 +30,7 @@ def logprobs_of(
     token_ids: Int[Array, "V"],
     shard: Shard,
 ) -> Logprobs:
-    """Return the log-probabilities of one vocabulary shard's logits, merged over shards.
-
-    watched_ids: ids outside the vocabulary are ignored
-    token_ids: target id of each column, ascending over the shards
-    """
+    """Return the log-probabilities of a vocabulary shard's logits, merged over shards."""
     first, width = token_ids[0], logits.shape[1]
     top = _over_shards(jnp.max(logits, axis=-1), shard).max(axis=0)
     mass = _over_shards(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), shard).sum(axis=0)
@@ -72,5 +68,4 @@ def _largest(
 
 
 def _over_shards(x: jax.Array, shard: Shard) -> jax.Array:
-    """Gather every shard's part, in order: [shards, ...]."""
     return x[None] if shard.axis is None else jax.lax.all_gather(x, shard.axis)

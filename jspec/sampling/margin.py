@@ -30,9 +30,8 @@ def margin(
 ) -> float:
     """Return 0 if the token is the choice, else the least change of the logits that makes it so.
 
-    logits: f32[V], with penalties and bias. seed: the request's final one. position: the token's.
-    Every better token must fall below it, in score or out of the filters, and the token itself must
-    pass them; the largest of these changes is the margin.
+    logits: f32[V], with penalties and bias. Every better token must fall below it, in score or out
+    of the filters, and the token itself must pass them; the largest of these changes is the margin.
 
     In:  logits [2, 1.5, 0], temperature 0, token 1   Out: 0.5
     """

@@ -1,8 +1,8 @@
 """Penalties, bias and the minimum length, exact at every node of a tree.
 
-A node's output is what the row has emitted (root included, counted in `output_counts`) plus the
-draft tokens on the path to the node, itself included. Per-node counts are compared inside the
-reduction that reads the logits, so no [B, N, V] array of counts exists.
+A node's output is what the row has emitted (`output_counts`, root included) plus the draft tokens
+on the path to the node. Per-node counts are compared inside the reduction that reads the logits, so
+no [B, N, V] array of counts exists.
 """
 
 from __future__ import annotations

@@ -30,11 +30,7 @@ CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class DecodePlanner:
-    """Plans decode steps over the rows of `seats`, to which it grants pages.
-
-    retract: takes a sequence's slot away.
-    shapes: chooses the draft shape of each decode.
-    """
+    """Plans decode steps over the rows of `seats`, to which it grants pages."""
 
     def __init__(
         self,
@@ -64,8 +60,7 @@ class DecodePlanner:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
 
         While a row that needs masks has an unread step, all rows wait: its next tree is verified
-        only after that step is read, and rows that went on without it would never share a step with
-        it again.
+        only after that step is read, and rows that went on would never share a step with it again.
         """
         running = self._running_rows()
         step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
@@ -100,8 +95,10 @@ class DecodePlanner:
         return Flight(plan, step_rows)
 
     def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
-        """Return the programs of a decode. gives: the drafter gets pending tokens. cut: a row
-        needs masks."""
+        """Return the programs of a decode.
+
+        gives: the drafter gets pending tokens. cut: a row needs masks.
+        """
         own = self._limits.draft_shape
         first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
         kinds = CUT if cut else (StepKind.DECODE,)
@@ -136,9 +133,7 @@ class DecodePlanner:
     def _pending(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
         """Return each row's number of pending tokens to give to the drafter before this decode.
 
-        All pending tokens are given if the shape drafts, or if a plain decode would leave more than
-            W
-        of them pending. Empty: none are given.
+        All are given if the shape drafts, or if a plain decode would leave more than W of them.
         """
         if not self._deferred_tokens:
             return ()
@@ -155,7 +150,6 @@ class DecodePlanner:
         return self._running_step
 
     def _choose_short_of_pages(self, step_rows: StepRows, grants: list[PageGrant]) -> list[Tenancy]:
-        """Return the rows that run, and append their grants."""
         chosen: list[Tenancy] = []
         able = [tenancy.sequence for tenancy in step_rows.tenancies]
         # A victim never comes earlier in this order than the row that needs its pages.
@@ -173,9 +167,8 @@ class DecodePlanner:
     def _make_room(self, sequence: Sequence, tenancy: Tenancy) -> int:
         """Return how many pages the row lacks for its next decode, after any necessary retractions.
 
-        Retracts until enough pages are free, or until waiting can help: the row has unread steps of
-        its own, or ended rows will return pages when their steps are collected. The row itself may
-        be the victim.
+        Retracts, if necessary the row itself, until enough pages are free or waiting can help: it
+        has unread steps, or ended rows will return pages when their steps are collected.
         """
         unread = tenancy.rounds_in_flight
         (num_missing,) = self._table.pages_missing(np.array([tenancy.row.slot]), self._limits)

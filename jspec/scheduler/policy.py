@@ -1,21 +1,17 @@
-"""Scheduling policy: prefill budget, admission, and retraction.
+"""Scheduling policy: prefill budget, admission, and retraction. Pure functions.
 
-Pure functions of sequences and numbers. They change neither sequences, queue nor pool; the
-scheduler applies their decisions.
-
-The rules:
-  - By priority, then callers share the slots (`waiting.py`). The head of the queue is admitted when
-    a slot is free and there are pages for its whole fill and its first decode; while it is the
-    head no request overtakes it. If other rows run, it must also leave the pages that it and they
-    need for the next few steps.
-  - Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
-    prompt tokens only: `prefill_room`.
-  - A prefill step packs chunks in order of arrival until it is out of tokens or rows. While
-    several prompts wait, steps are short, so that the first prompt need not wait for the last. A
-    prompt that fills many steps leaves half of each to shorter ones.
-  - A decode row short of pages waits while a step in flight may still help: its own unread steps
-    (which bound its length) or those of ended rows (which return pages). Otherwise the newest
-    running sequence of the lowest rank is retracted: it has waited least and loses least.
+- By priority, then callers share the slots (`waiting.py`). The head of the queue is admitted when
+  a slot is free and there are pages for its whole fill and its first decode; while it is the
+  head no request overtakes it. If other rows run, it must also leave the pages that it and they
+  need for the next few steps.
+- Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
+  prompt tokens only: `prefill_room`.
+- A prefill step packs chunks in order of arrival until it is out of tokens or rows. While
+  several prompts wait, steps are short, so that the first prompt need not wait for the last. A
+  prompt that fills many steps leaves half of each to shorter ones.
+- A decode row short of pages waits while a step in flight may still help: its own unread steps
+  (which bound its length) or those of ended rows (which return pages). Otherwise the newest
+  running sequence of the lowest rank is retracted: it has waited least and loses least.
 """
 
 from __future__ import annotations
@@ -45,13 +41,10 @@ SCRAPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """Prompts not fully dispatched: running ones, and waiting ones for which slots are free.
-
-    num_tokens: undispatched tokens of all of them.
-    """
+    """Prompts not fully dispatched: running ones, and waiting ones for which slots are free."""
 
     num_rows: int
-    num_tokens: int
+    num_tokens: int  # undispatched ones of all of them
 
 
 def prefill_room(
@@ -104,14 +97,11 @@ def _unpadded(programs: ProgramLimits, room: int) -> int:
 
 @dataclass(slots=True)
 class ChunkPacker:
-    """Packs one prefill step: at most `prefill_rows` rows and `room` tokens.
-
-    leaves_half: a row longer than the step takes half of the remaining room.
-    """
+    """Packs one prefill step: at most `prefill_rows` rows and `room` tokens."""
 
     programs: ProgramLimits
     room: int
-    leaves_half: bool = False
+    leaves_half: bool = False  # a row longer than the step takes half of the room
     num_rows: int = 0
     num_tokens: int = 0
 
@@ -126,8 +116,8 @@ class ChunkPacker:
 
         cut: returns where a chunk ends that could reach a position; None: there.
 
-        Worked example: room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched:
-        start 4, tokens 4..6, next_id is fill token 7.
+        In:  room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched
+        Out: start 4, tokens 4..6, next_id is fill token 7
         """
         start, fill_ids = tenancy.num_filled, tenancy.fill_ids
         most = self.room - self.num_tokens
@@ -146,7 +136,6 @@ class ChunkPacker:
 def may_admit(
     limits: ServeLimits, newcomer: Sequence, running: Ordered[Sequence], *, num_free_pages: int
 ) -> bool:
-    """Return whether there are pages to admit `newcomer` (`budget.pages_for_admission`)."""
     needed = budget.pages_for_admission(
         limits, newcomer.num_tokens, num_tokens_left=newcomer.num_tokens_left
     )
@@ -158,20 +147,15 @@ def may_admit(
 
 
 def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
-    """Return how many pages a running sequence lacks for the rounds of the headroom."""
     tenancy = sequence.active_tenancy
     ahead = budget.pages_ahead(limits, tenancy.committed_len, last=sequence.last_committed)
     return max(ahead - len(tenancy.page_ids), 0)
 
 
 def by_claim(scheduling: SchedulingLimits, running: Iterable[Sequence]) -> list[Sequence]:
-    """Return sequences in the order in which they get pages: by rank, then by arrival.
-
-    The victim is the last one, so never one that already got its pages.
-    """
+    """Return sequences as they get pages, by rank and arrival; the last one is the victim."""
     return sorted(running, key=lambda sequence: (-rank_of(scheduling, sequence), sequence.arrival))
 
 
 def choose_victim(scheduling: SchedulingLimits, running: Iterable[Sequence]) -> Sequence:
-    """Return the newest sequence of the lowest rank; never called for the last sequence."""
     return by_claim(scheduling, running)[-1]

@@ -1,7 +1,4 @@
-"""Estimate how many prompt tokens fit a time, from the durations of recent prefills.
-
-It knows neither plans nor a clock.
-"""
+"""Estimate how many prompt tokens fit a time, from the durations of recent prefills."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class PrefillPace:
         self._num_cold: dict[int, int] = {}
 
     def see(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step of `num_tokens`, before padding to its bucket."""
         bucket = indexing.bucket(num_tokens, self._buckets)
         left = self._num_cold.setdefault(bucket, COLD_RUNS)
         if left:
@@ -32,11 +28,9 @@ class PrefillPace:
         self._seconds.setdefault(bucket, deque(maxlen=SAMPLES)).append(seconds)
 
     def tokens_within(self, seconds: float) -> int | None:
-        """Return the largest bucket that fits `seconds`, or None without any measurement.
+        """Return the largest bucket that fits `seconds`, else the smallest; None if not measured.
 
-        The smallest bucket if none fits, because prompts must progress.
-
-            256 tokens took 10 ms, 1024 took 30: 512 count as 15, 768 as 22.5, 2048 as 60
+        256 tokens took 10 ms, 1024 took 30: 512 count as 15, 768 as 22.5, 2048 as 60
         """
         if not self._seconds:
             return None

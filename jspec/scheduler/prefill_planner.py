@@ -28,8 +28,6 @@ from jspec.spec import indexing as shapes
 
 
 class PrefillPlanner:
-    """Plans prefill steps and admits requests from `waiting` into `seats`."""
-
     def __init__(
         self, limits: ServeLimits, prefilling: Prefilling, seats: Seats, waiting: WaitingQueue
     ) -> None:
@@ -107,7 +105,6 @@ def cached_draft_prefills(
     """Return the draft prefills of cached tokens that admissions need; mostly none.
 
     They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
-    Ids that exceed one program are split.
     """
     keeps_ids = limits.draft_shape.algorithm.keeps_ids
     runs: list[list[PrefillChunk]] = []

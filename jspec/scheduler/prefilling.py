@@ -1,7 +1,4 @@
-"""The rows whose prompt is not fully dispatched, and the token budget of the next prefill.
-
-It counts tokens; `policy.prefill_room` decides.
-"""
+"""The rows whose prompt is not fully dispatched, and the token budget of the next prefill."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ class Prefilling:
         return first, last
 
     def count(self, plan: StepPlan) -> None:
-        """Count the prompt tokens of a step that is dispatched now."""
         if not plan.is_prefill:
             self._since_decode = 0
         num_tokens = plan.num_prefill_tokens
@@ -75,7 +71,6 @@ class Prefilling:
         self._since_decode += num_tokens
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """Record the device time of a prefill step; decodes are ignored."""
         if plan.is_prefill and self._limits.scheduling.prefill_seconds is not None:
             self._pace.see(plan.num_prefill_tokens, seconds)
 
@@ -89,7 +84,6 @@ class Prefilling:
         )
 
     def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
-        """Record that the row's next chunk is dispatched; after the last one the row decodes."""
         tenancy.num_filled += len(chunk.token_ids)
         if chunk.is_final:
             tenancy.sequence.state = SequenceState.RUNNING

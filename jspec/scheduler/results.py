@@ -1,8 +1,7 @@
 """Apply step results to the rows of their plan.
 
-A result is checked as a whole. Most rows of a round take all of their ids and go on; they are
-processed together. Rows that end, may end, or have stop strings are processed one by one
-(`Sequence.absorb`).
+Most rows of a round take all of their ids and go on; they are processed together. Rows that end,
+may end, or have stop strings are processed one by one (`Sequence.absorb`).
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ LOGGER = logging.getLogger("jspec.scheduler")
 def check_result(
     limits: ServeLimits, plan: StepPlan, result: StepResult, *, oldest: int | None
 ) -> None:
-    """Raise ResultError for a result out of order or of the wrong shape.
-
-    oldest: the oldest step in flight, or None.
-    """
+    """Raise ResultError for a result out of order or of the wrong shape."""
     if not plan.step == result.step == oldest:
         raise ResultError(
             f"plan {plan.step} came with result {result.step}; expected both to be the "
@@ -68,19 +64,15 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step in plan order, with the data that all their steps share.
-
-    constraints: the grammar state of each row, or empty if no row has one.
-    options: step options that these rows need together; GRAMMAR if a row has a grammar.
-    """
+    """The rows of a step in plan order, with the data that all their steps share."""
 
     slots: Ints
     tenancies: tuple[Tenancy, ...]
     rows: tuple[RowRef, ...]
     histories: tuple[TokenHistory, ...]
     origins: tuple[Origin, ...]
-    options: StepOptions
-    constraints: tuple[Constraint | None, ...]
+    options: StepOptions  # that these rows need together
+    constraints: tuple[Constraint | None, ...]  # of each row, or empty if no row has one
 
     @classmethod
     def of(cls, tenancies: Iterable[Tenancy]) -> StepRows:
@@ -198,8 +190,7 @@ class RoundReader:
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
         """Push ids to the stop-string watches of their rows.
 
-        Clears `goes_on` of rows in which a stop string completes; the watches of these rows are
-        left unchanged.
+        Clears `goes_on` of rows in which a stop string completes; their watches are unchanged.
         """
         watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
         if not watched.size:
@@ -249,11 +240,9 @@ class RoundReader:
             self._finish(sequence)
 
     def _num_proposed(self, plan: StepPlan) -> int | None:
-        """Return the drafts that a decode verifies per row; None: those of the own shape."""
         return None if plan.shape == self._own else plan.shape.num_draft_tokens - 1
 
 
 def text_failure(request: Request, error: Exception) -> str:
-    """Log an error of a request's text and return the message for the request."""
     LOGGER.error("request %s was ended", request.request_id, exc_info=error)
     return f"its text could not be made ({type(error).__name__})"

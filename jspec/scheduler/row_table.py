@@ -1,8 +1,7 @@
 """Per-row numbers that change with every step, as columns indexed by slot (slot 0 is the dummy).
 
-A step of many rows is planned and committed by a few operations on whole columns; Python touches
-only the rows that end, grow, or have a stop string. The table makes no decisions beyond sums and
-comparisons; `Tenancy` reads one row of it by name.
+A step is planned and committed by a few operations on whole columns; Python touches only the rows
+that end, grow, or have a stop string. The table makes no decisions beyond sums and comparisons.
 
 A row was admitted with `fill` tokens and has `emitted` tokens since. The root's KV is not written,
 so L, as far as read, is fill + emitted - 1, and `fill` while nothing was read.
@@ -81,9 +80,8 @@ class RowTable:
     ) -> None:
         """Initialize a row that no step in flight names.
 
-        is_cut: inspect more than the row's ids after each round: its text may end it, it returns
-        log-probabilities, or a grammar must advance. Rows without drafts are also cut, since their
-        steps count as plain ones.
+        is_cut: after each round inspect more than its ids, for text that may end it,
+        log-probabilities, a grammar, or a row without drafts, whose steps count as plain ones.
         """
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
@@ -119,7 +117,6 @@ class RowTable:
         return np.maximum(needed - self.pages[slots], 0)
 
     def committed(self, slots: Ints) -> Ints:
-        """Return L as far as the host has read."""
         return self.fill[slots] + np.maximum(self.emitted[slots] - 1, 0)
 
     # In flight.
@@ -138,11 +135,7 @@ class RowTable:
     # Committing.
 
     def goes_on(self, slots: Ints, counts: Ints, ids: np.ndarray) -> Bools:
-        """Return the rows that surely take all counts[i] ids of ids[i, M] and do not end by them.
-
-        Other rows may go on too: a stop id may be past the count, or among the first min_new_tokens
-        tokens.
-        """
+        """Return the rows that surely take all counts[i] ids of ids[i, M] and go on after them."""
         found = self.is_plain[slots] & (counts < self.left[slots])
         for stop_ids in self.stop_ids.T[: self.most_stop_ids]:
             found &= (ids != stop_ids[slots][:, None]).all(axis=1)
@@ -161,7 +154,6 @@ class RowTable:
         self.left[slot] -= len(ids)
 
     def output(self, slot: int, *, begin: int = 0, end: int | None = None) -> list[int]:
-        """Return the ids that a row has emitted, of output indices from `begin` to `end` - 1."""
         end = self.emitted[slot] if end is None else end
         found: list[int] = self.out_ids[slot, begin:end].tolist()
         return found

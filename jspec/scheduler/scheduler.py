@@ -1,8 +1,7 @@
 """The scheduler: turns submitted requests into step plans, and step results into chunks.
 
 It alone owns sequences, slots and pages. It plans with upper bounds, because the device runs ahead
-of what the host has read. It knows no device, clock or asyncio, and needs only that plans run, and
-results come back, in order.
+of what the host has read. It knows no device, clock or asyncio; plans run in order.
 
 Finish, abort and retraction follow one rule: the tenancy ends at once, its (slot, epoch) becomes
 stale and results for it are dropped; slot and pages are released when the last dispatched step
@@ -41,7 +40,6 @@ ABORTED = "aborted by request"
 class Scheduler:
     """Plans steps within `limits`.
 
-    make_stream: makes the text stream of a request.
     shapes: chooses the draft shape of each decode; None: always the engine's own.
     """
 
@@ -113,10 +111,7 @@ class Scheduler:
     # Submission and early end of requests.
 
     def enqueue(self, requests: Ordered[Request]) -> None:
-        """Queue all requests or none, with max_new_tokens clipped (budget.clip_max_new_tokens).
-
-        Raises RequestError or QueueFullError (budget.check_batch).
-        """
+        """Queue all requests or none, clipped. Raises RequestError or QueueFullError."""
         call = self._totals.num_requests  # a caller of its own, unless the client names one
         lengths = budget.check_batch(
             self._limits, requests, in_use=self._sequences, num_queued=len(self._waiting)
@@ -189,10 +184,7 @@ class Scheduler:
             self._start_again()
 
     def lose(self, *, most: int) -> list[str]:
-        """Handle a runner restart: `fail`, and empty the prefix cache.
-
-        Returns the requests that have now been in lost steps `most` times.
-        """
+        """Handle a runner restart; return the requests that were in lost steps `most` times."""
         lost = {
             tenancy.sequence.request.request_id: tenancy.sequence
             for flight in self._in_flight
@@ -313,7 +305,6 @@ class Scheduler:
                 blame(error, tenancy.sequence)
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """Record the device time of a step that is about to be read."""
         self._shapes.timed(plan, seconds)
         self._prefilling.timed(plan, seconds)
 
@@ -347,10 +338,9 @@ class Scheduler:
         `plan` waits for them.
 
         Returns the pieces read before the error, and the requests to end. A request named by the
-            error ends at once, unless pages leaked and it may only be a victim of that. Otherwise
-            those that ran, or would have run next, end once they were suspected `most` times.
-            Raises `error` if recovery makes no
-        progress: there were no suspects twice, with no piece in between.
+        error ends at once, unless pages leaked and it may only be a victim of that. Otherwise those
+        that ran, or would have run next, end once they were suspected `most` times. Raises `error`
+        if there were no suspects twice, with no piece in between.
         """
         pieces, self._pieces = self._pieces, []
         for piece in pieces:

@@ -1,8 +1,7 @@
 """Slots, and which sequences have them: admission, end, and release.
 
 A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
-has been collected. All bookkeeping of slots and pages is here, so that it can be replaced as a
-whole if it proves wrong (`Scheduler.contain`).
+has been collected. If its bookkeeping proves wrong, `Scheduler.contain` replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ class Seats:
 
     @property
     def num_leaked(self) -> int:
-        """Pages in use, in any space, that no row accounts for; always 0."""
         return self.pages.num_leaked(tuple(self.tenancies.values()))
 
     @property
     def is_leaking(self) -> bool:
-        """True if pages are leaked or cannot be counted."""
         try:
             return self.num_leaked != 0
         except Exception:
@@ -104,7 +101,6 @@ class Seats:
             self.release(tenancy)
 
     def release(self, tenancy: Tenancy) -> None:
-        """Release slot and pages of an ended row that no step in flight names."""
         with blaming(tenancy.sequence):
             del self.tenancies[tenancy.row]
             self.pages.release(tenancy)

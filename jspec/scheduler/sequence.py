@@ -1,11 +1,7 @@
 """The scheduler's state of one request.
 
 A Sequence lives from submit to its last chunk. A Tenancy is one stay of it in a slot: retraction
-ends a tenancy, not the sequence. Both are mutable and owned by the scheduler alone. Nothing here
-knows the queue, the pool, or the device.
-
-`Sequence.absorb` is the only place where a round's ids are cut; text, ids and counters all derive
-from that cut.
+ends a tenancy, not the sequence. Both are mutable and owned by the scheduler alone.
 """
 
 from __future__ import annotations
@@ -59,7 +55,6 @@ class Tenancy:
 
     @classmethod
     def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
-        """Make a tenancy without pages and initialize its row of `table`."""
         fill_ids, request = sequence.fill_ids, sequence.request
         table.seat(
             row.slot,
@@ -87,7 +82,6 @@ class Tenancy:
 
     @property
     def page_ids(self) -> list[int]:
-        """The pages of the full space, in order of position."""
         return self.pages[0].pages
 
     @property
@@ -110,13 +104,11 @@ class Tenancy:
         return self.num_emitted > 0
 
     def ids_between(self, begin: int, end: int) -> tuple[int, ...]:
-        """Return the tokens begin to end - 1 of prompt and output."""
         first, last = (max(each - len(self.fill_ids), 0) for each in (begin, end))
         return (*self.fill_ids[begin:end], *self.table.output(self.row.slot, begin=first, end=last))
 
     @property
     def admission(self) -> Admission:
-        """The message that writes this row to the device, sent with the first chunk."""
         return Admission(
             row=self.row,
             request=self.sequence.request,
@@ -138,10 +130,7 @@ class Tenancy:
 
     @property
     def known_len(self) -> int:
-        """A lower bound of L, whichever dispatched steps have run: no later query is before it.
-
-        During a prefill it is the dispatched length, which is exact.
-        """
+        """A lower bound of L, whichever dispatched steps have run; exact during a prefill."""
         return self.committed_len if self.is_prefill_read else self.num_filled
 
 
@@ -210,7 +199,6 @@ class Sequence:
 
     @property
     def active_tenancy(self) -> Tenancy:
-        """The tenancy. Raises InvariantError without one."""
         if self.tenancy is None:
             raise InvariantError(
                 f"request {self.request.request_id!r} is {self.state.value} and has no slot; "
@@ -232,7 +220,6 @@ class Sequence:
 
     @property
     def emitted_ids(self) -> list[int]:
-        """A copy of the output so far."""
         if self.tenancy is None:
             return list(self.former_ids)
         return self.former_ids + self.tenancy.table.output(self.tenancy.row.slot)
@@ -277,11 +264,11 @@ class Sequence:
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cut one round's ids and append the rest to the output.
 
-        Order of the rules: stop string, then stop token or EOS, then length. A stop token on the
-        last allowed token counts as a stop. A stop token is kept as an id without text (except for
-        Request.shows), unless the text before it, flushed, ends in a stop string. Neither kind of
-        stop applies to the first min_new_tokens tokens, except the EOS of a grammar, which is
-        allowed only where nothing else can follow.
+        Only here are ids cut: text, ids and counters all derive from this cut. The first rule that
+        applies decides: stop string, then stop token or EOS, then length. A stop token is kept as
+        an id without text (except for Request.shows), unless the text before it, flushed, ends in a
+        stop string. Neither kind of stop applies to the first min_new_tokens tokens, except the EOS
+        of a grammar, which is allowed only where nothing else can follow.
         """
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
@@ -347,11 +334,7 @@ class Sequence:
         num_proposed: int | None = None,
         ids: tuple[int, ...] = (),
     ) -> Piece:
-        """Make the reader's piece of `cut`.
-
-        num_emitted, num_proposed: ids and drafts of the verification, if there was one.
-        ids: those of the round, before the cut.
-        """
+        """Make the reader's piece of `cut`. ids: those of the round, before the cut."""
         return Piece(
             self.history,
             cut.ids,
@@ -368,7 +351,6 @@ class Sequence:
         )
 
     def abort(self, why: str) -> Piece:
-        """Return the last piece of a sequence that is aborted, with any withheld text."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         stream = self.text_stream if self.watch is None else None
         text = None if stream is None else stream.flush()

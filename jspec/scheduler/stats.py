@@ -14,8 +14,7 @@ from jspec.scheduler.shapes.shape_choice import NO_SHAPES, ShapeTotals
 class SchedulerStats:
     """A snapshot for metrics. Totals are since the start and count committed ids only.
 
-    Page counts without `window` are of the full space, the others of each window space in order.
-    Free pages include cached pages that no row uses.
+    Page counts without `window` are of the full space. Free pages include unused cached ones.
     """
 
     num_running: int
@@ -58,7 +57,6 @@ class SchedulerStats:
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the live fields of SGLang's internal_states."""
         return {
             "avg_spec_accept_length": self.counters.acceptance_length,
             "num_running_reqs": self.num_running,
@@ -74,8 +72,6 @@ class SchedulerStats:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """The totals of SchedulerStats; only the scheduler writes them."""
-
     tally: Tally
     num_requests: int = 0
     num_finished: int = 0

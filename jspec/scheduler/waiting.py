@@ -9,10 +9,7 @@ request:
              retracted sequence goes before all others of its rank, since it had a slot.
     arrival  First come, first served.
 
-So a newcomer gets the next free slot, however many requests of another caller wait. Callers with
-one request each are served first come, first served.
-
-It knows no pages and no clock.
+So a newcomer gets the next free slot, however many requests of another caller wait.
 """
 
 from __future__ import annotations
@@ -42,12 +39,11 @@ def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
 class Rank:
     """The waiting sequences of one rank, iterated in about the order of admission.
 
-    due: the number of admissions after which it goes next.
     lines: a line for each caller, by the caller's number of rows. Among equals the next one is
         first: a caller that starts to wait, or whose number of rows changes, goes to the end.
     """
 
-    due: int
+    due: int  # number of admissions after which it goes next
     retracted: Line = field(default_factory=dict)
     lines: dict[int, dict[Hashable, Line]] = field(default_factory=dict)
 
@@ -72,7 +68,6 @@ class Rank:
         lines.setdefault(sequence.caller, {})[sequence.arrival] = sequence
 
     def remove(self, sequence: Sequence, *, num_rows: int) -> None:
-        """Raises KeyError if the sequence is not there."""
         if self.retracted.pop(sequence.arrival, None) is None:
             line = self.lines[num_rows][sequence.caller]
             del line[sequence.arrival]
@@ -80,7 +75,6 @@ class Rank:
                 self._take(sequence.caller, num_rows)
 
     def move(self, caller: Hashable, *, before: int, now: int) -> None:
-        """Move a caller's line, if there is one, to those with its new number of rows."""
         if caller in self.lines.get(before, ()):
             line = self._take(caller, before)
             self.lines.setdefault(now, {})[caller] = line
@@ -112,12 +106,10 @@ class WaitingQueue:
 
     @property
     def num_callers(self) -> int:
-        """Callers with a waiting sequence."""
         return len(self._num_waiting)
 
     @property
     def most_rows(self) -> int:
-        """The largest number of rows of one caller."""
         return max(list(self._num_rows.values()), default=0)  # a copy, for other threads
 
     def push(self, sequence: Sequence) -> None:
@@ -143,7 +135,6 @@ class WaitingQueue:
         return head
 
     def leave(self, sequence: Sequence) -> None:
-        """Record that a sequence which was popped gives its slot back."""
         self._change_rows(sequence.caller, by=-1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -157,7 +148,6 @@ class WaitingQueue:
         self._size -= 1
 
     def _rank_for(self, sequence: Sequence) -> Rank:
-        """Return the rank of a sequence that is about to be put there."""
         _add(self._num_waiting, sequence.caller, 1)
         self._size += 1
         number = rank_of(self._limits.scheduling, sequence)

@@ -76,7 +76,6 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
 
 
 def middleware_of(args: ServerArgs) -> list[Middleware]:
-    """Return the middleware, outermost first."""
     found = [Middleware(RequestLog)] if args.log_requests else []
     if args.origins:
         found.append(
@@ -98,8 +97,6 @@ async def _on_bug(_: Request, __: Exception) -> Response:
 
 
 class Endpoints:
-    """One method per endpoint."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
         self._args = service.args

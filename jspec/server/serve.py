@@ -120,7 +120,6 @@ class EngineServer(uvicorn.Server):
 
 
 def bind(args: ServerArgs) -> Listener:
-    """Return a bound socket, not yet listening. Raises ConfigError if the address is not free."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     # asyncio disables Nagle only if the protocol is named; else each event waits for an ACK, 40 ms.
     bound = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -138,7 +137,6 @@ def bind(args: ServerArgs) -> Listener:
 
 
 def url_of(bound: socket.socket, *, scheme: str = "http") -> str:
-    """Return the URL, such as http://127.0.0.1:30000."""
     host, port = bound.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -164,8 +162,6 @@ def check_certificate(args: ServerArgs) -> None:
 
 
 def log_progress(log: Callable[[str], None]) -> Progress:
-    """Return a Progress that logs lines such as "compiled 3/9: decode B=4"."""
-
     def progress(done: int, total: int, what: str, how: str) -> None:
         log(f"{how} {done}/{total}: {what}")
 
@@ -193,7 +189,6 @@ def describe_config(config: ResolvedConfig) -> str:
 
 
 def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
-    """Return a warning for each setting that makes the text meaningless."""
     warnings = []
     if args.simulate_acceptance is not None:
         warnings.append(
@@ -254,7 +249,6 @@ def _server(
 
 
 def server_config(app: ASGIApp, args: ServerArgs, bound: Listener) -> uvicorn.Config:
-    """Return uvicorn's configuration for an application on the socket of `bind`."""
     most = most_connections()
     bound.handshakes = Handshakes(most)
     return uvicorn.Config(

@@ -169,11 +169,9 @@ class ServerArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of a start. engine: only explicitly set ones; warnings: one line each."""
-
-    engine: Mapping[str, Any]
+    engine: Mapping[str, Any]  # only explicitly set ones
     server: ServerArgs
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # one line each
 
     @property
     def engine_args(self) -> EngineArgs:

@@ -64,18 +64,13 @@ LOGGER = logging.getLogger("jspec.server")
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """The sequences of one accepted call: prompt by prompt, choice by choice.
-
-    prompt_idxs: the prompt of each sequence.
-    names: ids that abort the call or its prompts, with their sequences.
-    close() must be awaited in the end.
-    """
+    """The sequences of one accepted call: prompt by prompt, choice by choice. Await close()."""
 
     streams: tuple[ChunkStream, ...]
     completions: tuple[Completion, ...]
-    prompt_idxs: tuple[int, ...]
+    prompt_idxs: tuple[int, ...]  # the prompt of each sequence
     service: Service
-    names: Mapping[str, tuple[str, ...]]
+    names: Mapping[str, tuple[str, ...]]  # sequences by the id that aborts them
     trace_parent: Mapping[str, str]  # headers of the caller's trace
     is_closed: bool = False
 
@@ -87,7 +82,6 @@ class Work:
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
-        """Wait for all sequences and close; a disconnect of the client ends them."""
         try:
             await unless_gone(receive, self._read())
         except QueueTimeoutError as error:
@@ -169,7 +163,6 @@ class Service:
         return "jspec-bundled" if path is None else path.rstrip("/").rsplit("/", 1)[-1]
 
     def check_model(self, name: str | None) -> None:
-        """Raise HTTPException 404 for the name of another model."""
         if name not in (None, self.model_name, "default", self.engine.args.model_path):
             raise HTTPException(
                 HTTPStatus.NOT_FOUND,
@@ -186,7 +179,9 @@ class Service:
         return_text_in_logprobs: bool = False,
     ) -> Work:
         """Queue all prompts of a call, or none. received: time.monotonic() of its first byte.
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued."""
+
+        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
+        """
         started = time.monotonic()
         if self.is_shutting_down:
             raise EngineClosedError("the server is shutting down")
@@ -222,13 +217,11 @@ class Service:
         )
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
-        """Record that a chunk was read."""
         if self._trace is not None and chunk.new_ids:
             self._trace.mark((chunk.request_id,), Border.READ, time.monotonic())
         self.metrics.observe(completion, chunk)
 
     def sent(self, completion: Completion) -> None:
-        """Record that an event was sent."""
         if self._trace is not None and completion.output_ids:
             self._trace.mark((completion.request_id,), Border.SENT, time.monotonic())
 
@@ -264,7 +257,6 @@ class Service:
                     self._trace.forget(request.request_id for request in requests)
 
     async def chat_prompt(self, call: ChatCall) -> Prompt:
-        """Render and tokenize a chat. Raises RequestError."""
         make = partial(
             self.engine.chat_prompt, call.messages, call.sampling, **call.template_options
         )
@@ -292,7 +284,6 @@ class Service:
         return self.meter.seconds_until_left(stats, ahead, less=limit)
 
     def _say_if_cut(self, request: Request) -> None:
-        """Warn once, for the first request longer than the KV pool."""
         wanted, prompt_len = request.sampling.max_new_tokens, len(request.prompt_ids)
         most = budget.clip_max_new_tokens(self.engine.limits, prompt_len, wanted)
         if wanted is not None and most < wanted and not self._is_cut_said:
@@ -309,7 +300,6 @@ class Service:
         completions: Sequence[Completion] = (),
         trace_parent: Mapping[str, str] = NO_PARENT,
     ) -> None:
-        """Release the names of a call that is over, and end its traces."""
         for name in names:
             del self._groups[name]
         if self._trace is None:
@@ -329,7 +319,6 @@ class Service:
         return sum([await self.engine.abort(name) for name in names])
 
     async def probe(self) -> bool:
-        """Return True if the engine takes requests and makes progress (control.probe)."""
         return not self.unready and await makes_progress(self.engine)
 
     async def watch(self) -> None:

@@ -12,8 +12,6 @@ LOG_SECONDS, SCREEN_SECONDS = 10.0, 0.2
 
 
 class Screen(Protocol):
-    """The output stream: standard error, or a test's buffer."""
-
     def write(self, text: str, /) -> object: ...
 
     def flush(self) -> None: ...
@@ -24,8 +22,7 @@ class Screen(Protocol):
 class BatchProgress:
     """Counts answers.
 
-    total: number of all items (`noun`).
-    before: of those, answered by earlier runs, `errors_before` of them with errors.
+    total, before: all items (`noun`), and those that earlier runs answered.
     emitted_before: tokens in read_stats that do not belong to this batch.
     """
 

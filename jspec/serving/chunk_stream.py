@@ -1,7 +1,4 @@
-"""The chunk stream of one request, for its reader on any event loop.
-
-It knows the engine's loop only as the place to report that a reader is gone.
-"""
+"""The chunk stream of one request, for its reader on any event loop."""
 
 from __future__ import annotations
 

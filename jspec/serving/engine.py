@@ -1,10 +1,7 @@
 """`jspec.Engine`: the composition root, for offline generation and for the server.
 
-It loads a model pair, compiles, and connects tokenizer, scheduler, loop and runner. Names are
-SGLang's: `generate(prompt=... | input_ids=..., sampling_params=...)`.
-
-    engine = jspec.Engine()                       # the bundled pair, EAGLE-3, 3/1/4
-    engine.generate("def fib(", {"max_new_tokens": 32, "temperature": 0})["text"]
+engine = jspec.Engine()                       # the bundled pair, EAGLE-3, 3/1/4
+engine.generate("def fib(", {"max_new_tokens": 32, "temperature": 0})["text"]
 """
 
 from __future__ import annotations
@@ -54,13 +51,12 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class Engine:
-    """A model pair, loaded and compiled, ready for requests.
+    """A model pair, loaded and compiled, ready for requests. Names are SGLang's.
 
     model: `model_path`, as first argument or by this name; None: the bundled pair. Other keyword
     arguments are those of `EngineArgs`, stored as `args`; `config` is the resolved configuration.
-    The engine runs on an event loop in its own thread, so any thread and any event loop, also one
-    asyncio.run after another, may use it. A call `async_...` has a synchronous form without that
-    prefix.
+    The engine runs on an event loop in its own thread: any thread and any event loop may use it. A
+    call `async_...` has a synchronous form without that prefix.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
     QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C during startup raises
@@ -142,14 +138,12 @@ class Engine:
         return runner, self._served
 
     def _on_process_end(self, why: str) -> None:
-        """Report the end of the engine process; called on the thread that watches it."""
         self._loop_thread.start_thread()
         with suppress(EngineClosedError):  # we end, too
             self._loop_thread.run(self._loop_thread.ask(lambda: self._loop.runner_ended(why)))
 
     @functools.cached_property
     def profiler(self) -> Profiler | ProcessProfiler:
-        """Profiles the process that has the devices."""
         runner = self._runner
         return ProcessProfiler(runner) if isinstance(runner, ProcessRunner) else Profiler()
 
@@ -183,10 +177,7 @@ class Engine:
 
     @property
     def served(self) -> ServedWeights:
-        """The models and weights in service, to check or measure them.
-
-        Raises ConfigError if they are in another process.
-        """
+        """The models and weights in service. Raises ConfigError if another process has them."""
         if self.args.engine_process:
             raise ConfigError(
                 "engine_process is True, and weights are to be read by this process; expected False"
@@ -195,7 +186,6 @@ class Engine:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds during which a step was in flight."""
         return self._loop.busy_seconds
 
     @property
@@ -209,7 +199,6 @@ class Engine:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of a separate engine process, else None."""
         return self._runner.process_id if isinstance(self._runner, ProcessRunner) else None
 
     trace_requests = forwarded("_loop", EngineLoop.trace_requests)
@@ -221,17 +210,13 @@ class Engine:
         sampling_params: Params = None,
         **options: Any,
     ) -> tuple[Request, ...]:
-        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError.
-
-        options: further fields of `Prompt`.
-        """
+        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         return self._intake.requests(
             Prompt(text=prompt, input_ids=input_ids, sampling=sampling_params, **options)
         )
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """The checkpoint's default sampling parameters."""
         return self._intake.defaults
 
     chat_prompt = forwarded("_intake", Intake.chat)
@@ -316,7 +301,6 @@ class Engine:
 
     @property
     def updated_model_path(self) -> str | None:
-        """The model path of the last update from disk."""
         return self._weights.updated_model_path
 
     # The engine itself.
@@ -332,7 +316,7 @@ class Engine:
     flush_cache = mirrored(async_flush_cache)
 
     async def pause_generation(self, *, abort: bool = False) -> int:
-        """Plan no further step until `continue_generation`; requests are accepted and wait.
+        """Plan no step until `continue_generation`; requests wait.
 
         abort: end the present requests, and return how many.
         """
@@ -388,7 +372,6 @@ class Engine:
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """Return `arguments` with `model` as model_path. Raises ConfigError if both are given."""
     if model is None:
         return dict(arguments)
     if arguments.get("model_path") is not None:

@@ -41,10 +41,7 @@ async def run_all(
 
 
 async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a function in a thread and, if cancelled, wait for it before the cancellation goes on.
-
-    So a lock around this call is not released while the thread still runs.
-    """
+    """Run a function in a thread; if cancelled, wait for its end, so that locks stay locked."""
     running = asyncio.ensure_future(asyncio.to_thread(run, *arguments))
     try:
         return await asyncio.shield(running)

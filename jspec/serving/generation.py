@@ -1,7 +1,4 @@
-"""Answers for one or many prompts, whole or streamed, and scores.
-
-The requests of a list are made and queued as earlier ones finish.
-"""
+"""Answers for one or many prompts, whole or streamed, and scores."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ class Queues(Protocol):
 
 
 class Generation:
-    """The generating calls of `jspec.Engine`."""
-
     def __init__(self, engine: Queues, intake: Intake, preparation: Preparation) -> None:
         self._engine, self._intake, self._preparation = engine, intake, preparation
 
@@ -115,10 +110,7 @@ class Generation:
     async def requests_of(
         self, prompts: Sequence[Prompt], *, first: int = 0, total: int | None = None
     ) -> list[tuple[Request, ...]]:
-        """Return the requests of each prompt, made in a thread if that takes long.
-
-        first, total: where the prompts are in a list, for errors. Raises RequestError.
-        """
+        """Return each prompt's requests. first, total: its place in a list. Raises RequestError."""
         total = len(prompts) if total is None else total
 
         def make() -> list[tuple[Request, ...]]:
@@ -240,7 +232,7 @@ class Generation:
     async def _stream_all(
         self, prompts: Sequence[Prompt], text: TokenText | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of `_stream` of all requests as they come, with their `index`.
+        """Yield the events of all requests as they come, with their `index`.
 
         A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
         """
@@ -272,7 +264,6 @@ class Generation:
 
 
 def _check_whole(**asked: bool) -> None:
-    """Raise RequestError for options that streaming does not support."""
     for name, value in asked.items():
         if value:
             raise RequestError(

@@ -42,10 +42,9 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class LiveWeights:
-    """The weight operations of `jspec.Engine`. Names and answers are SGLang's.
+    """The weight operations of `jspec.Engine`, with SGLang's names and answers, one at a time.
 
-    Updates run one after the other. A failed update changes nothing, and its error names everything
-    that is wrong.
+    A failed update changes nothing, and its error names everything that is wrong.
     """
 
     def __init__(self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights) -> None:
@@ -179,7 +178,6 @@ class LiveWeights:
         in_flight: InFlight,
         keep_pause: bool,
     ) -> int:
-        """Switch the weights; return how many requests go on. path: of the new target, if any."""
         loop = self._loop
 
         async def visit(on_engine_thread: OnEngineThread) -> None:
@@ -259,7 +257,6 @@ class LiveWeights:
 
 
 def _models(selector: str | None) -> Model | None:
-    """Return the selected model; None for all."""
     if selector in (None, "all"):
         return None
     if selector not in [model.value for model in Model]:
@@ -280,7 +277,6 @@ def _directory(name: str, value: Any) -> str:
 
 
 def check_version(version: Any) -> None:
-    """Raise ConfigError for an invalid version name."""
     if version is None:
         return
     if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS:

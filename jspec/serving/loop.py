@@ -5,7 +5,7 @@ an event loop, which never blocks. The loop makes no scheduling decisions and se
 
     overlap depth 1        engine thread                        event loop
     turn n                 dispatch t+1, then collect t         publish t-1
-                           (the device goes on with t+1)        commit t, plan t+2
+                           (the device runs t+1)                commit t, plan t+2
     turn n + 1             dispatch t+2, then collect t+1       publish t
 """
 
@@ -99,7 +99,6 @@ class EngineLoop:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds during which a step was in flight."""
         return self._busy.seconds
 
     @property
@@ -117,11 +116,9 @@ class EngineLoop:
 
     @property
     def is_restarting(self) -> bool:
-        """True while a lost runner restarts; requests are accepted and wait."""
         return self._loss is not None or self._recovery.is_running
 
     def runner_ended(self, why: str) -> None:
-        """Report that the runner is lost, also while no step runs."""
         if not self._is_closing:
             self._loss = RunnerError(why)
             self._start()
@@ -134,8 +131,7 @@ class EngineLoop:
         The queue time limit applies to them together: once one of them has run, the others may wait
         without limit; otherwise all expire.
         max_unread: unread chunks after which a request is aborted; None: no limit.
-        Raises RequestError and QueueFullError (Scheduler.enqueue) or EngineClosedError immediately,
-        not at the first chunk.
+        Raises RequestError, QueueFullError or EngineClosedError at once, not at the first chunk.
         """
         if self._is_closing:
             raise self._closed_error(f"request {requests[0].request_id!r} came after it was closed")
@@ -154,7 +150,6 @@ class EngineLoop:
         return [ChunkStream(self, request_id, queue) for request_id, queue in queues.items()]
 
     def trace_requests(self, trace: RequestTrace) -> None:
-        """Record the stages that requests pass in `trace` from now on."""
         self._calls.first_tokens = FirstTokens(trace)
 
     def _start(self) -> None:
@@ -166,7 +161,6 @@ class EngineLoop:
 
     @property
     def is_paused(self) -> bool:
-        """True if no step is planned until `resume`; requests are accepted and wait."""
         return self._is_paused
 
     def pause(self) -> None:
@@ -213,14 +207,10 @@ class EngineLoop:
             self._readers.close({name: QueueTimeoutError(name, limit) for name in queues})
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; False if there are requests (Scheduler.flush_cache)."""
         return self._scheduler.flush_cache()
 
     async def abandon(self, request_id: str, queue: Mailbox) -> None:
-        """Abort the request of a reader that is gone, from its event loop.
-
-        Raises EngineClosedError.
-        """
+        """Abort the request of a reader that is gone. Raises EngineClosedError."""
         await self._ask(partial(self._abandon, request_id, queue))
 
     def abandon_soon(
@@ -322,10 +312,7 @@ class EngineLoop:
         self._loss = None  # it concerned the former runner
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """Dispatch `plan` on the engine thread, then collect if enough steps are in flight.
-
-        Meanwhile the chunks that the previous turn committed are published.
-        """
+        """Dispatch `plan`; collect if enough steps are in flight; publish the last chunks."""
         new = None if plan is None else StepInFlight(plan)
         if new is not None:
             self._in_flight.append(new)

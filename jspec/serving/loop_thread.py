@@ -1,7 +1,4 @@
-"""The event loop of an engine, in its own thread, usable from any loop and thread.
-
-Everything that touches the scheduler runs on this loop. Other callers submit coroutines and wait.
-"""
+"""The event loop of an engine, in its own thread, usable from any loop and thread."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ WOULD_BLOCK = (
 class LoopThread:
     """An event loop in a background thread, on which all of an engine's tasks run.
 
-    A caller's loop would end with its asyncio.run, and the engine with it. The thread starts with
-    the first call. Work submitted before the stop request is finished; later work is refused. So
-    the check and the submission happen under one lock, and so does the stop request.
+    A caller's loop would end with its asyncio.run, and the engine with it. Starts with the first
+    call. Submitting work and requesting the stop hold one lock: work submitted before the stop is
+    finished, later work is refused.
     """
 
     def __init__(
@@ -70,10 +67,7 @@ class LoopThread:
             self._loop = loop
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on this loop, from any loop.
-
-        Raises EngineClosedError if this loop is not running any more.
-        """
+        """Run `work` on this loop, from any loop. Raises EngineClosedError once it has ended."""
         self.start_thread()
         if self._is_here():
             return await work
@@ -87,8 +81,6 @@ class LoopThread:
             raise EngineClosedError("the engine was closed during this call") from None
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """Call a non-blocking function on this loop, as `call` runs a coroutine."""
-
         async def run() -> T:
             return function()
 
@@ -126,11 +118,7 @@ class LoopThread:
                 self.run(close_unless_running(stream))
 
     def stop(self) -> None:
-        """End the background thread, if it was started, after the submitted work has ended.
-
-        May be called again, and concurrently: all callers wait for one end. Raises RequestError on
-        its own thread.
-        """
+        """End the thread after the submitted work. Raises RequestError on its own thread."""
         if self._thread is None or self._loop is None:
             return
         if self._is_here():
@@ -153,11 +141,9 @@ class LoopThread:
             self._ending = asyncio.ensure_future(_drain_and_stop())
 
     def _is_here(self) -> bool:
-        """Return whether this is the loop's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        """Start `work` on this loop from another thread. Raises EngineClosedError if closed."""
         with self._lock:
             loop = self._loop
             if loop is not None and loop.is_running() and not self._is_stopping:
@@ -170,10 +156,7 @@ class LoopThread:
         raise EngineClosedError("the engine is closed")
 
     def _cancel(self, work: Coroutine[Any, Any, T], future: futures.Future[T]) -> None:
-        """Cancel submitted work and wait for its end.
-
-        Cancelling the future would not show when the work has finished its cleanup.
-        """
+        """Cancel submitted work and await its cleanup, which a cancelled future does not show."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(_cancel_task_of, work)
@@ -206,18 +189,13 @@ async def _drain_and_stop() -> None:
 
 
 class OnLoopThread(Protocol):
-    """An object whose asynchronous methods run on a LoopThread."""
-
     _loop_thread: LoopThread
 
 
 def mirrored(
     call: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[E, P], R]:
-    """Return the synchronous form of a method `async_...`.
-
-    An asynchronous generator that it returns becomes an iterator.
-    """
+    """Return the synchronous form of a method `async_...`; generators become iterators."""
     name = call.__name__.removeprefix("async_")
 
     @functools.wraps(call)
@@ -234,8 +212,6 @@ def mirrored(
 
 
 def forwarded(part: str, call: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method that calls `call` of the object's attribute `part`."""
-
     @functools.wraps(call)
     def forward(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return call(getattr(self, part), *args, **kwargs)

@@ -1,7 +1,6 @@
 """Transport of chunks from the engine's loop to readers on any event loop.
 
-The pieces of a step are put into mailboxes one by one; then each event loop with a waiting reader
-is woken once rather than once per request, since waking costs a system call.
+After a step each event loop with a waiting reader is woken once, since waking costs a system call.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class Mailbox:
 
 
 def wake(readers: Iterable[Waiting | None]) -> None:
-    """Wake readers, with one call per event loop.
-
-    On the caller's own loop this is direct: readers run when the caller next waits.
-    """
+    """Wake readers, with one call per event loop; on the caller's own, directly."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiting in readers:
         if waiting is not None:

@@ -1,7 +1,4 @@
-"""The mailboxes of all unfinished requests: delivery of pieces, and the end of requests.
-
-It calls the scheduler to end requests, but not the runner; it knows no event loop.
-"""
+"""The mailboxes of all unfinished requests: delivery of pieces, and the end of requests."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ SLOW_READER = "aborted: its reader left too much unread"
 
 
 class Readers:
-    """Mailboxes by request id; owned by the engine's loop.
-
-    unpublished: committed pieces in order.
-    """
+    """Mailboxes by request id; owned by the engine's loop."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -46,14 +40,10 @@ class Readers:
         return self._mailboxes.get(name) is mailbox
 
     def close(self, last: dict[str, Piece | Failure]) -> None:
-        """Put the last item into each of these mailboxes and close them."""
         wake([self._mailboxes.pop(name).put(item) for name, item in last.items()])
 
     def publish(self) -> None:
-        """Deliver committed pieces; a request's last piece closes its mailbox.
-
-        Requests with too many unread pieces are aborted.
-        """
+        """Deliver committed pieces, and abort requests with too many unread ones."""
         pieces, self.unpublished = self.unpublished, []
         if not pieces:
             return
@@ -74,7 +64,6 @@ class Readers:
                 self.close({name: last})
 
     def abort(self, name: str, *, why: str = ABORTED) -> bool:
-        """End a request with a last piece. False if unknown."""
         piece = self._end(name, why=why)
         if piece is None:
             return False
@@ -88,7 +77,6 @@ class Readers:
         self.close({name: RequestFailedError(why, detail)})
 
     def fail_all(self, error: Callable[[str], EngineClosedError]) -> None:
-        """End every request with an error made from its id."""
         self.publish()
         for name in self._mailboxes:
             with suppress(Exception):  # its state may be broken, but its stream must end
@@ -96,10 +84,7 @@ class Readers:
         self.close({name: error(name) for name in self._mailboxes})
 
     def contain(self, error: Exception) -> None:
-        """Recover from a broken invariant of the scheduler: suspects end, the others go on.
-
-        Raises `error` if recovery makes no progress (`Scheduler.contain`).
-        """
+        """Recover from a broken invariant (`Scheduler.contain`): suspects end, the others go on."""
         pieces, failed = self._scheduler.contain(error, most=MOST_LOSSES)
         LOGGER.error("internal error; requests that end: %s", failed or "none", exc_info=error)
         clear_frames(error)

@@ -1,7 +1,7 @@
-"""Restarts of a failed runner: how often and after which pauses.
+"""Restarts of a failed runner: how often and after which pauses. It knows no request.
 
 A runner that works again for a while regains all its attempts; one that keeps failing ends the
-engine. It knows no request: the scheduler has the output of each and continues from there.
+engine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """Limits on consecutive restarts.
+    """Limits on consecutive restarts; the first is immediate, pauses then double."""
 
-    most: restarts in a row.
-    first_pause: seconds before the second one; the first is immediate. Pauses then double, up to
-        most_pause.
-    well_seconds: seconds without a failure after which the count starts over.
-    """
-
-    most: int = 5
-    first_pause: float = 1.0
+    most: int = 5  # restarts in a row
+    first_pause: float = 1.0  # seconds before the second restart
     most_pause: float = 30.0
-    well_seconds: float = 60.0
+    well_seconds: float = 60.0  # without a failure: the count starts over
 
     def pause(self, attempt: int) -> float:
         """Return the seconds before restart `attempt` in a row, from 1 on: 0, 1, 2, 4, ..."""
@@ -42,8 +36,6 @@ class RestartLimits:
 
 
 class Recovery:
-    """Restarts a runner. `clock` is time.monotonic."""
-
     def __init__(
         self, limits: RestartLimits | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:

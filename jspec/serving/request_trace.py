@@ -1,7 +1,4 @@
-"""A trace of where the time to first token goes: when a request passed each stage.
-
-Off unless a server enables it. It has no clock: callers pass times.
-"""
+"""A trace of where the time to first token goes: when a request passed each stage. No clock."""
 
 from __future__ import annotations
 

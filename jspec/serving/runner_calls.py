@@ -1,7 +1,4 @@
-"""The runner calls of a turn, on the engine's thread.
-
-It knows no request and no event loop.
-"""
+"""The runner calls of a turn, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -18,16 +15,12 @@ from jspec.serving.trace import TraceEvent, TraceKind
 
 @dataclass(slots=True, eq=False)
 class StepInFlight:
-    """A planned step until its result is read. The engine's thread sets the other fields.
-
-    handle: the runner's
-    seconds: device time, from the dispatch, or the previous result if later, to the result
-    """
+    """A planned step until its result is read. The engine's thread sets the other fields."""
 
     plan: StepPlan
-    handle: Any = None
+    handle: Any = None  # the runner's
     dispatched_at: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # from dispatch, or the previous result if later, to the result
 
 
 class RunnerCalls:
@@ -40,10 +33,7 @@ class RunnerCalls:
         self._collected_at = 0.0
 
     def run(self, new: StepInFlight | None, oldest: StepInFlight | None) -> StepResult | None:
-        """Dispatch `new`, then wait for `oldest`, which may be the same.
-
-        Raises RunnerError for any error, since a restart may fix it.
-        """
+        """Dispatch `new`, then wait for `oldest`, maybe the same; errors become RunnerError."""
         try:
             return self._run(new, oldest)
         except RunnerError:

@@ -38,15 +38,11 @@ class Preparation:
         self._asked, self._asking = PLAIN, threading.Lock()
 
     async def check(self, sampling: SamplingParams) -> None:
-        """Raise RequestError for an invalid grammar."""
         if sampling.grammar is not None:
             await asyncio.to_thread(self._grammars.compile, sampling.grammar)
 
     async def run(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests with their grammars, once their programs exist.
-
-        Raises RequestError for an invalid grammar.
-        """
+        """Return the requests with their grammars, once their programs exist; or RequestError."""
         if all(r.grammar is not None or not _asks_more(r.sampling) for r in requests):
             return requests
         return await asyncio.to_thread(self._prepared, tuple(requests))
@@ -76,8 +72,6 @@ class Preparation:
 
 
 class Submission:
-    """Submits to `loop` and aborts there, from any event loop."""
-
     def __init__(
         self,
         loop_thread: LoopThread,
@@ -126,14 +120,10 @@ class Submission:
         return streams
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets a last chunk. False if there is no such request.
-
-        One that is still being prepared ends once it is queued.
-        """
+        """End a request, once queued; its stream gets a last chunk. False if it is unknown."""
         return await self._loop_thread.ask(lambda: self._abort((request_id,), ABORTED)) > 0
 
     async def abort_all(self, *, why: str = ABORTED) -> int:
-        """End every request; return how many. why: the message of their finish reason."""
         return await self._loop_thread.ask(
             lambda: self._abort(dict.fromkeys((*self._loop.request_ids, *self._unqueued)), why)
         )

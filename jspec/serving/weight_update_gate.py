@@ -25,8 +25,7 @@ class WeightUpdateGate:
     def ask(self, visit: Visit) -> Awaitable[None]:
         """Queue a visit; the result ends with the visit and raises its error.
 
-        Cancelling it drops a visit that has not started; a started one is awaited, since it cannot
-        be undone.
+        Cancelling it drops a visit that has not started; a started one cannot be undone.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(_heard)  # also if the caller no longer waits
@@ -62,7 +61,6 @@ class WeightUpdateGate:
             done.set_result(None)
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """End all queued visits with an error."""
         while self._waiting:
             self._waiting.popleft()[1].set_exception(error())
 

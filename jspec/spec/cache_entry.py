@@ -1,8 +1,7 @@
 """The cache of a layer as data: the only place that knows the layout of its arrays. No jax.
 
-An entry has the model's part of a layout and `CacheLayout` the engine's. Allocation, sharding and
-the memory report derive from `arrays`. A layer's cache on the device is the entry's one array, or
-a dict of its arrays by name if it has several (`device.state.empty_caches`).
+An entry has the model's part of a layout and `CacheLayout` the engine's. A layer's cache on the
+device is the entry's one array, or a dict by name if it has several (`device.state.empty_caches`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ FP8 = "float8_e4m3fn"  # a stored dtype whose values are divided by scales (kv_w
 
 
 class Unit(enum.Enum):
-    """The unit in which a cache is allocated."""
-
     PAGE = "a record a token, in pages"
     SLOT = "a record a row"
     SNAPSHOT = "a copy of a row's record"
@@ -36,23 +33,16 @@ class CacheArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """The engine's part of a cache's layout.
-
-    dtype: of entries that do not decide it themselves
-    shards: of the mesh axis of kv heads
-    lanes: the kernels read records in multiples of this width (`Ops.lanes`)
-    num_nodes, num_path: most tokens of one step (N) and of an accepted path (M), for states
-    """
+    """The engine's part of a cache's layout."""
 
     page_size: int
-    dtype: str
-    shards: int = 1
-    lanes: int = 1
-    num_nodes: int = 1
-    num_path: int = 1
+    dtype: str  # of entries that do not decide it themselves
+    shards: int = 1  # of the mesh axis of kv heads
+    lanes: int = 1  # records are as wide as a multiple of this
+    num_nodes: int = 1  # N, the most tokens of one step
+    num_path: int = 1  # M, the most tokens of an accepted path
 
     def width(self, size: int) -> int:
-        """Round the width of a record up to whole lanes."""
         return -(-size // self.lanes) * self.lanes
 
 
@@ -71,14 +61,13 @@ class CacheEntry(Protocol):
 class KV:
     """K and V of one token: num_heads kv heads (G), of dimensions qk_dim and v_dim.
 
-    Both are in one pool [num_pages, page_size, 2G, D] (kv_write/reference.py), as wide as K; a
-    narrower V is padded. dtype: of the stored values; None: the engine's.
+    Both are in one pool [num_pages, page_size, 2G, D] (kv_write/reference.py), as wide as K.
     """
 
     num_heads: int
     qk_dim: int
     v_dim: int
-    dtype: str | None = None
+    dtype: str | None = None  # None: the engine's
 
     def __post_init__(self) -> None:
         check_sizes(num_heads=self.num_heads, qk_dim=self.qk_dim, v_dim=self.v_dim)
@@ -104,12 +93,12 @@ class Latent:
     """The latent vector of one token, from which all heads' K and V follow (MLA, DeepSeek-V2).
 
     A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of K
-    that all heads share. Every shard has all of it. dtype: as in KV.
+    that all heads share. Every shard has all of it.
     """
 
     rank: int
     rope_dim: int
-    dtype: str | None = None
+    dtype: str | None = None  # None: the engine's
 
     def __post_init__(self) -> None:
         check_sizes(rank=self.rank, rope_dim=self.rope_dim)
@@ -124,12 +113,10 @@ class Latent:
 
 
 class Record(NamedTuple):
-    """A row's part of an array. dtype: None for the engine's."""
-
     name: str
     shape: Shape
     axes: Axes
-    dtype: str | None = None
+    dtype: str | None = None  # None: the engine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +190,6 @@ def _is_sharded(axes: Axes) -> bool:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ConfigError for a size below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"a cache entry's {name} is {value}; expected at least 1")

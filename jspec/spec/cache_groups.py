@@ -1,10 +1,9 @@
 """The caches of a model as data: groups of layers with the same entry and window.
 
-A target and a drafter each declare their groups; pools are allocated from these alone. Host only
-and hashable: compiled programs are keyed by groups.
-
-Groups that keep the same tokens form a page space: one allocator, one page table, one budget. The
-full space is first and always exists; without groups it only counts tokens.
+Pools are allocated from the groups of target and drafter alone. Host only and hashable: compiled
+programs are keyed by groups. Groups that keep the same tokens form a page space: one allocator, one
+page table, one budget. The full space is first and always exists; without groups it only counts
+tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from jspec.spec.cache_entry import CacheEntry, CacheLayout, State, Unit, bytes_p
 class CacheGroup:
     """num_layers layers with equal entries.
 
-    window: keys that a query sees, itself included; None: all. The arrays of a model's groups are
-    concatenated layer by layer, in the groups' order: two groups of 2 and 1 layers are arrays 0, 1,
-    2.
+    A model's arrays are in the groups' order: two groups of 2 and 1 layers are arrays 0, 1, 2.
     """
 
     name: str
     num_layers: int
     entry: CacheEntry
-    window: int | None = None
+    window: int | None = None  # keys that a query sees, itself included; None: all
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -43,9 +40,9 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class PageSpace:
-    """Groups whose pages are allocated and freed together. window: None for the full space."""
+    """Groups whose pages are allocated and freed together."""
 
-    window: int | None
+    window: int | None  # None: the full space
     groups: tuple[CacheGroup, ...]
 
 
@@ -74,12 +71,10 @@ def cache_bytes(groups: tuple[CacheGroup, ...], layout: CacheLayout) -> int:
 
 
 def slot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
-    """Return the groups that cache a record a row, which no page space has."""
     return tuple(g for g in groups if g.entry.unit is Unit.SLOT)
 
 
 def snapshot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
-    """Return the groups of the snapshots of recurrent states, one for each group that has them."""
     return tuple(
         replace(group, entry=group.entry.snapshot)
         for group in groups
@@ -88,5 +83,4 @@ def snapshot_groups(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
 
 
 def groups_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
-    """Return the group of each layer, in order."""
     return tuple(group for group in groups for _ in range(group.num_layers))

@@ -1,7 +1,7 @@
 """A draft head as hashable host data: what it reads, how it joins it, its layers and vocabulary.
 
-A head's slot i is of the pair (token i + 1, feature of position i). Its checkpoint's reader
-(`jspec/models/heads/`) makes a HeadSpec; parameter table, forward pass and caches derive from it.
+Slot i is of the pair (token i + 1, feature of position i). Parameter table, forward pass and caches
+derive from a HeadSpec.
 """
 
 from __future__ import annotations
@@ -32,41 +32,32 @@ class FeatureNorm(enum.Enum):
 class HeadSpec:
     """A draft head over pairs of a token and a feature.
 
-    layer: its decoder layers; vocab_size is the target's V. draft_vocab_size: U.
     aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
         equal to the number of layers is the residual after the last one. Empty: the head reads
         the target's last hidden state, after its final norm.
-    norms_pair: e and h are normed before they are joined. hidden_first: [h; e], else [e; h].
     input_norm: the first layer norms what PROJECTED gives it; the layers after it always do
-    norm_before_residual: the residual of WIDE is the normed h
-    fc_bias: of the product, whichever of the two there is
-    norm_before_head: lm_head reads the normed output. own_head: lm_head is not the target's.
-    feeds_back_normed: the next draft forward reads the normed output
-    logit_scale: factor of the logits
-    zeroes_first: the embedding of the token at slot 0 is zero
-
     per_level: layer s alone drafts level s + 1, with a pair, norm, lm_head and pool of its own;
         its slot i is of the pair (token i + s + 1, h). Else all layers run, one after the other, at
-        every level. chained: h of layer s is the output of layer s - 1 at the same slot, else the
-        target's.
+        every level.
+    chained: h of layer s is the output of layer s - 1 at the same slot, else the target's.
     """
 
-    layer: ModelSpec
-    draft_vocab_size: int
+    layer: ModelSpec  # its decoder layers; vocab_size is the target's V
+    draft_vocab_size: int  # U
     target_hidden_size: int
     join: Join
     aux_layer_ids: tuple[int, ...] = ()
     feature_norm: FeatureNorm = FeatureNorm.NONE
-    norms_pair: bool = True
-    hidden_first: bool = False
+    norms_pair: bool = True  # e and h are normed before they are joined
+    hidden_first: bool = False  # [h; e], else [e; h]
     input_norm: bool = False
-    norm_before_residual: bool = False
-    fc_bias: bool = False
-    norm_before_head: bool = True
-    own_head: bool = False
-    feeds_back_normed: bool = False
-    logit_scale: float = 1.0
-    zeroes_first: bool = False
+    norm_before_residual: bool = False  # the residual of WIDE is the normed h
+    fc_bias: bool = False  # of the product, whichever of the two there is
+    norm_before_head: bool = True  # lm_head reads the normed output
+    own_head: bool = False  # lm_head is not the target's
+    feeds_back_normed: bool = False  # the next draft forward reads the normed output
+    logit_scale: float = 1.0  # factor of the logits
+    zeroes_first: bool = False  # the embedding of the token at slot 0 is zero
     per_level: bool = False
     chained: bool = False
 
@@ -98,7 +89,7 @@ class HeadSpec:
         return self.layer.num_layers
 
     def stack(self, level: int) -> range:
-        """Return the layers that run at a level of the draft, the first being 0."""
+        """Return the layers that run at a level of the draft; levels start at 0."""
         return range(level, level + 1) if self.per_level else range(self.num_layers)
 
 
@@ -130,7 +121,6 @@ def eagle3_spec(
     feeds_back_normed: bool = False,
     logit_scale: float = 1.0,
 ) -> HeadSpec:
-    """Return an EAGLE-3 head."""
     return HeadSpec(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
@@ -148,10 +138,7 @@ def eagle3_spec(
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Return (2, L // 2, L - 3), the layers of SafeAILab/EAGLE.
-
-    Raises ConfigError below 7 layers, where the three are not distinct and ascending.
-    """
+    """Return (2, L // 2, L - 3) as SafeAILab/EAGLE. Raises ConfigError below 7 layers."""
     ids = (2, num_layers // 2, num_layers - 3)
     if not ids[0] < ids[1] < ids[2]:
         raise ConfigError(
@@ -177,8 +164,8 @@ def mtp_spec(
     """Return layers for multi-token prediction, with the target's width and vocabulary.
 
     recurrent: one layer runs at every level, and reads its own output of the level before.
-    reads_normed: the target's hidden state is taken after its final norm; else the residual before
-        it. Raises ConfigError for layers that cannot be recurrent.
+    reads_normed: the target's hidden state after its final norm; else the residual before it.
+    Raises ConfigError for layers that cannot be recurrent.
     """
     if recurrent:
         if chained or layer.num_layers != 1:

@@ -9,10 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Encoding of E numbers. is_half: two bfloat16 per word, low half first; else one float32."""
+    """Encoding of E numbers, each in a word as float32, or two."""
 
     width: int
-    is_half: bool = False
+    is_half: bool = False  # two bfloat16 per word, low half first
 
     def __post_init__(self) -> None:
         if self.width < 1 or (self.is_half and self.width % 2):

@@ -1,8 +1,7 @@
 """A model as hashable host data: its layers and their sizes. No arrays, no jax.
 
-A family's config reader (`jspec/models/families/`) makes a ModelSpec; the parameter table
-(`models.params`), the forward pass (`models.decoder`), the cache groups and the memory per token
-derive from it. Layers with equal specs share one compiled function.
+Parameter table, forward pass, cache groups and the memory per token derive from it. Layers with
+equal specs share one compiled function.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ class AttentionSpec:
     sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
     scale: of the scores before their softmax; None is head_dim ** -0.5.
-    v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
-    rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
-    gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
-    normed input.
-    kv_dtype: in which K and V (or a latent) are cached; None: the engine's dtype. The engine
-    decides it (`cached_in`); no config reader sets it.
+    v_dim: dimensions of a value head, at most head_dim; None: head_dim. value_scale: factor of V.
+    gate: factors of the heads' output, sigmoids of a projection of the layer's normed input.
+    kv_dtype: of cached K and V (or a latent). Only the engine sets it (`cached_in`).
     """
 
     num_heads: int  # H
@@ -53,9 +49,9 @@ class AttentionSpec:
     scale: float | None = None
     v_dim: int | None = None
     value_scale: float = 1.0
-    rotary_dim: int | None = None
+    rotary_dim: int | None = None  # leading head dimensions with RoPE; None: all
     gate: HeadGate | None = None
-    kv_dtype: str | None = None
+    kv_dtype: str | None = None  # None: the engine's dtype
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -296,10 +292,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder: embedding, layers, final RMSNorm, lm_head. Names are Hugging Face's.
-
-    family: the name in `models.registry`, used only for the stored names.
-    """
+    """A decoder: embedding, layers, final RMSNorm, lm_head. Names are Hugging Face's."""
 
     vocab_size: int  # V
     hidden_size: int  # E
@@ -309,7 +302,7 @@ class ModelSpec:
     max_position: int = 2048
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    family: str = "llama"
+    family: str = "llama"  # name in `models.registry`, for the stored names only
 
     @property
     def num_layers(self) -> int:

@@ -12,16 +12,14 @@ class YarnConfig:
     Dimension pairs that rotate more than `beta_fast` times over original_max_position keep their
     frequency; below `beta_slow` rotations it is divided by the factor; between is a ramp.
 
-        truncate: round the ramp's ends to whole pairs
-        attention_factor: factor of cos and sin
-        mscale, mscale_all_dim: DeepSeek's keys, from which attention_factor follows; 0: absent.
-            The second also scales the scores of latent attention (models/families/deepseek_v3.py)
+    mscale, mscale_all_dim: DeepSeek's keys, from which attention_factor follows; 0: absent. The
+    second also scales the scores of latent attention (models/families/deepseek_v3.py).
     """
 
-    attention_factor: float
+    attention_factor: float  # factor of cos and sin
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
+    truncate: bool = True  # round the ramp's ends to whole pairs
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
 

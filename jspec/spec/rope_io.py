@@ -1,8 +1,7 @@
 """RoPE in configuration files: `rope_theta`, `rope_scaling`, `rope_parameters`.
 
-transformers 4 writes theta and a table `rope_scaling`; transformers 5 writes one table,
-`rope_parameters`, with theta in it, and still reads the older keys. The kind is `rope_type`, in
-older files `type`. A new kind needs a function here, its entry in KINDS, and its arithmetic in
+transformers 4 writes theta and a table `rope_scaling`; transformers 5 one table, `rope_parameters`,
+with theta in it. A new kind needs a function here, its entry in KINDS, and its arithmetic in
 layers/rope.
 """
 
@@ -82,7 +81,6 @@ def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
 
 
 def _typed(table: Fields, name: str) -> dict[str, Any]:
-    """Return the table without nulls, its kind under `rope_type`."""
     values = {key: value for key, value in table.values.items() if value is not None}
     old = values.pop("type", None)
     if old is not None and values.setdefault("rope_type", old) != old:

@@ -1,7 +1,6 @@
 """Weight formats: the arrays in which a weight is stored, as data. No jax.
 
-A format gives the name, shape and dtype of each array for a weight's logical shape [.., in, out],
-and so its bytes. `device/weights.py` has the arrays on a device.
+A format gives each array for a weight's logical shape [.., in, out]; `device/weights.py` has them.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One array of numbers."""
-
     name: ClassVar[str] = "dense"
     dtype: str
 
@@ -92,7 +89,6 @@ Formats = tuple[tuple[Op | tuple[str | int, ...], WeightFormat], ...]
 
 
 def num_bytes(format: WeightFormat, shape: Shape) -> int:
-    """Return the bytes of a weight of this logical shape."""
     return sum(math.prod(x.shape) * itemsize(x.dtype) for x in format.arrays(shape).values())
 
 

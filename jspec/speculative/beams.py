@@ -1,9 +1,8 @@
 """Draft tree growth, level by level, for every drafter that runs a model.
 
-Level 1 needs no forward: its candidates come from the last advance. Levels 2..S take one draft
-forward each, over the K beams of the level before. A beam attends to the slots before the tree and
-to its own ancestors among the scratch slots, even after beams were re-ranked. The drafter defines
-what one of its slots holds and where it is (`BeamLayout`).
+Level 1's candidates come from the last advance. Levels 2..S take one draft forward each, over the K
+beams of the level before. A beam attends to the slots before the tree and to its own ancestors
+among the scratch slots, even after beams were re-ranked. `BeamLayout` tells what a slot holds.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ class BeamRows:
 
 
 class ForwardBeams(Protocol):
-    """One draft forward over K beams per row."""
-
     def __call__(
         self, caches: KVPool, ids: jax.Array, carried: Any, beams: BeamRows
     ) -> tuple[KVPool, Any, jax.Array, jax.Array]:
@@ -79,8 +76,6 @@ class ForwardBeams(Protocol):
 
 @pytree
 class _Beams:
-    """The K nodes that the next draft forward expands."""
-
     ids: jax.Array  # i32[B, K]
     scores: jax.Array  # f32[B, K]
     carried: Any  # [B, K, .], from the parents
@@ -170,8 +165,7 @@ def _grow(
 ) -> DraftTree:
     """Expand the K best candidates of each level, S - 1 times, and build the tree.
 
-    expand: returns (arrays the children carry, ids [B, K, K], terms [B, K, K]) of the beams at a
-        depth.
+    expand: (arrays the children carry, ids [B, K, K], terms [B, K, K]) of the beams at a depth.
     """
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
@@ -241,7 +235,6 @@ def _rows_of_beams(
 def _best_beams(
     level: Level, ancestors: jax.Array, carried: Any, *, topk: int, first: int
 ) -> _Beams:
-    """Return the K best candidates, with their parents' ancestors and carried arrays."""
     scores, idx = jax.lax.top_k(level.scores, topk)
     parent = (idx // topk)[:, :, None]
 

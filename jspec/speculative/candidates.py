@@ -1,8 +1,7 @@
 """Draft candidates: the K best next tokens after a position, ranked with shared noise.
 
 The ranking is log_softmax(draft logits + T * g(s, p, v)) with the noise that verification uses at
-that position, so a draft predicts the target's choice given the same noise. All drafters with a
-model share this.
+that position, so a draft predicts the target's choice given the same noise.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from jspec.speculative.tree import LOWEST
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """How candidates are ranked. noise: False ranks plain top-k, to measure the gain of noise."""
-
     topk: int
-    noise: bool = True
+    noise: bool = True  # False ranks plain top-k, to measure its gain
 
 
 def rank_candidates(
@@ -42,11 +39,7 @@ def rank_candidates(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """Return the best K target ids after each query and their log-probabilities, best first.
-
-    token_ids: target id of each column of this device's logits
-    positions: token positions of the candidates (their noise)
-    """
+    """Return the best K target ids after each query and their log-probabilities, best first."""
     if ranking.topk > 1 or not ranking.noise:
         if ranking.noise:
             logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
@@ -125,7 +118,7 @@ def largest_in_rounds(
     """Return lax.top_k of finite numbers, including tie order: round i takes the i-th largest.
 
     XLA for TPU compiles lax.top_k to a sort of all columns: for 4 of [64, 4, 8000] on v5e its
-    schedule is 12 times longer, and it compiles more slowly. Neither was run on a chip.
+    schedule is 12 times longer. Neither was run on a chip.
 
     In:  x = [3 5 5 1], topk 2
     Out: [5 5], [1 2]: round 2 keeps values < 5, and values == 5 after column 1

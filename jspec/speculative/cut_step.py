@@ -4,9 +4,8 @@
     score_step     the target's logits and features at every node; both stay on the device
     settle_step    with a mask for every node: choose, accept, advance
 
-A jit's outputs can be read only when it ends, so the tree leaves before scoring starts and the
-masks
-arrive after it (decision 23).
+A jit's outputs can be read only when it ends, so the tree leaves before scoring starts (decision
+23).
 """
 
 from __future__ import annotations

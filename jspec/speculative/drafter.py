@@ -98,7 +98,6 @@ def following_ids(emitted: Emitted) -> Int[Array, "T"]:
 
 
 def next_positions(emitted: Emitted) -> Int[Array, "R"]:
-    """Return the position of each row's `next_ids`."""
     cu_q_lens = emitted.rows.cu_q_lens
     return emitted.rows.prefix_lens + cu_q_lens[1:] - cu_q_lens[:-1]
 
@@ -225,19 +224,13 @@ class Drafter(Protocol):
         ...
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The draft caches per token, in addition to the target's."""
-        ...
+    def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
     @property
-    def table(self) -> ParamTable:
-        """Its weights; params that no table declares are replicated over devices."""
-        ...
+    def table(self) -> ParamTable: ...
 
     @property
-    def needs(self) -> Needs:
-        """The target features that `advance` reads."""
-        ...
+    def needs(self) -> Needs: ...
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> Any:
         """Return a pytree with one entry per slot, including the dummy slot 0."""

@@ -66,7 +66,6 @@ def prompt_logprobs(
     """Return the same fields, [T, 1, .]: entry t is for the prompt token after packed token t.
 
     It is 0 where log-probabilities were not requested. following: the token after each packed one.
-    positions: of the packed tokens.
     """
 
     def of_row(x: jax.Array) -> jax.Array:

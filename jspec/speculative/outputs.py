@@ -56,8 +56,7 @@ def prefill_output(
     """Pack a prefill's results: i32[R, 2], with the root after a final chunk.
 
     With log-probabilities or hidden states there are R + T wider entries: for the roots, then for
-    the packed tokens. logits: of each chunk's last token. hidden: of all tokens if such options are
-    compiled in.
+    the packed tokens. logits: of each chunk's last token. hidden: then of all tokens.
     """
     says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}

@@ -1,8 +1,7 @@
 """Rescoring of a finished text: plain decoding's choice after each of its prefixes.
 
-It runs one row, a chunk of tokens per call, over its own pools, without tree, drafter or engine
-pages. It shares with a step the target's forward, the penalties and the choice: what a verification
-must reproduce.
+It runs one row, a chunk of tokens per call, over its own pools, without tree or drafter. It shares
+with a step the target's forward, the penalties and the choice: what a verification must reproduce.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Copies between rows' recurrent states and snapshots (scheduler/pages/snapshot_space.py).
 
-A prefill is preceded by the restores of the rows that it admits after a cached prefix, and followed
-by the saves of the rows whose chunks end where a later row may start. The output is a zero.
+Restores precede a prefill, for rows that it admits; saves follow it. The output is a zero.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ def grant_pages(
 
 
 def _grant_windows(state: EngineState, window_grants: jax.Array | None) -> EngineState:
-    """window_grants: in ascending order of windows."""
     if window_grants is None:
         return state
     tables = state.rows.window_tables
@@ -38,8 +37,8 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
     """Write whole new rows; a chunk that brings none writes to the dummy slot.
 
-    In a window space a row starts without pages; each chunk brings its own. The counts of a row
-    with a cached prefix are already set (`cached_draft_prefill_step`).
+    In a window space a row starts without pages. The counts of a row with a cached prefix are
+    already set (`cached_draft_prefill_step`).
     """
     to = batch.admitted
     uncounted = jnp.where(batch.starts == 0, to, 0)

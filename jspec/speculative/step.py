@@ -51,8 +51,6 @@ READ_ALL = frozenset({StepOption.LOGPROBS, StepOption.HIDDEN})  # need all hidde
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """The static part of a step."""
-
     target: Target
     drafter: Drafter
     # Plain, or at most the shape that the drafter keeps its state for.
@@ -99,7 +97,6 @@ def speculative_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """Store the rows' new pages and draft a tree after each root."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows = _rows_in_step(state, batch.slots, batch.shared)
     draft = take_rows(state.draft, batch.slots)
@@ -224,10 +221,7 @@ def speculative_rounds(
     *,
     num_rounds: int,
 ) -> tuple[EngineState, Int[Array, "_ M1"]]:
-    """Run `num_rounds` steps in sequence; outputs by round: i32[num_rounds * B, 1 + M].
-
-    The host grants the pages of all rounds before the first.
-    """
+    """Run steps in sequence, for which the host granted all pages: i32[num_rounds * B, 1 + M]."""
     # Unrolled: on an H200 XLA makes one CUDA graph of all rounds, but of a loop one graph per round
     # inside a while. On a CPU a loop is slower, too. Neither copies a pool (decision 8).
     outputs = []
@@ -241,7 +235,7 @@ def speculative_rounds(
 def prefill_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: PrefillBatch
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
-    """Write the target and draft KV of one chunk of each row; sample the root after a final chunk.
+    """Write the target and draft KV of one chunk of each row.
 
     Returns the next state and `outputs.prefill_output`, with the root if the chunk is final.
     """
@@ -318,7 +312,6 @@ def _score_chunks(
 
 
 def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionMetadata]:
-    """Return the end of each chunk, i32[R], and its attention metadata."""
     ends = batch.starts + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     return ends, AttentionMetadata(

@@ -29,7 +29,6 @@ class Level:
 
 
 def root_only(root_ids: Int[Array, "B"]) -> DraftTree:
-    """Return the tree of plain decoding: the root alone."""
     tokens = root_ids[:, None]
     return DraftTree(
         tokens=tokens, parents=jnp.full_like(tokens, -1), depths=jnp.zeros_like(tokens)

@@ -77,7 +77,6 @@ def score(
 
 
 def features_of(hidden: Float[Array, "_ E"], aux: Float[Array, "T A"], *, needs: Needs) -> Features:
-    """Return the features that the drafter needs; the target computes no other aux features."""
     nothing = jnp.zeros((aux.shape[0], 0), hidden.dtype)
     return Features(hidden=hidden if needs.hidden else nothing, aux_hidden=aux)
 
@@ -241,5 +240,4 @@ def forced_path(
 
 
 def no_tree(rows: SamplingBatch) -> Int[Array, "B 1 0"]:
-    """Return the empty path before a prefill's only node."""
     return jnp.zeros((rows.temperature.shape[0], 1, 0), jnp.int32)

@@ -1,7 +1,7 @@
 """Intake: turn user input into Requests, with tokenized prompts, checked ids and fixed seeds.
 
-It knows the vocabulary but not queues or pools; the scheduler checks whether a request fits. Text
-that is too long for any tokenization is refused before it is tokenized.
+It knows the vocabulary but not queues or pools. Text that is too long for any tokenization is
+refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -60,26 +60,21 @@ GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a call, text or input_ids, and all that its requests need.
+    """One prompt of a call, text or input_ids, and all that its requests need (`Request`).
 
     sampling: checked parameters, or fields and their values
-    request_id: the id of its first choice; None: one is made
-    extra_key: prompts with different keys share no cached prefix
-    priority: higher is scheduled first
-    caller: see Request
     reasoning: marks of the reasoning that may precede a grammar's text, or be bounded; None: those
         that follow from the prompt's end
-    shown_ids: see Request
     """
 
     text: Any = None
     input_ids: Any = None
     sampling: Params = None
-    request_id: str | None = None
+    request_id: str | None = None  # of its first choice; None: one is made
     extra_key: str | None = None
     priority: int = 0
     caller: str | None = None
-    reasoning: ReasoningMarks | None = None
+    reasoning: ReasoningMarks | None = None  # that may precede a grammar's text
     shown_ids: frozenset[int] = frozenset()
 
     @property
@@ -93,7 +88,6 @@ class Prompt:
 
     @property
     def num_chars(self) -> int:
-        """Characters to tokenize, or to prepare stopping for."""
         stop = self.sampling.stop if isinstance(self.sampling, SamplingParams) else ()
         return (len(self.text) if isinstance(self.text, str) else 0) + sum(map(len, stop))
 
@@ -132,7 +126,6 @@ class Intake:
         self._latest = ((), ()), StopAutomaton.from_strings(())
 
     def requests(self, prompt: Prompt) -> tuple[Request, ...]:
-        """Return the n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         ids, sampling = self.read(prompt)
         reasoning = prompt.reasoning
         if sampling.max_thinking_tokens is not None and reasoning is None:
@@ -200,7 +193,6 @@ class Intake:
         return replace(self.sampling(given), **named)
 
     def sampling(self, given: Params) -> SamplingParams:
-        """Return checked parameters; a mapping is completed by the defaults."""
         if isinstance(given, SamplingParams):
             return given
         return SamplingParams.from_mapping({} if given is None else given, defaults=self.defaults)
@@ -259,8 +251,8 @@ class Intake:
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """Return a chat's ids and sampling; max_new_tokens defaults to the rest of the context.
 
-        The template adds special tokens. Raises RequestError for invalid messages, or if the
-        template refuses them.
+        The template adds special tokens. Raises RequestError for messages that are invalid, also
+        for the template.
         """
         checked = check_messages(messages)
         sampling = self.sampling(sampling_params)
@@ -291,7 +283,7 @@ class Intake:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, emits_nothing: bool = False
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt; raises RequestError if invalid or too long.
+        """Return the ids of a prompt. Raises RequestError if it is invalid or too long.
 
         emits_nothing: no token follows, so it may fill the context.
         """
@@ -343,7 +335,7 @@ class Intake:
     def check_ids(self, name: str, token_ids: Ids) -> tuple[int, ...]:
         """Return the ids as Python integers; raises RequestError for the first invalid one.
 
-        Prompts are long, so all ids are checked at once, and one by one only if that fails.
+        All are checked at once, since prompts are long, and one by one only if that fails.
         """
         found = listed(token_ids)
         if not isinstance(found, Sequence):

@@ -1,7 +1,4 @@
-"""Scoring: the probabilities of given tokens as the next one after a query and an item.
-
-As SGLang's /v1/score: probabilities over the vocabulary, or a softmax over the labels alone.
-"""
+"""Scoring: the probabilities of given tokens as the next one after a query and an item (SGLang)."""
 
 from __future__ import annotations
 
@@ -72,7 +69,6 @@ class ScoreCall:
         return tuple(labels[i : i + MAX_LOGPROB_IDS] for i in steps)
 
     def as_prompts(self) -> list[Prompt]:
-        """Return the prompts to run, by prompt, then by part."""
         sampling = tuple(
             SamplingParams(
                 max_new_tokens=1,

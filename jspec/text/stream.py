@@ -70,7 +70,7 @@ class TokenizedStream:
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
         """Append ids one by one, so that the id which completes a stop string is exact.
 
-        Ids after a match are not kept (num_ids is 0). Raises RuntimeError after flush.
+        Ids after a match are not kept. Raises RuntimeError after flush.
         """
         if self._flushed:
             raise RuntimeError(f"push of {ids} came after flush; expected no more ids")

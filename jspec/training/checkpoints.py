@@ -25,10 +25,7 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, best: Params, progress: Progress) -> None:
-        """Write a checkpoint completely, even if interrupted; the interrupt is raised afterwards.
-
-        orbax's threads must not outlive the process, and interrupts do not reach a thread.
-        """
+        """Write a checkpoint completely, in a thread that no interrupt reaches."""
         with ThreadPoolExecutor(1, "checkpoint") as pool:
             pool.submit(self._save, state, best, progress).result()
 

@@ -1,7 +1,4 @@
-"""Whole-sequence forwards of a target for training: serving's layers with another `attend`.
-
-Master parameters are float32.
-"""
+"""Whole-sequence forwards of a target for training: serving's layers with another `attend`."""
 
 from __future__ import annotations
 
@@ -63,10 +60,9 @@ def with_lm_head(params: Params) -> Params:
 
 
 def compute_view(params: Params, dtype: DTypeLike) -> Params:
-    """Cast matrices to `dtype`, but not norms and the embedding table; unpack packed weights, add a
-    tied lm_head.
+    """Cast matrices to `dtype`, unpack packed weights, add a tied lm_head.
 
-    The table's gradient sums over all occurrences of a token and needs float32.
+    Norms and the embedding table stay float32: its gradient sums over all uses of a token.
     """
     full = with_lm_head(params)
 
@@ -122,7 +118,6 @@ def _attend_dense(
 def _attend_with_sinks(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, *, spec: AttentionSpec
 ) -> jax.Array:
-    """Attend in float32; each head's sink takes its share of the softmax and adds nothing."""
     batch_size, length, num_groups, _ = k.shape
     grouped = q.reshape(batch_size, length, num_groups, -1, q.shape[-1])
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, k, preferred_element_type=jnp.float32)
@@ -223,10 +218,7 @@ def forward(
     aux_layer_ids: tuple[int, ...] = (),
     drop: Drop | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T A"]]:
-    """Return (hidden after the final norm, aux features) of `params` from `compute_view`.
-
-    aux_layer_ids: layers at whose input the residual stream is captured (models.decoder.trunk).
-    """
+    """Return (hidden after the final norm, aux features) of `params` from `compute_view`."""
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:

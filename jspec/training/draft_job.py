@@ -59,7 +59,7 @@ class Serving(Sampling, Protocol):
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     """Train, export and report. KeyboardInterrupt leaves the last checkpoint.
 
-    Raise ConfigError or CheckpointError before anything is written.
+    Raises ConfigError or CheckpointError before anything is written.
     """
     check_directory("model_path", job.target)
     spec = load_model_spec(job.target)

@@ -63,10 +63,7 @@ def stored_features(target_params: Params, batch: Batch) -> TargetFeatures:
 def make_unrolled(
     head: DraftHead, features_of: FeaturesOf, *, num_depths: int, dtype: Any
 ) -> Unrolled:
-    """Return the unrolled forward of target and head.
-
-    (trained params, frozen, batch) -> (features, target logits [B, T, V], guesses by depth)
-    """
+    """Return (trained params, frozen, batch) -> (features, target logits [B, T, V], guesses)."""
 
     def run(
         params: Params, frozen: Params, batch: Batch

@@ -56,10 +56,7 @@ def train_head(
     placement: Placement | None = None,
     also: Evaluation | None = None,
 ) -> Result:
-    """Train; the loss on held_out [R, ...] selects the parameters, structured like `head.init`.
-
-    also: more to measure at every evaluation
-    """
+    """Train; the loss on held_out [R, ...] selects the parameters. also: more measurements."""
     placement = placement or Placement.single()
     run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)
     loss = draft_loss(

@@ -32,7 +32,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftJob:
-    """The settings of a run. Paths are as given; None: derived while preparing."""
+    """The settings of a run. None: derived while preparing."""
 
     target: Path
     data: Path
@@ -54,7 +54,6 @@ class DraftJob:
     export_dtype: Any = ml_dtypes.bfloat16
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines the weights, as JSON."""
         words = {
             name: value.value if isinstance(value, enum.Enum) else value
             for name, value in asdict(replace(self, out=Path())).items()

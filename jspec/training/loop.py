@@ -207,8 +207,7 @@ def train(
     placement: the devices that share every batch; None: the first device alone
     tokens_a_step: for the displayed speed
 
-    Resumes from a checkpoint in `checkpoint_dir`. Raise TrainingError for a loss that is not
-    finite.
+    Resumes from `checkpoint_dir`. Raises TrainingError for a loss that is not finite.
     """
     placement = placement or Placement.single()
     checkpoints = _opened(checkpoint_dir) if checkpoint_dir else None

@@ -29,17 +29,12 @@ MAX_LINE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One request. number: its line, from 1; wrong: why it is invalid, else empty.
-
-    answered: the successful answer of an earlier run, which is kept.
-    """
-
-    number: int
+    number: int  # of its line, from 1
     custom_id: str | None = None
     url: str = ""
     body: Mapping[str, Any]
-    wrong: str = ""
-    answered: Mapping[str, Any] | None = None
+    wrong: str = ""  # why it is invalid, else empty
+    answered: Mapping[str, Any] | None = None  # by an earlier run, which is kept
 
     @property
     def answer_id(self) -> str:
@@ -148,9 +143,9 @@ def _why_not(found: Mapping[str, Any]) -> str:
 
 
 class AnswerFile:
-    """The answers, written one whole line at a time. num_well: answers that succeeded, in all runs.
+    """The answers, written one whole line at a time. num_well: successful ones of all runs.
 
-    Raises ConfigError for a file that holds something else, or cannot be written.
+    Raises ConfigError for a file that has something else, or cannot be written.
     """
 
     def __init__(self, path: Path, requests: Path) -> None:

@@ -33,11 +33,9 @@ SEED_NAMES = ("seed", "sampling_seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Settings of a batch run. created: seconds since 1970; window: lines in progress at once."""
-
     seed: int
-    created: int
-    window: int
+    created: int  # seconds since 1970
+    window: int  # lines in progress at once
     server: ServerArgs = field(default_factory=ServerArgs)
 
 
@@ -55,10 +53,7 @@ async def run_batch(
     *,
     on_answer: Callable[[bool], None],
 ) -> None:
-    """Answer all `lines`, calling on_answer with whether each succeeded.
-
-    Raises EngineClosedError if the engine ends first; written answers stay.
-    """
+    """Answer all `lines`; on_answer gets True for each success. Raises EngineClosedError."""
     app = create_app(engine, settings.server)
     waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
 
@@ -155,7 +150,6 @@ def _response_of_line(line: Line, found: dict[str, Any], settings: BatchSettings
 
 
 def _call_id(given: str, place: str) -> str:
-    """Replace a random call id by one of the same form derived from `place`."""
     digest = hashlib.blake2b(place.encode()).hexdigest()
     if _LONG_ID.fullmatch(given):
         return f"call_{digest[:24]}"

@@ -1,8 +1,8 @@
 """Teacher-forced agreement of a draft head with its target.
 
 At every token of texts that the target generated, the head's guesses up to S tokens ahead are
-compared with the target's choices. The rescorer gives features and choices; the head runs in its
-training form, which shares neither pages nor steps with serving.
+compared with the target's choices. The head runs in its training form, which shares neither pages
+nor steps with serving.
 """
 
 from __future__ import annotations
@@ -28,22 +28,17 @@ MULTIPLE = 64  # texts are padded to a multiple of this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """R texts of at most T tokens, and the target's results on them.
-
-    chosen_ids: [r, i] is the target's choice for token i
-    hidden: the last hidden state, after the final norm
-    layers: the residual at the input of captured target layers, by layer id
-    """
+    """R texts of at most T tokens, and the target's results on them."""
 
     token_ids: np.ndarray  # i32[R, T]
     lens: np.ndarray  # i32[R]
     prompt_lens: np.ndarray  # i32[R]
-    chosen_ids: np.ndarray  # i32[R, T]
+    chosen_ids: np.ndarray  # i32[R, T], the target's choice for each token
     seeds: np.ndarray  # u32[R, 2]
     temperatures: np.ndarray  # f32[R]
     prompt_loss: float  # mean of -log p over the prompts' tokens
-    hidden: np.ndarray = field(repr=False)  # [R, T, E]
-    layers: Mapping[int, np.ndarray] = field(repr=False)  # [R, T, E] each
+    hidden: np.ndarray = field(repr=False)  # [R, T, E], after the final norm
+    layers: Mapping[int, np.ndarray] = field(repr=False)  # [R, T, E] each, at a layer's input
 
     def aux(self, layer_ids: Sequence[int]) -> np.ndarray:
         if not layer_ids:
@@ -100,16 +95,14 @@ class Agreement:
     """Agreement of guesses with the target's choices.
 
     hits: [r, t, i]: the guess at depth i + 1 after t + 1 draft tokens is the target's choice
-    confidence: mean probability that the head gives to its depth-1 guesses
     """
 
     hits: np.ndarray  # bool[R, T - 1 - S, S]
     anchors: np.ndarray  # bool[R, T - 1 - S]
-    confidence: float
+    confidence: float  # mean probability that the head gives to its depth-1 guesses
 
     @property
     def by_depth(self) -> list[float]:
-        """Return the share of hits at each depth, given the true tokens before it."""
         return [float(x) for x in self.hits[self.anchors].mean(axis=0)]
 
     @property
@@ -124,8 +117,6 @@ class Agreement:
 
 @cache
 def _guesser(head: Any, num_depths: int, dtype: str) -> Callable[..., Any]:
-    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence)."""
-
     def guess(
         params: Params,
         ids: jax.Array,

@@ -2,8 +2,7 @@
 
 serve      generate texts with a chain of S steps, recording each step's acceptance and time
 force      compare the head's teacher-forced guesses with the target's choices at every token
-try        try other settings of the head (layer ids, RoPE base, norms, vocabulary, ...), first on
-           some texts, the promising ones on all
+try        try other settings of the head (layer ids, RoPE base, norms, vocabulary, ...)
 look       inspect tensors, the chat template, and the target without its windows
 compare    measure an engine without speculation
 """

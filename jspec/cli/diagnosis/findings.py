@@ -29,21 +29,19 @@ UNFIT = "the head does not fit; no single repair helps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fault and its repair, as sentences. kind: one word, for JSON."""
+    """A fault and its repair, as sentences."""
 
-    kind: str
+    kind: str  # one word, for JSON
     what: str
     repair: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A reading measured on all texts. gain: in mean agreement; errors: gain in standard errors."""
-
     reading: Reading
     agreement: float
-    gain: float
-    errors: float
+    gain: float  # in mean agreement
+    errors: float  # gain in standard errors
 
     @classmethod
     def of(cls, reading: Reading, found: Agreement, base: Agreement) -> Trial:
@@ -91,7 +89,7 @@ def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
     """Return whether a head without a known fault was trained for this target.
 
     A head for other weights hardly ever agrees, or is far more confident than right, unlike a weak
-    healthy head or one that coarse quantisation has flattened (`tensors.coarse_levels`).
+    healthy head or one that coarse quantisation has flattened.
     """
     return _fits(base.by_depth[0], base.confidence, is_coarse=is_coarse)
 

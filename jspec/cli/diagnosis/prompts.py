@@ -37,10 +37,8 @@ EXAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt. number: its line, from 1; kind: its field, one of KINDS."""
-
-    number: int
-    kind: str
+    number: int  # of its line, from 1
+    kind: str  # its field, one of KINDS
     given: Any
     sampling: Mapping[str, Any] = field(default_factory=dict)
 

@@ -33,25 +33,21 @@ def same(params: Params) -> Params:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One way to interpret a head. fault: what is wrong if it is right; shift: as in `measure`."""
+    """One way to interpret a head."""
 
     kind: str
-    fault: str
+    fault: str  # what is wrong if this reading is right
     repair: str
     head: DraftHead
     layer_ids: tuple[int, ...]
     params: Callable[[Params], Params] = same
-    shift: int = 0
+    shift: int = 0  # as in `measure`
 
 
 def target_readings(
     head: DraftHead, layer_ids: tuple[int, ...], own: Params, target: Params
 ) -> Iterator[Reading]:
-    """Yield readings with a weight of the target in place of the head's own of that shape.
-
-    own: the head's params without those shared with the target. A draft vocabulary's lm_head is
-    skipped: its columns are not the target's.
-    """
+    """Yield readings with a target's weight in place of the head's own of that shape."""
     for part, name, stored in (
         ("embed", "table", "embed_tokens.weight"),
         ("lm_head", "kernel", "lm_head.weight"),

@@ -22,17 +22,14 @@ BUCKETS = (64, 256, 1024, 4096, 2**31)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Tokens `first` to `last` of the texts, and the first draft's share of agreement there.
-
-    `served` is over num_served steps, `forced` (teacher-forced) over num_forced tokens.
-    """
+    """Tokens `first` to `last` of the texts, and the first draft's share of agreement there."""
 
     first: int
     last: int
     num_served: int
-    served: float
+    served: float  # over num_served steps
     num_forced: int
-    forced: float
+    forced: float  # teacher-forced, over num_forced tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

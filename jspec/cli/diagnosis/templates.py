@@ -32,11 +32,9 @@ COMMON = {"ChatML's": CHATML, "Llama 3's": LLAMA3, "Mistral's": MISTRAL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCost:
-    """Cost of a template. nats: the target's -log p per token of markup; 0 without markup."""
-
     name: str
     num_tokens: int
-    nats: float
+    nats: float  # the target's -log p per token of markup; 0 without markup
 
     @property
     def is_strange(self) -> bool:

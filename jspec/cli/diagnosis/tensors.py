@@ -19,17 +19,11 @@ MOST_ZEROS = 0.25  # share; trained matrices have none, a pruned head has a patt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFact:
-    """One tensor of the head.
-
-    levels: most distinct numbers of the inspected columns; few if quantised
-    fewest: the same for columns or rows, whichever have fewer; None if too short to tell
-    """
-
     name: str
     shape: tuple[int, ...]
     zeros: float
-    levels: int
-    fewest: int | None = None
+    levels: int  # most distinct numbers of the inspected columns
+    fewest: int | None = None  # the same for columns or rows; None: too short to tell
     is_finite: bool
     mean: float
     std: float

@@ -16,9 +16,7 @@ TOP = 20  # most likely tokens whose log-probabilities are compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """One step of a text. length: tokens before it, prompt included, root excluded."""
-
-    length: int
+    length: int  # tokens before it, prompt included, root excluded
     num_accepted: int
     num_emitted: int
 

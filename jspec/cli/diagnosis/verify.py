@@ -38,34 +38,30 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
-    """Settings. temperatures: each prompt is replayed at each; None is the model's own sampling."""
-
     max_new_tokens: int = 64
-    temperatures: tuple[float | None, ...] = (0.0, None)
+    temperatures: tuple[float | None, ...] = (0.0, None)  # of each prompt; None: the model's
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A difference that rounding cannot explain. text: its number; what: a sentence."""
+    """A difference that rounding cannot explain."""
 
-    text: int
+    text: int  # its number
     prompt: int
     index: int
-    what: str
+    what: str  # a sentence
     margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Texts of one kind. num_other: texts that differ from those of the first plain run."""
-
     num_tokens: int
     num_differences: int
     num_tie_flips: int
     largest_margin: float
     faults: tuple[Fault, ...]
-    num_other: int
+    num_other: int  # texts that differ from those of the first plain run
 
     @property
     def tie_flips_per_1000(self) -> float:
@@ -74,16 +70,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Margins above `tolerance` are faults; `noise` is the largest log-probability distance."""
-
     engine: str
     dtype: str
     num_texts: int
     speculation: Side
     plain: Side
-    noise: float
+    noise: float  # largest distance of log-probabilities
     mean_noise: float
-    tolerance: float
+    tolerance: float  # larger margins are faults
     warnings: tuple[str, ...]
 
     @property
@@ -102,7 +96,6 @@ class VerifyReport:
 
 
 def checking_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments without speculation, and with log-probabilities."""
     return {**plain_arguments(arguments), "disable_logprobs": False}
 
 
@@ -163,10 +156,7 @@ def verify(
 def requests_of(
     engine: Engine, prompts: Iterable[Prompt], settings: VerifySettings
 ) -> tuple[list[Request], list[int]]:
-    """Return a request for each prompt and temperature, and the prompts' numbers. Seeds all differ.
-
-    A prompt with its own temperature runs once.
-    """
+    """Return the requests for each prompt and temperature, and their prompts. Seeds all differ."""
     found: list[Request] = []
     numbers: list[int] = []
     for prompt in prompts:

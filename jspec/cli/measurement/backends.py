@@ -37,10 +37,7 @@ class NativeReader:
 
 
 class OpenAIReader:
-    """Reads OpenAI's events, with counts from usage, in each event or only in the last one.
-
-    Without usage in each event (continuous_usage_stats), an event with text counts as one token.
-    """
+    """Reads OpenAI's events; without usage in each of them, one with text counts as a token."""
 
     def __init__(self) -> None:
         self.num_tokens = self.prompt_tokens = 0
@@ -62,10 +59,8 @@ def _text(choice: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One API. path: of the POST; needs_model: the body names the model."""
-
     name: str
-    path: str
+    path: str  # of the POST
     to_body: Callable[[Job, str | None], dict[str, Any]]
     make_reader: Callable[[], Reader]
 

@@ -12,8 +12,6 @@ MAX_ERRORS_SAID = 3
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one request was sent, got its first and its last token; time.perf_counter()."""
-
     index: int
     sent: float
     first: float
@@ -23,30 +21,21 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Measurements of one or many requests; times are seconds of time.perf_counter().
-
-    ttft: request to first token
-    tpot: mean time between later tokens, one number per request
-    gaps: time between two events with new tokens
-    itl: gaps divided by their tokens, one number per token
-    sent, first: by a traced request's name, when it was sent and got its first token
-    output_ids: by a job's index, if known
-    histogram: [i] counts verifications that accepted i drafts
-    """
+    """Measurements of one or many requests; times are seconds of time.perf_counter()."""
 
     num_tokens: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)  # request to first token
+    tpot: list[float] = field(default_factory=list)  # mean time between later tokens, per request
+    itl: list[float] = field(default_factory=list)  # gaps divided by their tokens, one per token
+    gaps: list[float] = field(default_factory=list)  # time between two events with new tokens
     e2e: list[float] = field(default_factory=list)
-    sent: dict[str, float] = field(default_factory=dict)
-    first: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, float] = field(default_factory=dict)  # by a traced request's name
+    first: dict[str, float] = field(default_factory=dict)  # time of the first token, by such a name
     errors: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    output_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    histogram: list[int] = field(default_factory=list)
+    output_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by index of the job
+    histogram: list[int] = field(default_factory=list)  # [i]: verifications that accepted i
 
     def add_histogram(self, counts: Sequence[int]) -> None:
         self.histogram += [0] * (len(counts) - len(self.histogram))

@@ -59,14 +59,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. body: for HTTP; is_exact: fewer tokens than new_tokens are an error."""
-
     prompt: str | tuple[int, ...]
     sampling: Mapping[str, Any]
     prompt_len: int
     new_tokens: int
-    body: bytes = b""
-    is_exact: bool = True
+    body: bytes = b""  # for HTTP
+    is_exact: bool = True  # fewer tokens than new_tokens are an error
     name: str = ""
     index: int = 0
 
@@ -79,29 +77,24 @@ def native_body(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Random requests; lengths are uniform in [jitter, 1] of prompt_len and new_tokens.
-
-    prefix_len: tokens of a prefix common to all prompts of a seed
-    is_text: words, about one token each, instead of ids
-    trace: give each request a name (`rid`)
-    """
+    """Random requests; lengths are uniform in [jitter, 1] of prompt_len and new_tokens."""
 
     prompt_len: int = 1024
     new_tokens: int = 256
-    prefix_len: int = 0
+    prefix_len: int = 0  # of a prefix common to all prompts of a seed
     jitter: float = 0.5
     vocab_size: int = 120_000
     temperature: float = 0.0
     seed: int = 0
-    is_text: bool = False
+    is_text: bool = False  # words, about one token each, instead of ids
     stop: tuple[str, ...] = ()
-    trace: bool = False
+    trace: bool = False  # give each request a name (`rid`)
     to_body: Callable[[Job], dict[str, Any]] = field(default=native_body)
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
         """Return (warm-up, measured) jobs; warm-up has other prompts and short answers.
 
-        A fixed order of draws makes a seed's load always the same, also that of published figures.
+        The order of draws is fixed, so that a seed's load never changes; figures depend on it.
         """
         rng, prefix = random.Random(self.seed), self.prefix()
         measured = []

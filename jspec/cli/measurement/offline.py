@@ -76,10 +76,7 @@ class EngineTarget:
 def engine_arguments(
     given: Mapping[str, Any], settings: BenchSettings, *, longest: int
 ) -> dict[str, Any]:
-    """Return the smallest engine for the load, overridden by `given`: two engines share the device.
-
-    The prefix cache is off, so that all repeats are equal.
-    """
+    """Return the smallest engine for the load, as two share the device; `given` overrides it."""
     rows = settings.point.clients or min(settings.num_prompts, MOST_ROWS)
     small: dict[str, Any] = {
         "max_running_requests": rows,

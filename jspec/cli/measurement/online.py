@@ -23,13 +23,11 @@ BUNDLED_TOKENIZER = Path(jspec.__file__).parent / "bundled" / "target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Servers to measure. model: name in the body; None: the first in /v1/models."""
-
     base_url: str
     baseline_url: str | None
     api_key: str | None
     flush_cache: bool
-    model: str | None
+    model: str | None  # name in the body; None: the first in /v1/models
 
     @property
     def urls(self) -> dict[str, str]:

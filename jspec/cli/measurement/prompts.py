@@ -27,11 +27,9 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt. length: in tokens, if known; new_tokens: from its line in a file, if given."""
-
     content: str | tuple[int, ...]
-    length: int
-    new_tokens: int | None = None
+    length: int  # in tokens, if known
+    new_tokens: int | None = None  # from its line in a file
 
 
 def python_prompts(

@@ -74,10 +74,7 @@ def _closing(result: Mapping[str, Any]) -> list[str]:
 def chrome_trace(
     seen: Mapping[str, Sequence[Seen]], steps: Mapping[str, Sequence[TraceEvent]]
 ) -> dict[str, Any]:
-    """Return a trace in Chrome's format, which Perfetto opens, in microseconds.
-
-    It has a process per target, a lane per concurrent request, and the engine's calls.
-    """
+    """Return a trace in Chrome's format, which Perfetto opens, in microseconds."""
     spans = [span for runs in seen.values() for run in runs for span in run.spans]
     begin = min((span.sent for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
@@ -96,8 +93,6 @@ def chrome_trace(
 
 
 class _Process:
-    """The events of one target. begin: time 0."""
-
     def __init__(self, *, pid: int, begin: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._pid, self._begin = pid, begin

@@ -14,11 +14,9 @@ from jspec.cli.measurement.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The runs. jobs: of each repeat, equal for all targets."""
-
     point: Point
     warm_up: Sequence[Job]
-    jobs: Sequence[Sequence[Job]]
+    jobs: Sequence[Sequence[Job]]  # of each repeat, equal for all targets
     seed: int
 
 

@@ -20,14 +20,14 @@ MODES = ("both", "plain", "speculative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Settings; lengths are in tokens. concurrency: None if the rate alone decides.
+    """Settings; lengths are in tokens.
 
     A server's repeat r uses seed + r, so that its prompts are not cached.
     """
 
     num_prompts: int = 8
     repeats: int = 3
-    concurrency: int | None = None
+    concurrency: int | None = None  # None: the rate alone decides
     request_rate: float | None = None
     dataset_name: str = "text"
     dataset_path: Path | None = None
@@ -108,9 +108,8 @@ class BenchSettings:
         to_body: Callable[[Job], dict[str, Any]] | None,
         vocab_size: int | None,
     ) -> list[Job]:
-        """Return the requests of one repeat.
+        """Return the requests of one repeat. to_body: None for a local engine, which takes ids.
 
-        to_body: None for a local engine, which takes ids
         vocab_size: upper bound of random token ids; None: words
         """
         settings = replace(self, seed=self.seed + repeat)

@@ -43,10 +43,7 @@ class DeviceMemory:
 
 
 def share_for_server(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that give a server its share of a GPU; set them before jax starts.
-
-    Empty if the environment configures allocation.
-    """
+    """Return the variables that give a server its share of a GPU; set them before jax starts."""
     names = (SHARE_VARIABLE, OLD_SHARE_VARIABLE, *OTHER_VARIABLES)
     return {} if any(environ.get(name) for name in names) else {SHARE_VARIABLE: str(SERVER_SHARE)}
 
@@ -65,7 +62,7 @@ def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
 def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
     """Return the bytes for the KV pool on all devices together, after the weights are loaded.
 
-    Devices get equal parts, so the one with the least free of `fraction` of its limit decides.
+    Equal parts, so the device with the least free of `fraction` of its limit decides.
     """
     rooms = []
     for device in devices:
@@ -127,10 +124,7 @@ def no_pool_error(
     target_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> ConfigError:
-    """Return the error for a smallest pool (num_bytes on all devices) that does not fit.
-
-    target_bytes, draft_bytes: weights on each device; 0: unknown.
-    """
+    """Return the error for a smallest pool (num_bytes on all devices) that does not fit."""
     found = [least_memory([device]) for device in devices]
     known = [memory for memory in found if memory is not None]
     if not known:

@@ -1,6 +1,6 @@
 """Device memory by use, and a check that the programs' scratch fits into the rest.
 
-Without the check an engine would start, and fail at the first long prompt or full batch.
+Without it an engine would start, and fail at the first long prompt or full batch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def bytes_each(arrays: Any) -> int:
 def held_bytes(
     params: Mapping[str, Any], state: Any = None, *, shares: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes per device of the weights by model and, with a state, of its parts.
-
-    shares: names of the draft's params that are the target's
-    """
+    """Return bytes per device of the weights by model and, with a state, of its parts."""
     own = {name: part for name, part in params["draft"].items() if name not in shares}
     held = {"the target's weights": bytes_each(params.get("target"))}
     held["the draft's weights"] = bytes_each(own)

@@ -115,7 +115,7 @@ def _sized(
     """Return `limits`, which has the most useful page count, with the pages that fit.
 
     max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
-    row: the last one that runs when pages are short. Caches by slot are allocated whole.
+    row: the last one that runs when pages are short.
     """
     page_size, of_page = limits.pool.page_size, partial(cache_bytes, layout=layout)
     states = slot_groups(groups)
@@ -165,7 +165,6 @@ def _with_pages(
 
 
 def _snapshots(pool: PoolLimits, pool_bytes: int, of_snapshot: int) -> SnapshotLimits:
-    """Return the snapshots of recurrent states. of_snapshot: bytes of one."""
     affordable = pool_bytes // MOST_FOR_SNAPSHOTS // of_snapshot - 1  # and a dummy
     count = min(pool.num_slots * SNAPSHOTS_PER_SLOT, affordable)
     return SnapshotLimits(max(count, 1), max(SNAPSHOT_TOKENS // pool.page_size, 1))
@@ -178,8 +177,7 @@ def _window_spaces(
 
     With a prefix cache they include the ends of finished texts (TAILS_PER_SLOT). as_one: pages of
     the pools if all layers cached everything; it bounds every window, so that the full space never
-    shrinks. A window stays in the full space if one row's does not fit, or if it is as long as the
-    context.
+    shrinks. A window as long as the context, or too large for one row, stays in the full space.
     """
     of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
     of_context = limits.pool.num_pages // limits.pool.num_slots

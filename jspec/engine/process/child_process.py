@@ -33,8 +33,7 @@ END_SECONDS = 5.0
 
 
 class EngineProcess:
-    """One engine process, start to end. on_end: called once with the reason, from a thread, if it
-    ends unexpectedly."""
+    """One engine process. on_end: gets the reason, from a thread, if it ends unexpectedly."""
 
     def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end
@@ -91,7 +90,6 @@ class EngineProcess:
 
     @property
     def is_calling(self) -> bool:
-        """True while a call is in progress; another one would wait for it."""
         return self._calling.locked()
 
     def send(self, message: Enqueue | Read) -> None:
@@ -136,7 +134,6 @@ class EngineProcess:
         self._process.kill()
 
     def end(self) -> None:
-        """Close the pipes and wait for the process to exit."""
         self._is_ending = True
         self._control.close()
         self.steps.close()

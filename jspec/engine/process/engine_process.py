@@ -45,8 +45,6 @@ LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 
 class StepServer:
-    """Runs steps in the order of their messages."""
-
     def __init__(self, runner: DeviceRunner, steps: Connection) -> None:
         self._runner = runner
         self._steps = steps
@@ -103,20 +101,16 @@ class Calls:
         self._prepared: Any = None
 
     def programs(self) -> dict[ProgramKey, float | None]:
-        """All that are ready, with the seconds of a step."""
         return self._runner.programs.measured
 
     def ensure(self, keys: tuple[ProgramKey, ...]) -> dict[ProgramKey, float | None]:
-        """Call DeviceRunner.ensure; return all ready programs."""
         self._runner.ensure(keys)
         return self._runner.programs.measured
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Call ServedWeights.prepare and keep its result for `switch`."""
         self._prepared = self._weights.prepare(update)
 
     def switch(self) -> None:
-        """Call ServedWeights.switch with what was prepared last; no step may be in flight."""
         prepared, self._prepared = self._prepared, None
         self._weights.switch(prepared)
 

@@ -1,5 +1,4 @@
-"""Messages between a server and its engine process, over two pipes: one i32 array per step and
-direction, and rare calls."""
+"""Messages between a server and its engine process: one i32 array each way per step, and calls."""
 
 from __future__ import annotations
 
@@ -19,30 +18,18 @@ MODULE = "jspec.engine.process.engine_process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTask:
-    """The first message.
-
-    settings: jax's, as the starting thread sees them.
-    log_level: of the process's log on the shared standard error; None: Python's default.
-    """
-
     args: EngineArgs
-    settings: dict[str, Any]
-    log_level: int | None
+    settings: dict[str, Any]  # jax's, as the starting thread sees them
+    log_level: int | None  # of the shared standard error; None: Python's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The built runner.
-
-    programs: with the seconds of a step, where measured.
-    num_wanted: number of programs once all are built.
-    """
-
     config: ResolvedConfig
     limits: ServeLimits
     vocab_size: int
-    programs: dict[ProgramKey, float | None]
-    num_wanted: int
+    programs: dict[ProgramKey, float | None]  # with the seconds of a step, where measured
+    num_wanted: int  # number of programs once all are built
     device_kind: str
     has_draft: bool
     draft_is_in_target: bool
@@ -58,31 +45,21 @@ class Progressed(NamedTuple):
 
 
 class Enqueue(NamedTuple):
-    """Run a program.
-
-    number: id of its output, for a Read (is_read) or as an operand of later programs (is_kept), the
-    last of which lists it in `drops`.
-    """
-
-    number: int
+    number: int  # for a Read (is_read) or as operand of later programs (is_kept)
     program: str
     operands: tuple[np.ndarray | int, ...]
     is_read: bool
     is_kept: bool = False
-    drops: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()  # kept outputs that are not needed after this program
 
 
 class Read(NamedTuple):
-    """Wait for the output of that number and send it."""
-
     number: int
 
 
 class Output(NamedTuple):
-    """programs: as Started's, if they are others than when the last output was sent."""
-
     array: np.ndarray
-    programs: dict[ProgramKey, float | None] | None
+    programs: dict[ProgramKey, float | None] | None  # as Started's; None: not changed
 
 
 class Call(NamedTuple):
@@ -93,10 +70,8 @@ class Call(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A failure. error: the exception itself if it is a JspecError."""
-
     text: str
-    error: JspecError | None
+    error: JspecError | None  # the exception itself if it is a JspecError
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:

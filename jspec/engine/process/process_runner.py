@@ -134,8 +134,10 @@ class ProcessRunner(PlanRunner):
     # Restart and end.
 
     def restart(self) -> None:
-        """Start another process with the same weights. Raises the error that prevents it, and
-        EngineClosedError if weights cannot be read again."""
+        """Start another process with the same weights. Raises the error that prevents it.
+
+        EngineClosedError means that the weights cannot be read again.
+        """
         if self._has_arrays:
             raise EngineClosedError(
                 "the current weights were given as arrays and were lost with the engine process; "
@@ -183,7 +185,6 @@ class ProcessRunner(PlanRunner):
         return self._started.draft_is_in_target
 
     def prepare(self, update: WeightUpdate) -> WeightUpdate:
-        """Read and check all of the update in the process; arrays are sent to it."""
         if isinstance(update, ArrayUpdate):
             arrays = {name: np.asarray(array) for name, array in update.arrays.items()}
             update = replace(update, arrays=arrays)
@@ -208,7 +209,6 @@ class ProcessRunner(PlanRunner):
     # Profiles.
 
     def start_profile(self, directory: str) -> None:
-        """Start a trace of the process; see `engine.profiling.Profiler.start`."""
         self._process.call("start_profile", os.path.abspath(directory))
 
     def stop_profile(self) -> str:
@@ -227,8 +227,6 @@ class Ends:
 
 
 class ProcessProfiler:
-    """`engine.profiling.Profiler` for the process of a runner."""
-
     def __init__(self, runner: ProcessRunner) -> None:
         self._runner = runner
 

@@ -58,7 +58,6 @@ def build(task: BuildTask, *, told: IO[str]) -> None:
 
 
 def end_with(source: int) -> None:
-    """Exit this process when the file descriptor `source` is closed."""
     while os.read(source, 1):
         pass
     os._exit(0)

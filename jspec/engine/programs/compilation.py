@@ -1,8 +1,4 @@
-"""Ahead-of-time compilation of an engine's programs.
-
-All shapes are known at the start, so the runner has only executables: a dispatch never compiles,
-and a wrong shape is an error.
-"""
+"""Ahead-of-time compilation of an engine's programs: a dispatch never compiles."""
 
 from __future__ import annotations
 
@@ -68,7 +64,6 @@ def lower(
 def _arrays(
     shape: ProgramShape, program: StepProgram, mesh: Mesh, params: Any, state: Any
 ) -> list[Any]:
-    """Return the abstract arguments of a program after params and state."""
     arrays: list[Any] = [
         jax.ShapeDtypeStruct((Parallel.of(mesh).data, shape.packed.size), np.int32)
     ]
@@ -118,10 +113,7 @@ def _entry(
 
 
 def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an entry inside a shard_map on its data rank's part of arrays [data, ...].
-
-    These are the arrays after params and state, and the output.
-    """
+    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state."""
 
     def run(params: Any, state: Any, *arrays: Any) -> Any:
         own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)
@@ -169,8 +161,9 @@ def _abstract(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All inputs of an engine's programs, with weights and state as shapes only. It can be pickled,
-    and gives the same ProgramStore names in every process with the same surroundings.
+    """All inputs of an engine's programs; weights and state are shapes. It can be pickled.
+
+    It gives the same ProgramStore names in every process with the same surroundings.
     """
 
     program: StepProgram
@@ -217,12 +210,11 @@ def compile_all(
     first: tuple[ProgramKey, ...] | None = None,
     store: ProgramStore | None = None,
 ) -> dict[ProgramKey, Any]:
-    """Return the executables of `keys` (None: all that an engine wants). Those in `store` are
-    loaded, several at once; of the others those in `first` (None: all) are compiled, several at
-    once.
+    """Return the executables of `keys` (None: all that an engine wants).
 
-    They are lowered one at a time, in order: a Pallas kernel's text contains where it was first
-    traced and how many came before it, so in another order jax's cache would not recognize it.
+    Those in `store` are loaded, of the others those in `first` (None: all) compiled, several at
+    once. They are lowered one at a time, in order: a Pallas kernel's text contains where it was
+    first traced and how many came before it, so in another order jax's cache would not know it.
     """
     # An error of this start must not keep weights alive.
     recipe = Recipe.of(program, limits, params=params, state=state)
@@ -251,8 +243,6 @@ def compile_all(
 
 
 class _Making:
-    """Executables in the making."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -311,9 +301,7 @@ _SWITCH = threading.Lock()
 
 @contextmanager
 def without_jax_cache(*, is_off: bool) -> Iterator[None]:
-    """Turn off jax's cache if `is_off`, for a ProgramStore: an executable from jax's cache cannot
-    always be serialized again.
-    """
+    """Turn off jax's cache if `is_off`: an executable from it cannot always be serialized again."""
     if not is_off:
         yield
         return

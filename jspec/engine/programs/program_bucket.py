@@ -1,8 +1,7 @@
 """A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
 
-A program missing in the local directory is fetched from the bucket, and one written locally is
-uploaded, under the same name: a digest of all inputs. Any failure is a warning and costs a
-compilation. A fetched program is executed: the bucket must be as trustworthy as the code.
+Programs are named by a digest of all inputs. Any failure is a warning and costs a compilation. A
+fetched program is executed: the bucket must be as trustworthy as the code.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ProgramBucket:
 
     @property
     def directory(self) -> Path:
-        """The local directory of its programs. Raises RuntimeError if home is unknown."""
         digest = hashlib.sha256(self.url.strip("/").encode()).hexdigest()[:12]
         return Path.home() / ".cache" / "jspec" / "programs-of-buckets" / digest
 
@@ -73,7 +71,6 @@ class ProgramBucket:
                     part.unlink(missing_ok=True)
 
     def keep(self, path: Path) -> None:
-        """Upload a program, atomically."""
         try:
             _files().put_file(str(path), self._place(path))
         except Exception as error:

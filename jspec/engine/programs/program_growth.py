@@ -59,9 +59,7 @@ class Maker(Protocol):
 
 
 class ProgramGrowth:
-    """A thread that hands programs from `maker`, num_later of the final num_wanted, to a runner.
-    started: time.monotonic() of the engine's start.
-    """
+    """A thread that hands programs from `maker`, num_later of num_wanted, to a runner."""
 
     def __init__(self, maker: Maker, *, num_wanted: int, num_later: int, started: float) -> None:
         self.num_wanted = num_wanted
@@ -72,9 +70,7 @@ class ProgramGrowth:
         self._thread: threading.Thread | None = None
 
     def start(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
-        """Start. find_add: returns the function that takes a program, or None if no more are
-        wanted.
-        """
+        """Start. find_add: returns the function that takes a program; None: no more are wanted."""
         ready = self.num_wanted - self._num_later
         log.info("ready with %d of %d programs, the rest is being built", ready, self.num_wanted)
         self._thread = threading.Thread(
@@ -87,7 +83,6 @@ class ProgramGrowth:
         self._maker.stop()
 
     def stop(self) -> None:
-        """Cancel, and wait up to STOP_SECONDS."""
         self.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
@@ -136,13 +131,10 @@ def maker_of(
 
 
 def settings_of(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return jax's settings as this thread sees them, without those that this jax lacks."""
     return {name: getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
 
 
 class ThreadMaker:
-    """Compiles in this process, one program at a time."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -186,9 +178,7 @@ class ThreadMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTask:
-    """The input of the building process. It must derive the same `paths`, else its programs are not
-    the ones that this engine would have made.
-    """
+    """The input of the building process, which must derive the same `paths`."""
 
     recipe: Recipe
     paths: dict[ProgramKey, Path]
@@ -279,7 +269,6 @@ def close_quietly(pipe: IO[bytes]) -> None:
 
 
 def tail(errors: IO[bytes]) -> str:
-    """Return the last REASON_CHARS of the process's errors, on one line."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").split()
     return " ".join(lines)[-REASON_CHARS:]

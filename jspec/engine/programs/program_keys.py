@@ -26,13 +26,11 @@ def wanted_programs(limits: ServeLimits) -> tuple[Wanted, ...]:
 
 
 def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Return the programs that an engine builds without a request for them."""
     return tuple(key for key, turn, _ in wanted_programs(limits) if turn < Turn.ON_DEMAND)
 
 
 def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[ProgramKey, ...]:
-    """Return the additional programs that requests for these options need, alone or batched with
-    other rows."""
+    """Return the additional programs that these options need, alone or batched with other rows."""
     every = wanted_programs(limits)
     return tuple(key for key, _, needs in every if needs and needs <= asked.members)
 
@@ -51,7 +49,6 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
 
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
-    """Return the programs still to be built, in order."""
     made = set(ready)
     return tuple(key for key in program_keys(limits) if key not in made)
 

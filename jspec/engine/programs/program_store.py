@@ -2,7 +2,7 @@
 
 jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
 minute. This store is keyed by all inputs of a program: sources, static program, shapes and
-shardings, compiler options, versions, flags and devices. The directory may be deleted at any time.
+shardings, compiler options, versions, flags and devices. Its directory may be deleted at any time.
 Loaded programs are executed, so those that another user may have written are not loaded.
 """
 
@@ -47,19 +47,15 @@ PART, PART_SECONDS = ".part", 3600.0  # suffix of a program being written, and i
 
 @dataclass(frozen=True, slots=True)
 class ProgramStore:
-    """Executables by a digest of their inputs. Make one by `open`, early. sources: digest of the
-    sources; None: they are not files, or not the code that runs. bucket: shares programs.
-    """
+    """Executables by a digest of their inputs. Make one by `open`, early."""
 
     directory: Path
-    sources: str | None
-    bucket: ProgramBucket | None = None
+    sources: str | None  # digest; None: they are not files, or not the code that runs
+    bucket: ProgramBucket | None = None  # shares programs
 
     @classmethod
     def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
-        """Digest the sources before they may change, and remove old partial files of killed
-        writers.
-        """
+        """Digest the sources before they may change; remove old partial files of killed writers."""
         for part in directory.glob(f"*{PART}"):
             with contextlib.suppress(OSError):  # another start may have removed it
                 if time.time() - part.stat().st_mtime > PART_SECONDS:
@@ -68,6 +64,7 @@ class ProgramStore:
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
         """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`.
+
         None if the sources are unknown, or the repr of a part contains a memory address.
         """
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
@@ -90,8 +87,9 @@ class ProgramStore:
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
-        """Return the executable, or None if it is missing or unreadable, or another user may have
-        written it. inputs, outputs: its arguments and results, for their tree structure only.
+        """Return the executable, or None if it is missing, unreadable or another user's.
+
+        inputs, outputs: its arguments and results, for their tree structure only.
         """
         try:
             with path.open("rb") as file:
@@ -122,8 +120,9 @@ class ProgramStore:
             return None
 
     def save(self, path: Path, executable: Any) -> None:
-        """Write the executable atomically; a failure only costs the next start. It must have been
-        compiled here: one from jax's cache may be incomplete.
+        """Write the executable atomically; a failure only costs the next start.
+
+        It must have been compiled here: one from jax's cache may be incomplete.
         """
         if sources_digest() != self.sources:
             log.warning("jspec's sources have changed since the start; %s is not written", path)

@@ -48,9 +48,9 @@ def _read(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
 
 
 def sources_digest(package: Path = PACKAGE) -> str | None:
-    """Return the digest of the sources as they are on disk now. None if there are no source files
-    (a zip, bytecode alone), or one is newer than this process's imports and may not be the code
-    that runs.
+    """Return the digest of the sources as they are on disk now.
+
+    None without source files (a zip), or if one is newer than this process's imports.
     """
     found: dict[str, bytes] = {}
     waiting = list(ROOTS)

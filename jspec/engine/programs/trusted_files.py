@@ -30,10 +30,7 @@ def distrust(status: os.stat_result) -> str:
 
 @functools.cache
 def _has_other_users(group: int) -> bool:
-    """Return whether a group has members other than this user and root.
-
-    Many systems give each user a group and let it write, as Kubernetes does with `fsGroup`.
-    """
+    """Return whether a group has others than this user and root; many users have their own."""
     users = pwd.getpwall()
     own = {user.pw_name for user in users if user.pw_uid in (0, os.geteuid())}
     members = {user.pw_name for user in users if user.pw_gid == group}

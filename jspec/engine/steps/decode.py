@@ -1,8 +1,8 @@
 """DECODE: rounds of propose, score and settle in one program.
 
-DRAFT_PREFILL before it advances the drafter over the tokens that plain decodes left pending.
-PROPOSE, SCORE and SETTLE replace it if a row follows a grammar (decision 23): the host reads the
-trees that PROPOSE drafts, and computes their masks for SETTLE while SCORE runs.
+DRAFT_PREFILL before it advances the drafter over pending tokens. PROPOSE, SCORE and SETTLE replace
+it if a row follows a grammar (decision 23): the host reads the trees that PROPOSE drafts, and
+computes their masks for SETTLE while SCORE runs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ HIDDEN, GRAMMAR = frozenset({StepOption.HIDDEN}), frozenset({StepOption.GRAMMAR}
 
 
 def decodes(limits: ServeLimits) -> Iterator[Wanted]:
-    """Yield decodes with and without sampling, and the largest with log-probabilities, which few
-    requests need (decision 22)."""
+    """Yield decodes with and without sampling, the largest with log-probabilities (decision 22)."""
     sizes = limits.programs.decode_buckets
     most = ALL if limits.programs.logprobs else SAMPLING
     key = partial(ProgramKey, StepKind.DECODE)

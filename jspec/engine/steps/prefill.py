@@ -1,7 +1,6 @@
 """PREFILL: prompt chunks of several rows.
 
-CACHED_DRAFT_PREFILL before it: the ids of cached prefixes, for the state by slot that derives from
-ids.
+CACHED_DRAFT_PREFILL before it brings the ids of cached prefixes to the state by slot.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)
 
 
 def prefills(limits: ServeLimits) -> Iterator[Wanted]:
-    """Yield prefills with all sampling options (decision 4), the largest also with
-    log-probabilities, and three sizes for rows with a grammar."""
+    """Yield prefills with all sampling options (decision 4), and few sizes for other options."""
     sizes = limits.programs.prefill_buckets
     most = ALL if limits.programs.logprobs else SAMPLING
 

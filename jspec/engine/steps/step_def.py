@@ -22,16 +22,10 @@ BY_RANK: Any = partition_spec(("rank",))
 
 
 class ProgramKey(NamedTuple):
-    """Identifies a compiled program.
-
-    bucket: rows (B) or tokens (T), as the kind counts them
-    shape: draft shape; None: the engine's own
-    """
-
     kind: StepKind
-    bucket: int
+    bucket: int  # rows (B) or tokens (T)
     options: StepOptions
-    shape: SpeculativeConfig | None = None
+    shape: SpeculativeConfig | None = None  # None: the engine's own
 
     def __str__(self) -> str:
         options = "" if self.options == PLAIN else f" {self.options}"
@@ -55,90 +49,70 @@ class Turn(enum.IntEnum):
 
 
 class Wanted(NamedTuple):
-    """A program that an engine compiles. asked: ON_DEMAND, the options that need it together."""
-
     key: ProgramKey
     turn: Turn
-    asked: frozenset[StepOption] = frozenset()
+    asked: frozenset[StepOption] = frozenset()  # ON_DEMAND: the options that need it
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
     """The engine limits that a program's code depends on, apart from array shapes.
 
-    `lower` receives no other limit and the program store's key contains no other, so changing a
-    limit that only the host reads recompiles nothing.
-
-    takes: shapes of the programs whose outputs it takes
+    The program store's key contains no other limit, so changing one that only the host reads
+    recompiles nothing.
     """
 
     kind: StepKind
     packed: PackedLayout
     num_rounds: int
-    takes: tuple[ProgramShape, ...] = ()
+    takes: tuple[ProgramShape, ...] = ()  # programs whose outputs it takes
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Inputs of packing, apart from plans."""
-
     limits: ServeLimits
     vocab_size: int = 0
     table: SamplingTable = SAMPLING_FIELDS
 
 
 class Part(NamedTuple):
-    """A program of a plan, to be packed. read: output of the program that it `reads`."""
-
     plan: StepPlan
     run: StepRun
     host: Host
-    read: np.ndarray | None
+    read: np.ndarray | None  # output of the program that it `reads`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDef:
     """A kind of step: which programs it has, their input and output, and their function.
 
-    programs: the programs that an engine compiles
-    options: that these may be compiled with; others do not concern this step
-    layout: the fields of a packed array
+    options: that its programs may be compiled with; others do not concern this step
     size: rows or tokens of a run, which its program's bucket holds
-    smaller: the engine argument that bounds the bucket
     blank: writes neutral values into zeroed fields, once a program
-    write: writes a part into neutral fields
     batch: the device function's batch, from the fields
     step: the device function, (program, params, state, batch, *taken) -> (state', output), and
         num_rounds if `has_rounds`
-    takes: kinds that run before it in the plan, whose outputs it takes on the device
-    reads: the one of them that `write` needs on the host
-    gives: shardings of the output
-    emits: the output has the columns of `layout.output_columns`
-    has_rounds: a program has `SchedulingLimits.num_rounds` verifications
-    is_decode: forwards run over bucket * N tokens, and XLA is set up for few
-    is_timed: its draft shapes are chosen by their measured times
     """
 
     programs: Callable[[ServeLimits], Iterable[Wanted]]
     options: frozenset[StepOption] = frozenset()
-    layout: Callable[[ProgramKey, Host], PackedLayout]
+    layout: Callable[[ProgramKey, Host], PackedLayout]  # the fields of a packed array
     size: Callable[[StepPlan, StepRun], int] = lambda plan, _: len(plan.rows)
-    smaller: str = "max_running_requests"
+    smaller: str = "max_running_requests"  # the engine argument that bounds the bucket
     blank: Callable[[Fields, Host], None] | None = None
-    write: Callable[[Fields, Part], None]
+    write: Callable[[Fields, Part], None]  # writes a part into neutral fields
     batch: Callable[[dict[str, Any]], Any]
     step: Callable[..., Any]
-    takes: tuple[StepKind, ...] = ()
-    reads: StepKind | None = None
-    gives: Any = BY_RANK
-    emits: bool = False
-    has_rounds: bool = False
-    is_decode: bool = False
-    is_timed: bool = False
+    takes: tuple[StepKind, ...] = ()  # kinds that run before it and give it their outputs
+    reads: StepKind | None = None  # the one of them that `write` needs on the host
+    gives: Any = BY_RANK  # shardings of the output
+    emits: bool = False  # the output has the columns of `layout.output_columns`
+    has_rounds: bool = False  # SchedulingLimits.num_rounds verifications
+    is_decode: bool = False  # over bucket * N tokens; XLA is set up for few
+    is_timed: bool = False  # its draft shapes are chosen by their measured times
 
 
 def of_rows(key: ProgramKey, *names: str) -> PackedLayout:
-    """Return the layout of one number a row, by names."""
     return PackedLayout(tuple((name, (key.bucket,)) for name in names))
 
 
@@ -147,7 +121,6 @@ def write_slots(fields: Fields, part: Part) -> None:
 
 
 def window_grants(host: Host, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the field of `num_grants` grants of each window space, if there are any."""
     windows = host.limits.pool.windows
     return (("window_grants", (len(windows), num_grants, 3)),) if windows else ()
 

@@ -45,31 +45,20 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """Facts about a checkpoint.
-
-    kind: "target" or "draft"
-    parameters: number of weights
-    stored_bytes: bytes of the files' tensors by dtype
-    weight_bytes, cache_bytes_per_token: as served in `dtype`, or in the formats that are kept
-    state_bytes_per_row: of recurrent layers, without what a verification leaves pending
-    tied_bytes: the part of weight_bytes that is a transposed copy, not counted in `parameters`
-    serve: the command that serves it; "" if problems prevent that
-    """
-
     path: str
-    kind: str
+    kind: str  # "target" or "draft"
     architecture: str
     dtype: str
-    serve: str
+    serve: str  # the command; "" if problems prevent it
     problems: tuple[str, ...]
     shapes: dict[str, Any]
     num_tensors: int = 0
-    parameters: int = 0
-    stored_bytes: dict[str, int]
-    weight_bytes: int = 0
-    tied_bytes: int = 0
-    cache_bytes_per_token: int = 0
-    state_bytes_per_row: int = 0
+    parameters: int = 0  # number of weights
+    stored_bytes: dict[str, int]  # of the files' tensors, by dtype
+    weight_bytes: int = 0  # as served in `dtype`, or in the formats that are kept
+    tied_bytes: int = 0  # of transposed copies, not counted in `parameters`
+    cache_bytes_per_token: int = 0  # as served in `dtype`
+    state_bytes_per_row: int = 0  # of recurrent layers, without what a verification leaves pending
     algorithm: str | None = None
     memory: MemoryFit | None = None
 
@@ -123,7 +112,7 @@ def describe(
 def _told_by_names(path: Path) -> str | None:
     """Return the drafting algorithm by tensor names; None for a target or unreadable files.
 
-    EAGLE heads and layers for multi-token prediction name a language model as their architecture.
+    Heads name a language model as their architecture.
     """
     try:
         names = stored_names(path)

@@ -65,8 +65,6 @@ def dummy_params(
 
 
 class _Maker:
-    """Makes arrays; compiles one program per shape and sharding."""
-
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._programs: dict[Any, Any] = {}
@@ -113,10 +111,7 @@ class _Maker:
 
 
 def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return N(0, STD) from a hash of (seed, row, column), elementwise.
-
-    jax.random keeps 32-bit arrays of bits alongside the result on some backends.
-    """
+    """Return N(0, STD) from a hash of (seed, row, column); jax.random would keep 32-bit arrays."""
     bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)

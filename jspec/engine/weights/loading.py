@@ -60,18 +60,15 @@ class ModelPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
-    """Resolved config, static target and drafter, and their params on the mesh.
-
-    source, request, read_source: inputs of the drafter, to read other weights for it
-    """
+    """Resolved config, static target and drafter, and their params on the mesh."""
 
     config: ResolvedConfig
     target: Decoder
     drafter: Drafter
     params: dict[str, Any]
-    source: DraftSource
+    source: DraftSource  # of the drafter
     request: DraftRequest
-    read_source: ReadSource
+    read_source: ReadSource  # with `request`, to read other weights for the drafter
     draft_layer: ModelSpec | None = None
 
 
@@ -102,10 +99,7 @@ def load_models(
     mesh: Mesh,
     drafters: Mapping[str, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
-    """Read configs, resolve, and load target and draft onto the mesh.
-
-    drafters: by name of algorithm. Raises CheckpointError or ConfigError.
-    """
+    """Read configs, resolve, and load target and draft. Raises CheckpointError or ConfigError."""
     parallel = Parallel.of(mesh)
     parallel.check_served()
     kv_dtype = cached_dtype(args.kv_cache_dtype, paths.target)

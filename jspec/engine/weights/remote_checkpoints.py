@@ -1,7 +1,6 @@
 """Remote checkpoints: gs://bucket/path, and org/name on the Hugging Face hub.
 
-Optional libraries (gcsfs, huggingface_hub) download them. A local directory of that name takes
-precedence.
+Optional libraries (gcsfs, huggingface_hub) download them. A local directory has precedence.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ _TORCH_FILES = ("*.bin", "*.pt")
 
 
 def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
-    """Return the directory of each value, by argument name. Raises CheckpointError.
-
-    All are checked before the first download. Later processes find it in Hugging Face's cache, or
-    in ~/.cache/jspec/models for a bucket.
-    """
+    """Return each value's directory, checking all before a download. Raises CheckpointError."""
     ways = {name: _way(name, value) for name, value in named.items()}
     return {name: way(name, named[name]) for name, way in ways.items()}
 

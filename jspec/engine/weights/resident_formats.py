@@ -1,7 +1,6 @@
 """Choose the format in which each weight of a model is resident, once, when it is loaded.
 
-It depends on the stored format, the argument, and the formats that the kernels read. The log has a
-line for each choice.
+It depends on the stored format, the argument, and the formats that the kernels read.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """name, value: of the argument. bundle, dtype, shards: of the model that is loaded."""
+    """The argument, by name and value, and facts about the model that is loaded."""
 
     name: str = "quantization"
     value: str | None = None
@@ -61,10 +60,10 @@ def resident_formats(
     has_files: bool = True,
     canonical: Callable[[str], str] = str,
 ) -> Formats:
-    """Choose the formats of `table`'s weights and log each choice. Raise ConfigError for a method
-    that is not the checkpoint's.
+    """Choose the formats of `table`'s weights and log each choice.
 
-    has_files: read headers; else config.json alone, for random weights.
+    has_files: read headers; else config.json alone, for random weights. Raises ConfigError for a
+    method that is not the checkpoint's.
     """
     table = tuple(spec for spec in table if spec.layouts and spec.op is not None)
     read = _read_headers if has_files else _read_config
@@ -161,7 +160,6 @@ def _check_method(path: Path, wanted: Wanted, stored: _Stored) -> None:
 
 
 def _all_quantised(table: ParamTable, stored: _Stored) -> _Stored:
-    """Let products be quantised while loading, with a scale per channel."""
     ops = (Op.LINEAR, Op.GATED)
     weights = {
         spec.path: found

@@ -1,7 +1,7 @@
 """The served weights: read by published names, and replaced by weights of the same shapes.
 
-An update is read and checked completely before the switch, from files or arrays, onto the devices
-if both models fit there, else onto the host. Compiled programs take weights as arguments and stay.
+An update is read and checked completely before the switch, onto the devices if both models fit
+there, else onto the host. Compiled programs take weights as arguments and stay.
 """
 
 from __future__ import annotations
@@ -77,16 +77,13 @@ TARGET, DRAFT = Model.TARGET, Model.DRAFT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedWeights:
-    """Input of `switch`, read and checked. leaves: every weight, changed or not."""
-
-    leaves: dict[ParamPath, Leaf]
+    leaves: dict[ParamPath, Leaf]  # every weight, changed or not
     source: DraftSource
 
 
 class ServedWeights:
     """Implements `messages.protocols.Weights` for a runner's params.
 
-    models: what the runner was built from, without params
     has_room: takes bytes over all shards, True if the devices have room; default: at most half of
         the free memory
     """
@@ -179,10 +176,7 @@ class ServedWeights:
         return PreparedWeights({**kept, **new}, source)
 
     def switch(self, prepared: PreparedWeights) -> None:
-        """Serve the prepared weights, on the runner's thread, with no step in flight.
-
-        If it raises anything but EngineClosedError, the old weights still serve.
-        """
+        """Serve the prepared weights, as `messages.protocols.Weights.switch` specifies."""
         with self._runner.exclusively():
             self._switch(prepared)
 

@@ -1,7 +1,4 @@
-"""Streams weights from files to devices, several at once, with bounded host memory.
-
-A weight starts only when its host bytes and those in progress stay within the bound.
-"""
+"""Streams weights from files to devices, several at once, with bounded host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ Put = Callable[[ParamSpec, Weight], Weight]
 def put_on(mesh: Mesh, *, column_major: bool) -> Put:
     """Return a Put that places a weight by its declaration; each device gets only its shard.
 
-    On a CPU the result may alias the host array, which is therefore made read-only.
+    On a CPU the result may alias the host array, which is made read-only.
     """
 
     def put(spec: ParamSpec, value: Weight) -> Weight:
@@ -107,7 +104,6 @@ class _Flow:
             self._changed.notify_all()
 
     def run(self, each: ParamRead) -> None:
-        """Read and put one weight and its transpose, if tied; runs in a thread."""
         try:
             if not self._is_stopped:
                 self._place(each)
@@ -123,7 +119,6 @@ class _Flow:
                 self._changed.notify_all()
 
     def _place(self, each: ParamRead) -> None:
-        """Keep the host array no longer than this call."""
         value = each.read()
         self.placed[each.spec.path] = self._put(each.spec, value)
         if each.tied is not None:

@@ -42,8 +42,8 @@ class SwitchError(Exception):
 def switch_leaves(old: Mapping[ParamPath, Leaf], new: dict[ParamPath, Leaf], put: PutAt) -> Flat:
     """Put the new weights on the devices; empties `new` on the way to free host memory.
 
-    old: the served arrays; those replaced by host arrays are deleted. Raises SwitchError with the
-    restored weights; EngineClosedError if they could not be restored.
+    old: the served arrays; those replaced by host arrays are deleted. Raises SwitchError, or
+    EngineClosedError if the old weights could not be restored.
     """
     switch = _Switch(old, new, put)
     try:

@@ -102,7 +102,6 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
-    """Declare a layer's `moe`, under gpt-oss's names after `mlp.`. size: E."""
     assert isinstance(spec, MoESpec)
     X, inner = spec.num_experts, spec.inner
     gate_up, down = "experts.gate_up_proj", "experts.down_proj"

@@ -205,7 +205,6 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json in the published keys."""
     kinds = [FULL if layer.attention.window is None else SLIDING for layer in spec.layers]
     of_kind = {
         kind: spec.layers[i].softmax_attention for i, kind in reversed(list(enumerate(kinds)))

@@ -157,7 +157,6 @@ def _attention(fields: Fields, layer: int) -> AttentionSpec:
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    """Read the layer's MLP or MoE. A dense MLP has the limit of a shared expert."""
     limits = [
         _number(fields, name, layer) if _entry(fields, name, layer) else None
         for name in ("swiglu_limits", "swiglu_limits_shared")

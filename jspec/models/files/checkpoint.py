@@ -1,6 +1,6 @@
 """A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights.
 
-Raises ConfigError for a well-formed setting that is not served, CheckpointError for an unfit file.
+ConfigError is for a well-formed setting that is not served, CheckpointError for an unfit file.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Return the spec in `path`/config.json, in the layout of transformers 4 or 5.
-
-    End-of-sequence ids come from generation_config.json if it has some, else from config.json.
-    """
+    """Return the spec in config.json; generation_config.json's end-of-sequence ids come first."""
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
         spec = family_of(fields.architecture(), fields.path).read(fields)
@@ -94,10 +91,7 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
 
 
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
-    """Return generation_config.json's sampling parameters by SamplingParams' names; {} without it.
-
-    Greedy decoding is temperature 0 without filters. Raise CheckpointError.
-    """
+    """Return generation_config.json's parameters by SamplingParams' names; {} without it."""
     generation = path / "generation_config.json"
     if not exists(generation):
         return {}
@@ -130,8 +124,7 @@ def load_target(
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
     formats: of products whose weights are not dense. All tensors are checked before the first is
-    read. Raise CheckpointError for a file that does not fit `spec`, ConfigError if `shards` does
-    not divide the heads or the MLP.
+    read. Raises CheckpointError if a file does not fit `spec`, ConfigError for a wrong `shards`.
     """
     table = with_formats(table_of(spec), formats)
     with open_tensors(path) as tensors:

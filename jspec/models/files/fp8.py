@@ -1,6 +1,4 @@
-"""Weights in fp8 (e4m3) with scales, presented as float32 weights. Read, never written.
-
-`fp8_weights` reads the codes themselves, for weights that stay packed.
+"""Weights in fp8 (e4m3) with scales, read as float32; `fp8_weights` leaves them packed.
 
 A weight X [.., O, I] is the stored value times the scale of its block. The scales are one of:
 
@@ -106,7 +104,6 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 
 
 def quantization_method(path: Path) -> str | None:
-    """Return the quantisation method that a checkpoint's configs name."""
     method = read_fields(path / "config.json").table("quantization_config").get("quant_method")
     if method is None and exists(path / "hf_quant_config.json"):
         return MODELOPT  # older exports of ModelOpt have no key in config.json
@@ -180,7 +177,6 @@ def unscaled(tensors: Tensors) -> Tensors:
 
 
 def coded_bytes(tensors: Tensors, *, without: Collection[str]) -> int:
-    """Return the bytes of other weights that are stored in fp8, without their scales."""
     files = ((name, file) for name, (file, _) in tensors.sources.items() if name not in without)
     return sum(math.prod(tensors.shape(name)) for name, file in files if isinstance(file, Scaled))
 
@@ -224,7 +220,6 @@ class Scaled:
 
     @property
     def form(self) -> Form:
-        """Return the packed form that has the same numbers."""
         (rows, columns), size = self.block, weight_format.FP8.size
         if columns >= self.shape[-1]:
             return weight_format.FP8()
@@ -252,7 +247,6 @@ class Scaled:
         return out
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fill `out`, whole rows, from `offset` bytes into the weight as float32."""
         del name
         width = self.shape[-1]
         rows = out.reshape(-1, width)

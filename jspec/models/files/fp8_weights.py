@@ -20,10 +20,8 @@ FormOf = Callable[[str], Form | None]  # of a tensor by its name; None: not in f
 
 @dataclass(frozen=True, slots=True)
 class StoredFP8:
-    """problem: why the weight cannot stay in its codes."""
-
     format: FP8
-    problem: str | None = None
+    problem: str | None = None  # why the weight cannot stay in its codes
 
 
 def forms_in(tensors: Tensors) -> FormOf:
@@ -37,10 +35,7 @@ def forms_in(tensors: Tensors) -> FormOf:
 def stored_fp8(
     spec: ParamSpec, layout: tuple[Part, ...], form_of: FormOf, *, shards: int
 ) -> StoredFP8 | None:
-    """Return the form in which a weight is stored; None if no part of it is in fp8.
-
-    In blocks a weight stays only if every block of 128 columns on its shard is one of the file.
-    """
+    """Return the form in which a weight is stored; None if no part of it is in fp8."""
     forms = {form_of(name) for part in layout for name in part.names}
     if forms == {None}:
         return None

@@ -33,9 +33,9 @@ _FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
 def cached_dtype(flag: str, path: Path) -> str | None:
-    """Return the dtype of the cache that kv_cache_dtype asks for; None: the model's.
+    """Return the cache's dtype: for "auto" the checkpoint's, None for the model's.
 
-    "auto" follows the checkpoint. Raises ConfigError for a checkpoint with another scheme.
+    Raises ConfigError for a checkpoint with another scheme.
     """
     if flag != AUTO:
         return DTYPES[flag]

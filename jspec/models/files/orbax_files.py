@@ -70,10 +70,7 @@ def save_orbax(path: Path, tensors: Mapping[str, HostArray]) -> None:
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Suppress what orbax's threads print about an error that it also raises.
-
-    Its storage may call a closed event loop later; Python's messages about that are dropped, too.
-    """
+    """Suppress what orbax's threads print about an error that it also raises, even later."""
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
 

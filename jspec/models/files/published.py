@@ -87,7 +87,7 @@ def changed_reads(
 ) -> list[ParamRead]:
     """Return reads of the weights that `given` changes, with the served parts of fused weights.
 
-    where: the tensors' source, for errors. Raise one CheckpointError for all that does not fit.
+    where: their source, for errors. Raises one CheckpointError.
     """
     known = layouts_by_name(table)
     tensors = lazy_tensors(Path(where), given)

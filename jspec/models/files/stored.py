@@ -39,10 +39,7 @@ def check_names(
     is_stray: Callable[[str], bool],
     integers: Collection[str] = (),
 ) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly the tensors that the table declares.
-
-    optional: names that may also be present; integers: names of tensors that are not weights
-    """
+    """Raise CheckpointError unless the checkpoint has exactly the tensors of the table."""
     required: dict[str, Shape] = {}
     allowed = dict(optional or {})
     packed: set[str] = set()
@@ -99,7 +96,7 @@ def param_reads(
     """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
     A tied weight comes with its other; reading raises CheckpointError if both are stored and
-    differ. Raise ConfigError if a weight cannot be sharded.
+    differ. Raises ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     return [
@@ -270,10 +267,7 @@ def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
 def stored_tensors(
     table: ParamTable, params: Mapping[str, Any], *, dtype: npt.DTypeLike
 ) -> dict[str, HostArray]:
-    """Return the checkpoint's tensors of unsharded params, in each weight's first layout.
-
-    Raise CheckpointError for a shape that is not the table's, or a tied weight that differs.
-    """
+    """Return the tensors of unsharded params in each first layout. Raises CheckpointError."""
     tensors: dict[str, HostArray] = {}
     for spec in table:
         if not spec.layouts:

@@ -125,7 +125,7 @@ class Tensors:
             raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
 
     def weight_dtype(self, name: str) -> np.dtype[Any]:
-        """Return the numpy dtype; raise CheckpointError unless it is floating-point."""
+        """Return the numpy dtype. Raises CheckpointError unless it is floating-point."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -135,7 +135,6 @@ class Tensors:
         return WEIGHT_DTYPES[dtype]
 
     def weight(self, name: str) -> HostArray:
-        """Return a whole floating-point tensor as stored. Raise CheckpointError."""
         out = np.empty(self.shape(name), self.weight_dtype(name))
         file, stored = self.sources[name]
         file.read_into(out, stored)
@@ -179,8 +178,7 @@ class Tensors:
     ) -> None:
         """Raise one CheckpointError for all tensors that are missing, not allowed, or do not fit.
 
-        Weights are floating-point unless in `integers` or in `packed`, which are bytes. Reads
-        headers only.
+        Weights are floating-point unless in `integers`, or in `packed` (bytes). Reads headers only.
         """
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
@@ -249,11 +247,10 @@ def has_tensors(path: Path) -> bool:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Open a directory's weights, the first of the following. Raise CheckpointError.
+    """Open a directory's weights, the first of the following. Raises CheckpointError.
 
     model.safetensors or the files of model.safetensors.index.json; pytorch_model.bin or its index
-    (files.torch_files); the directory orbax (files.orbax_files). canonical: maps a stored name to
-    the caller's.
+    (files.torch_files); the directory orbax (files.orbax_files). canonical: renames stored names.
     """
     with ExitStack() as stack:
         sources: dict[str, tuple[TensorFile, str]] = {}

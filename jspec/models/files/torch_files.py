@@ -50,12 +50,10 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """A tensor stored in row-major order. first: its first byte in the file."""
-
     path: Path
     kind: str
     shape: tuple[int, ...]
-    first: int
+    first: int  # its first byte in the file
 
     @property
     def num_bytes(self) -> int:

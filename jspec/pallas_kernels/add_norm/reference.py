@@ -18,6 +18,5 @@ def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float) -
 def add_norm(
     x: Float[Array, "*b E"], delta: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float
 ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-    """Return (x + delta in x's dtype, its RMSNorm times scale)."""
     total = x + delta
     return total, rms_norm(total, scale, eps=eps)

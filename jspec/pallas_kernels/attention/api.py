@@ -54,10 +54,7 @@ class AttentionMetadata:
     slots: jax.Array | None = None  # i32[B], of caches by slot
 
     def of_window(self, window: int | None) -> AttentionMetadata:
-        """Return the metadata for layers with this window, with their space's page table.
-
-        A window without its own space uses the full one.
-        """
+        """Return the metadata of a window's layers; without its own space it uses the full one."""
         of_pages = dataclasses.replace(self, window_tables={}, slots=None)
         if window is None:
             return of_pages
@@ -65,15 +62,12 @@ class AttentionMetadata:
         return dataclasses.replace(of_pages, page_table=table, shared=None)
 
     def of_slots(self) -> AttentionMetadata:
-        """Return the metadata for layers that cache a record a row."""
         return dataclasses.replace(self, window_tables={}, shared=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """The static arguments of a call. queries_per_row: None for packed prefill chunks."""
-
-    queries_per_row: int | None
+    queries_per_row: int | None  # None: packed prefill chunks
     scale: float
     window: int | None = None
     soft_cap: float | None = None
@@ -105,8 +99,6 @@ def check_call(
 
 @pytree
 class QueryIndex:
-    """The row of each query, its index in the row, and False for padding."""
-
     row_idx: jax.Array  # i32[T], in [0, B)
     within: jax.Array  # i32[T], >= 0
     valid: jax.Array  # bool[T]
@@ -151,9 +143,10 @@ def visible_keys(
     tail_positions: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row. slot i32[...,
-    C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask u32[..., Q,
-    words]; tail_positions i32[..., W].
+    """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row.
+
+    slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask
+    u32[..., Q, words]; tail_positions i32[..., W].
     """
     key = slot[..., None, :]
     if tail_mask is None or tail_positions is None:

@@ -117,11 +117,10 @@ def attend_rows(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (read as it is stored; the
-    result is f16), D 64 or 128. plan: may be shared by all layers with the same rows, window and
-    block_tokens. packed_heads: H, if q is in the layout of gpu_plan.pack_queries, in the pool's D
-    and dtype (f16 for FP8). Raises ValueError for unsupported shapes, NotImplementedError with a
-    jax before 0.11.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (the result is then f16), D
+    64 or 128. plan: may be shared by all layers with the same rows, window and block_tokens.
+    packed_heads: H, if q is in the layout of gpu_plan.pack_queries. Raises ValueError for
+    unsupported shapes, NotImplementedError with a jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
     if interpret:  # the interpreter's wgmma takes no operand from registers
@@ -175,7 +174,6 @@ def shape_of(
     tuning: Tuning,
     **fixed: Any,  # scale, soft_cap, windowed, in_parts, interpreted
 ) -> Shape:
-    """Check the static arguments and choose the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
     wide = wide_dtype(kv_pages.dtype)
@@ -513,7 +511,6 @@ def _absorb(
     *,
     masked: bool,
 ) -> Any:
-    """Add one block of keys to the online softmax, and release its slot of the ring."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     stored = refs.ring.at[slot]

@@ -43,8 +43,7 @@ def merge_shares(
 ) -> Float[Array, "T H D"]:
     """Return the merged values of T = B * R queries in order, in the parts' dtype; 0 if not valid.
 
-    items are B * G * tiles (gpu_plan.py); D is a power of two. others: more shares, of rows in
-    packs.
+    items are B * G * tiles (gpu_plan.py); D is a power of two. others: of rows in packs.
     """
     batch, queries = valid.shape
     extra: tuple[jax.Array, ...] = () if sinks is None else (sinks,)
@@ -70,7 +69,6 @@ def reference(
     num_heads: int,
     num_kv: int,
 ) -> Float[Array, "T H D"]:
-    """Compute `merge_shares` by definition."""
     heights = heights[:, :, : parts.shape[2]]
     total = jnp.exp2(heights - jnp.max(heights, axis=0))
     mixed = jnp.sum(parts.astype(jnp.float32) * total[..., None], axis=0)

@@ -38,7 +38,6 @@ def rows_a_pack(*, queries_per_row: int, group: int) -> int:
 
 
 def serves(*, queries_per_row: int, group: int) -> bool:
-    """Return whether two rows fit into one tile."""
     return rows_a_pack(queries_per_row=queries_per_row, group=group) > 1
 
 

@@ -1,11 +1,9 @@
 """Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
 
 One Mosaic kernel (tpu_kernel.py) writes the call's K and V and attends; this module prepares its
-inputs and memory. With tensor parallelism, call it per shard with the shard's heads.
-
-XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes and 2, 4 or a
-multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128; it takes no
-more memory, since XLA pads 64 lanes. Block sizes are computed, not measured on a TPU.
+inputs and memory. XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes
+and 2, 4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width
+128; it takes no more memory, since XLA pads 64 lanes. Block sizes are computed, not measured.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages'). T = B * R.
 
-    Donate kv_pages, which is updated in place. Queries after a row's length are not written and
-    return finite values. Raises ValueError at trace time for unsupported arguments.
+    Donate kv_pages. Queries after a row's length return finite values. Raises ValueError at trace
+    time for unsupported arguments.
     """
     plan = _make_plan(
         q,

@@ -39,8 +39,6 @@ LOW, UNSEEN = -1e30, -3e38
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsPlan:
-    """The static parameters of a call."""
-
     batch: int
     queries: int  # R
     group: int
@@ -390,7 +388,6 @@ def _lay_new_rows(
     block: jax.Array,
     buffer: jax.Array,
 ) -> None:
-    """Store this block's new K and V in the buffer at their slots."""
     prefix, start = refs.prefix_lens[row], block * plan.block_keys
 
     def lay(j: jax.Array, carry: None) -> None:
@@ -479,9 +476,7 @@ def _load_head(
 
 
 def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split 32-bit words with bfloat16 of heads 2g, in the low half, and 2g + 1 into K and V in
-    float32: bfloat16 in the high half of a word is the same float32.
-    """
+    """Split 32-bit words of K (low half) and V, both bfloat16, into float32."""
     k = pltpu.bitcast(pair << 16, jnp.float32)
     return k, pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
 

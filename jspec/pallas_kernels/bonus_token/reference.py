@@ -30,7 +30,6 @@ def gather_emitted(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path."""
     emitted_ids = gather_path(target_ids, node_path, num_accepted)
     valid = jnp.arange(node_path.shape[1], dtype=jnp.int32) <= num_accepted[:, None]
     index = jnp.where(valid, node_path, 0)

@@ -80,8 +80,7 @@ def gather_emitted(
 
 
 def _plan_rows(node_path: jax.Array, num_accepted: jax.Array, *, nodes: int) -> _RowPlan:
-    """Plan output row q = b * M + i, node_path[b, i] of row b. Rows after a path repeat its last
-    node.
+    """Plan output row q = b * M + i, node_path[b, i] of row b; after a path its last node repeats.
 
     In:  N = 16, node_path = [[0, 1, 9, -1], [0, -1, -1, -1]], num_accepted = [2, 0]
     Out: source = [0 1 9 9, 16 16 16 16], valid = [1 1 1 0, 1 0 0 0]

@@ -24,6 +24,7 @@ def path_moves(
     Bool[Array, "B M1"],
 ]:
     """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1].
+
     Moves after num_accepted stay on the dummy page.
     """
     batch, num_path = node_path.shape
@@ -44,8 +45,9 @@ def flat_moves(
     *,
     page_size: int,
 ) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
-    """Return i32[B, M - 1] (source, target, moves): slots of a pool as [NP * S, 2G, D]. `moves` is
-    0 after the path, for slots already in place and for targets on page 0.
+    """Return i32[B, M - 1] (source, target, moves): slots of a pool as [NP * S, 2G, D].
+
+    `moves` is 0 after the path, for slots already in place and for targets on page 0.
 
     In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
     Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
@@ -84,8 +86,7 @@ def compact_path(
 ) -> Float[Array, "NP S *G2 D"]:
     """Move the KV of the accepted nodes to the slots right after the root.
 
-    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All slots are read before any is
-    written, so sources and destinations may overlap.
+    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted; all are read before any write.
 
     In:  L = 7, node_path = [0, 1, 3], num_accepted = 2    Out: slot 8 -> 8, slot 10 -> 9
     """

@@ -1,7 +1,6 @@
 """Compaction of accepted paths on a TPU: one launch for all layers with equal pools.
 
-A KV slot [2G, D] moves HBM -> VMEM -> HBM by DMA. Writes to the dummy page are dropped, as it is
-never read.
+A KV slot [2G, D] moves HBM -> VMEM -> HBM by DMA. Writes to the dummy page are dropped.
 """
 
 from __future__ import annotations

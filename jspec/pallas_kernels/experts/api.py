@@ -24,8 +24,9 @@ class Mixed:
     place: jax.Array | None = None  # i32[T * k], row of pair t * k + j; None: row t * k + j
 
     def sum(self) -> jax.Array:
-        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases. Each
-        sum is in float32, in the order of j, and is rounded to the dtype of rows.
+        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases.
+
+        Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
         """
         rows = self.rows
         if self.place is not None:

@@ -38,9 +38,7 @@ def run_experts(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Mixed:
-    """Return the terms that reference.run_experts sums. Raises ValueError for 0 tokens and for
-    tiles that do not divide E and I.
-    """
+    """Return the terms that reference.run_experts sums. Raises ValueError for unfit sizes."""
     sizes = check_tiles(tuning, params)
     how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
     blocks = deal(ids, num_experts=sizes.num_experts, tile_m=tuning.tile_m, interpret=interpret)

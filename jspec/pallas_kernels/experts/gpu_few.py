@@ -53,8 +53,9 @@ def moe_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe. Raises
-    ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
+
+    Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
     if not 1 <= x.shape[0] <= MOST_TOKENS:

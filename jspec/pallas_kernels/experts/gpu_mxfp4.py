@@ -1,8 +1,7 @@
 """Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel.
 
-A group's 32 rows of codes become four tiles of weights, whose products are multiplied by their row
-of scales. An iteration loads several groups' codes and the next iteration's scales before it uses
-the first; otherwise one token's time would be the latency of small loads in sequence.
+An iteration loads several groups' codes and the next iteration's scales before it uses the first;
+otherwise one token's time would be the latency of small loads in sequence.
 """
 
 from __future__ import annotations

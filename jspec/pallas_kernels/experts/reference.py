@@ -49,7 +49,6 @@ def run_experts(
 def gated(
     first: Float[Array, "*b I"], up: Float[Array, "*b I"], *, gate: Gate
 ) -> Float[Array, "*b I"]:
-    """Apply an expert's activation to its gate and up columns."""
     if gate is not Gate.CLAMPED:
         return silu_gated(first, up, limit=CLAMP if gate is Gate.SILU_WITHIN_7 else None)
     first = jnp.minimum(first, CLAMP)

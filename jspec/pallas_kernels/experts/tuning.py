@@ -47,7 +47,8 @@ class ExpertsTuning:
         return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
-        """Return why these tiles cannot be used for experts of E = size and I = inner, or None.
+        """Return why experts of E = size and I = inner cannot use these tiles, or None.
+
         is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter.
         """
         tiles = {
@@ -71,16 +72,13 @@ class ExpertsTuning:
 
 
 class Sizes(NamedTuple):
-    """The sizes of an MoE layer's experts, and whether they are mxfp4."""
-
     num_experts: int
     size: int  # E
     inner: int  # I
-    is_packed: bool = False
+    is_packed: bool = False  # mxfp4
 
 
 def sizes_of(params: Mapping[str, Any]) -> Sizes:
-    """Return sizes from gate_up [X, E, 2I] and down [X, I, E]."""
     num_experts, inner, size = params["down"].shape
     return Sizes(num_experts, size, inner, isinstance(params["down"], MXFP4Weight))
 

@@ -32,7 +32,6 @@ class ProductTuning:
 
     @property
     def cluster_tiles(self) -> tuple[int, int]:
-        """Tiles of a cluster, down M and across the result."""
         return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
 
     def rows_loaded(self, m: int) -> int:
@@ -49,8 +48,9 @@ class ProductTuning:
         return ring + self.tile_m * self.tile_n * 2
 
     def problem(self, m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> str | None:
-        """Return why this kernel cannot compute [m, k] @ [k, columns], or None. halves: 2 for a
-        gated product. by_blocks: the weights have a scale per 128 x 128.
+        """Return why this kernel cannot compute [m, k] @ [k, columns], or None.
+
+        halves: 2 for a gated product. by_blocks: the weights have a scale per 128 x 128.
         """
         across = halves * self.tile_n * self.cluster_tiles[1]
         wide = halves * self.tile_n
@@ -85,9 +85,7 @@ TILE_COST = 32  # of a tile, in columns: its tokens are copied and its sums writ
 
 
 def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning | None:
-    """Return the tuning for [m, k] @ [k, columns] column-major, None for XLA. halves: 2 for a gated
-    product. by_blocks: the weights have a scale per 128 x 128.
-    """
+    """Return the tuning for [m, k] @ [k, columns] column-major, None for XLA; see `problem`."""
     if m > MOST_TOKENS and not by_blocks:
         return None
     tuning = tiles_for(m, k, columns, halves=halves, by_blocks=by_blocks)
@@ -130,7 +128,6 @@ def fullest(m: int, columns: int, *, tile_m: int, halves: int, by_blocks: bool) 
 
 
 def deepest(tuning: ProductTuning, m: int, *, halves: int) -> ProductTuning:
-    """Return the tuning with as many stages as shared memory holds."""
     fitting = (
         replace(tuning, num_stages=stages)
         for stages in range(MOST_STAGES, 1, -1)

@@ -55,7 +55,6 @@ class GatedTuning:
 
     @property
     def cluster_tiles(self) -> tuple[int, int]:
-        """Tiles of a cluster, down M and across the result."""
         return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
 
     @property

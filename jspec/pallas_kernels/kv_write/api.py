@@ -33,8 +33,7 @@ class Rotation:
 class KVScales:
     """Divisors of a layer's K and V when they are stored in FP8.
 
-    Stored values are not multiplied again: queries are multiplied by k_scale and outputs by v_scale
-    (`scaled_queries`, `scaled_outputs`).
+    Queries are multiplied by k_scale and outputs by v_scale instead of the stored values.
     """
 
     k: jax.Array  # f32[1]

@@ -174,7 +174,6 @@ def _rotate_and_write(
 
 
 def _scale(refs: list[Any], start: int, lane: jax.Array, *, is_query: jax.Array) -> jax.Array:
-    """Load q's or k's scale for a half of each head; that of v is unused."""
     inside = lane < refs[0].shape[0] // 2
     q, k = (
         plt.load(ref.at[start + lane], mask=inside, other=0.0).astype(jnp.float32)[None]

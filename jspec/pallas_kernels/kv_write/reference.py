@@ -57,7 +57,6 @@ def scaled_queries(q: Float[Array, "*n"], scales: KVScales | None) -> Float[Arra
 def scaled_outputs(
     out: Float[Array, "*n"], scales: KVScales | None, dtype: DTypeLike
 ) -> Float[Array, "*n"]:
-    """Return the attention's output of its sum of stored V."""
     return out if scales is None else (out.astype(jnp.float32) * scales.v).astype(dtype)
 
 

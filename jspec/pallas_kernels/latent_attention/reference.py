@@ -4,8 +4,7 @@ A token's record is its normed latent c (of the rank), then the rotated part of 
 share; the pool is [num_pages, page_size, D] (kv_write/reference.py). With the up-projections
 absorbed, a head's query is (W_uk q_nope, q_rope), its scores are the products with the records, and
 its output is the weighted sum of latents, to which the layer applies W_uv: attention of one kv head
-whose V is the first part of K. Queries, page tables and masks are those of
-attention/api.py.
+whose V is the first part of K. Queries, page tables and masks are those of attention/api.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The keys that each packed query sees, as ranges, and those that each block of queries streams.
 
-Without a tail mask a query sees two contiguous ranges: slots of its row in the pool, and new tokens
-of this call, which are packed like the queries.
+Without a tail mask a query sees two ranges: slots of its row in the pool, and new tokens of this
+call, which are packed like the queries.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ LINES = 8
 
 @pytree
 class PackedPlan:
-    """The keys of each query and of each block of queries. Streams 0..B-1 are the rows' pages (keys
-    are slots); stream B is the new tokens (keys are packed token indices).
+    """The keys of each query and of each block of queries.
+
+    Streams 0..B-1 are the rows' pages (keys are slots); B is the new tokens (packed indices).
     """
 
     ranges: jax.Array  # i32[LINES, T]; query t sees packed tokens [NEW_FIRST, NEW_LAST) and

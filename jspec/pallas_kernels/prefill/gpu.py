@@ -122,9 +122,9 @@ def attend_packed(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend with queries_per_row None; padding returns zeros.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (read as it is stored), D
-    64 or 128. plan: may be shared by all layers with the same rows, window and tuning. Raises
-    ValueError for unsupported shapes, NotImplementedError with an older jax.
+    q[T, H, Dq], Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8, D 64 or 128. plan: may be
+    shared by all layers with the same rows, window and tuning. Raises ValueError for unsupported
+    shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or choose_tuning(kv_pages.dtype)
     _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
@@ -309,8 +309,9 @@ class _Walk:
 
 
 def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -> Any:
-    """Run `serve` for the program's tasks and return the number of steps. Tasks are distributed
-    from heavy to light, every other round in reverse, to balance the programs.
+    """Run `serve` for the program's tasks and return the number of steps.
+
+    Tasks go from heavy to light, every other round in reverse, to balance the programs.
 
     In:  8 tasks, 3 programs    Out: tasks 0 5 6 | 1 4 7 | 2 3
     """
@@ -456,8 +457,9 @@ def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
 
 
 def _pass_turn(refs: _Refs) -> None:
-    """Synchronize the consumers. The second starts one synchronization late and the first ends with
-    one more, so one is between its softmax and its next scores while the other is not.
+    """Synchronize the consumers, so that one is in its softmax while the other multiplies.
+
+    The second starts one synchronization late and the first ends with one more.
     """
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
@@ -512,7 +514,6 @@ def _absorb(
     rule: list[Any],
     carry: Any,
 ) -> Any:
-    """Add one block of keys, `held` in shared memory, to the online softmax."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     keys, values = held.at[:, pl.ds(0, width)], held.at[:, pl.ds(width, width)]

@@ -10,8 +10,8 @@
     folded into the exponent.
 
 A page may be read while new tokens are written to its other slots, so values outside the range to
-read are replaced by zeros before any product. Instruction counts are of the compiler's schedule for
-v5e; it has not run on a TPU.
+read are replaced by zeros before any product. It has not run on a TPU: instruction counts are of
+the compiler's schedule for v5e.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ def attend_packed(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/api.py.
 
-    Padding queries are not written and return zeros. interpret: pallas_call's argument; interpret
-    mode forced from outside would reach a view that it does not support. Raises ValueError at trace
-    time for unsupported shapes.
+    Padding queries return zeros. interpret: pallas_call's argument (interpret mode forced from
+    outside would reach a view that it does not support). Raises ValueError at trace time.
     """
     sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
@@ -341,7 +340,6 @@ def _num_steps(shape: _Shape, refs: _Refs, stream: jax.Array) -> jax.Array:
 def _each_copy_in(
     shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array, act: Act
 ) -> None:
-    """Start or await the copies of one step's keys to one half of the landing buffer."""
     first, last, _, _ = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
     size = shape.page_size
@@ -366,8 +364,9 @@ def _each_copy_in(
 
 
 def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
-    """Start or await the copies of this block's new tokens to their slots, page by page. DMA sizes
-    are static, so the slots of a page are copied in pieces of 2^i slots: 7 as 4, 2 and 1.
+    """Start or await the copies of this block's new tokens to their slots, page by page.
+
+    DMA sizes are static, so a page's slots go in pieces of 2^i slots: 7 as 4, 2 and 1.
     """
     if not shape.writes:
         return
@@ -403,8 +402,9 @@ def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
 
 
 def _begin(shape: _Shape, refs: _Refs) -> None:
-    """Transpose ranges and sinks to columns, and start every softmax at its sink: a key with that
-    score and no value. Without sinks the score is so low that the first real key cancels it.
+    """Transpose ranges and sinks to columns, and start every softmax at its sink.
+
+    Without sinks the score is so low that the first real key cancels it.
     """
     ranges, sinks = refs.ranges[...].T, refs.sinks[...].T
     for line in range(refs.bounds.shape[0]):
@@ -416,8 +416,9 @@ def _begin(shape: _Shape, refs: _Refs) -> None:
 
 
 def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
-    """Split the landed keys into K and V of each head, with zeros outside of the range to read: a
-    weight of 0 would not hide the NaN of unwritten slots.
+    """Split the landed keys into K and V of each head, with zeros outside of the range to read.
+
+    Zeros, because a weight of 0 would not hide the NaN of unwritten slots.
     """
     first, last, _, _ = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
@@ -457,7 +458,6 @@ def _key_and_value(
 
 
 def _absorb_step(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array) -> None:
-    """Add one step's keys to the online softmax of every tile of rows with queries for them."""
     first, _, every_first, every_last = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
     row = jnp.minimum(stream, shape.batch - 1)
@@ -517,8 +517,9 @@ def _absorb(
     *,
     masked: bool,
 ) -> None:
-    """Add the step's keys to the online softmax of some pieces of a tile. The pieces go through
-    each stage together: a third fewer instructions in the compiler's schedule.
+    """Add the step's keys to the online softmax of some pieces of a tile.
+
+    All pieces go through each stage together: a third fewer instructions in the schedule.
     """
     dtype = refs.pairs.dtype
     dot = functools.partial(

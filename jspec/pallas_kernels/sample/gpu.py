@@ -141,8 +141,9 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
-    """Return the least rough score of a token whose exact score reaches `value`; NaN, which no
-    score is less than, if float32 is too coarse for the argument.
+    """Return the least rough score of a token whose exact score reaches `value`.
+
+    NaN, which no score is less than, if float32 is too coarse for the argument.
     """
     slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
     return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SampleTuning:
-    """chunk: logits per program, a power of two. num_warps: per program, of 32 threads."""
-
-    chunk: int = 2048
-    num_warps: int = 4
+    chunk: int = 2048  # logits per program, a power of two
+    num_warps: int = 4  # of 32 threads
 
 
 def choose_tuning(num_rows: int) -> SampleTuning:

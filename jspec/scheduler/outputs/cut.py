@@ -19,11 +19,7 @@ class Cut:
 
 
 def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
-    """Return the index of the first stop id at or after `begin`, or len(ids).
-
-    Worked example: min_new_tokens 3 with 2 tokens out gives begin = 1, since ids[0] is the third
-    token and ids[1] the first one that may end the text.
-    """
+    """Return the index of the first stop id at or after `begin`, or len(ids)."""
     for index in range(max(begin, 0), len(ids)):
         if is_stop(ids[index]):
             return index

@@ -2,8 +2,7 @@
 
 Such a row runs the programs of rows with a grammar, which show the host every tree before it is
 verified (decision 23): a watcher takes the grammar's place, allows what the grammar allows (or
-everything), and records the tree. So no program needs another output, and other requests pay
-nothing. It knows no text.
+everything), and records the tree. So no program needs another output.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class TreeWatcher:
         return "" if self._inner is None else self._inner.failed
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """Implement `Constraint.fill` and keep the tree until `take`."""
         self._shown = tokens.tolist(), parents.tolist()
         if self._inner is None:
             allowed[:] = ALL_ALLOWED
@@ -48,16 +46,12 @@ class TreeWatcher:
             self._inner.accept(token_ids)
 
     def take(self, accepted_ids: Sequence[int]) -> VerifiedTree | None:
-        """Return the last tree once; None for a root alone (after a prefill or a plain step).
-
-        accepted_ids: the drafts that its verification accepted, in order.
-        """
+        """Return the last tree once; None for a root alone."""
         shown, self._shown = self._shown, None
         return None if shown is None else VerifiedTree.of(*shown, accepted_ids=accepted_ids)
 
 
 def constraint_of(request: Request) -> Constraint | None:
-    """Return a new sequence's grammar, tree watcher, both in one, or None."""
     grammar = None if request.grammar is None else request.grammar.begin()
     return TreeWatcher(grammar) if request.sampling.return_draft_trees else grammar
 

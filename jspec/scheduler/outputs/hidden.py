@@ -1,8 +1,4 @@
-"""Hidden states of one sequence between steps and chunks.
-
-A round's states wait for the cut of its ids; a prompt's come chunk by chunk and wait for the first
-token. After a retraction the prompt is prefilled again, and known states are not taken twice.
-"""
+"""Hidden states of one sequence between steps and chunks, by the rules of `logprobs`."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ class SequenceHidden:
         return None if self._is_prompt_out else self._num_known
 
     def take(self, plan: StepPlan, row: int, result: RoundResult) -> None:
-        """Take the states of one round for the plan's row."""
         if not self._is_wanted or result.hidden is None:
             return
         self._of_round = tuple(result.hidden[row, : int(result.num_emitted[row])].copy())
@@ -47,8 +42,8 @@ class SequenceHidden:
     def of_ids(self, count: int) -> tuple[np.ndarray, ...]:
         """Return the states of the ids that the cut kept, f32[E] each.
 
-        The first id's entry is replaced by the states of the whole prompt, f32[prompt, E], whose
-        last one chose that id; they are returned even without an id.
+        The first id's entry is the states of the whole prompt, f32[prompt, E], the last of which
+        chose that id; they are returned even without an id.
         """
         found, self._of_round = self._of_round[:count], ()
         if self._is_prompt_out or self._num_known < self._total:

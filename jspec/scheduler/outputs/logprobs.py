@@ -28,10 +28,7 @@ class SequenceLogprobs:
 
     @property
     def computed_from(self) -> int | None:
-        """The first token that must be computed rather than cached, or None.
-
-        It is the one before the first token whose log-probability is unknown.
-        """
+        """The token before the first unknown value, which must be computed, not cached; or None."""
         return None if self._is_prompt_out else max(self._next_position - 1, 0)
 
     @property
@@ -39,7 +36,6 @@ class SequenceLogprobs:
         return self._start + len(self._of_prompt)
 
     def take(self, plan: StepPlan, row: int, result: RoundResult) -> None:
-        """Take the values of one round for the plan's row."""
         if not self._is_wanted or result.logprobs is None:
             return
         sampling = self._request.sampling
@@ -57,12 +53,10 @@ class SequenceLogprobs:
             self._of_prompt += zip(prompt_ids[begin:end], known, strict=True)
 
     def of_ids(self, count: int) -> tuple[TokenLogprob, ...]:
-        """Return the values of the first `count` ids of the round, which the cut kept."""
         known, self._of_round = self._of_round, ()
         return known[:count]
 
     def of_prompt(self) -> tuple[PromptToken, ...]:
-        """Return the values of the prompt, once."""
         if self._is_prompt_out:
             return ()
         known, self._of_prompt, self._is_prompt_out = tuple(self._of_prompt), [], True

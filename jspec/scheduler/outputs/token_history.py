@@ -1,8 +1,8 @@
 """Text and counters of a sequence, made on the reader's side from what the scheduler committed.
 
-The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if it does.
-Their text is made when they are read, on the reader's thread, so that no step waits for text. Only
-rows that may end by their text, in a way that ids do not show, get their text during the turn.
+A piece has the ids after the cut, and why the sequence ends, if it does. Its text is made on the
+reader's thread, so that no step waits for it, unless the row may end by its text in a way that ids
+do not show.
 """
 
 from __future__ import annotations
@@ -65,20 +65,14 @@ class Piece(NamedTuple):
         *,
         num_proposed: int | None,
     ) -> list[Piece]:
-        """Make pieces of rows that go on with the first counts[i] of ids[i].
-
-        A step makes one for each row before the next step is planned, so there is no Python loop.
-        """
+        """Make pieces of rows that go on. It has no Python loop, to plan the next step early."""
         rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
         rows = zip(histories, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
         return list(map(tuple.__new__, repeat(cls), rows))
 
 
 class TokenHistory:
-    """One sequence as its reader knows it; only the reader calls it.
-
-    stream: None if every piece comes with its text.
-    """
+    """One sequence as its reader knows it. stream: None if every piece comes with its text."""
 
     def __init__(
         self, request: Request, draft_shape: SpeculativeConfig, *, stream: TextStream | None
@@ -125,8 +119,7 @@ class Tally:
     """Verification counters of one sequence, or of all. Plain decoding verifies nothing.
 
     Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
-    always a sequence's last) is left out of the two `full_` counters, and so of the acceptance
-    length.
+    always a sequence's last) does not count in the `full_` counters and the acceptance length.
     """
 
     def __init__(self, draft_shape: SpeculativeConfig) -> None:
@@ -155,10 +148,7 @@ class Tally:
     def add_whole(
         self, num_verifications: Ordered[int], *, num_proposed: int | None = None
     ) -> None:
-        """Count num_verifications[n] verifications that emitted n ids each, none of them cut.
-
-        n goes up to M. num_proposed: drafts that each verified, as in `add`.
-        """
+        """Count num_verifications[n] verifications that emitted n ids each, none of them cut."""
         if num_proposed == 0:
             return
         of_each = self._num_drafts if num_proposed is None else num_proposed

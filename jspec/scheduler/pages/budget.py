@@ -106,10 +106,7 @@ def check_batch(
 
 
 def check_request(limits: ServeLimits, request: Request) -> int:
-    """Return max_new_tokens, clipped (`check_prompt`).
-
-    Raises RequestError for a request that can never run here.
-    """
+    """Return max_new_tokens, clipped. Raises RequestError for a request that can never run here."""
     if request.priority and limits.scheduling.priority_order is PriorityOrder.OFF:
         raise RequestError(
             f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
@@ -129,8 +126,7 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:
     """Return max_new_tokens, clipped (`clip_max_new_tokens`).
 
-    Raises RequestError for a prompt that can never run here, because of its length or because no
-    program supports its parameters.
+    Raises RequestError if the length is impossible here or no program supports the parameters.
     """
     if sampling.return_logprob and not limits.programs.logprobs:
         raise RequestError(
@@ -160,10 +156,8 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
     emits one token and needs no scratch; 0 stays 0. As in SGLang, an explicit value beyond the
     context is an error, a default is clipped, and a small pool clips both.
 
-    Raises:
-        RequestError: the prompt is empty, has no space in the context for a token or for
-            max_new_tokens, or is longer than the whole pool. Every other request can run, if
-            necessary alone.
+    Raises RequestError for a prompt that is empty, is longer than the pool, or leaves no space in
+    the context for a token or for max_new_tokens. Every other request can run, at worst alone.
     """
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")

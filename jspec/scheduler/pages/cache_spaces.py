@@ -1,7 +1,6 @@
 """The cache spaces of an engine and the prefix cache over them: what a row gets, keeps, releases.
 
-A row starts with the cached pages of its text, which it shares and never writes: its first write is
-at the first token that it computes, on a page of its own. It caches its pages
+A row starts with the cached pages of its text, which it shares and never writes. It caches its own
 
     during prefill, when the step that completes them is dispatched: any later step may read them,
         because the device runs steps in order
@@ -33,16 +32,11 @@ WORTH_WAITING = 4
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cached prefix of a text.
+    """The cached prefix of a text."""
 
-    path: the nodes of the pages after which a row may start; empty: it starts at 0.
-    num_in_use: pages of the full space among them that rows use, which need no free pages.
-    reached: the last node of the text in the tree; a start there may lack pages of a space.
-    """
-
-    path: Ordered[Node] = ()
-    num_in_use: int = 0
-    reached: Node | None = None
+    path: Ordered[Node] = ()  # nodes after whose pages a row may start
+    num_in_use: int = 0  # pages of the full space that rows use already
+    reached: Node | None = None  # the last node in the tree; it may lack pages
 
     @property
     def num_pages(self) -> int:
@@ -50,11 +44,9 @@ class Hit:
 
 
 class CacheSpaces:
-    """All cache spaces, by id: 0 is the full space, i is that of limits.windows[i - 1].
+    """All cache spaces by id: 0 is the full space, i is that of limits.windows[i - 1].
 
-    Snapshots of states, if there are any, have the id after these.
-
-    Without limits.prefix_cache no pages are cached.
+    Snapshots of states have the last id. Without limits.prefix_cache no pages are cached.
     """
 
     def __init__(self, limits: ServeLimits, *, weight_version: str = DEFAULT_VERSION) -> None:
@@ -113,7 +105,6 @@ class CacheSpaces:
     # Admission.
 
     def find(self, sequence: Sequence) -> Hit:
-        """Return the cached prefix of a sequence as of now."""
         if not self._is_caching:
             return Hit()
         # Keyed by arrival: a later request may reuse the request id.
@@ -126,17 +117,13 @@ class CacheSpaces:
         return Hit(hit.path, self.spaces[0].num_in_use(hit.path), hit.reached)
 
     def may_admit(self, newcomer: Sequence, hit: Hit, running: Ordered[Sequence]) -> bool:
-        """Return whether every space has the pages that `newcomer` must find."""
         num_free, last = self.num_free + hit.num_in_use, newcomer.last_committed
         return policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free) and all(
             space.may_promise(last) for space in self.spaces
         )
 
     def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
-        """Return whether to wait for another row that will soon cache much more of the prefix.
-
-        writers: rows whose prefill is not fully dispatched, including those of the current plan.
-        """
+        """Return whether to wait for a row of `writers` that will soon cache much of the prefix."""
         if not self._is_caching:
             return False
         page_size, namespace = self._limits.pool.page_size, self._namespace(sequence)
@@ -166,7 +153,6 @@ class CacheSpaces:
         return low
 
     def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> list[PageGrant]:
-        """Give a new row its cached pages and those of its own up to index num_pages."""
         sequence = tenancy.sequence
         sequence.weight_version = self._weight_version
         last = sequence.last_committed
@@ -194,7 +180,6 @@ class CacheSpaces:
     # Growth, caching and release.
 
     def grow(self, tenancy: Tenancy, end: int) -> list[PageGrant]:
-        """Grant the pages that a row lacks up to index `end`, in every space."""
         grants, slot = [], tenancy.row.slot
         for i, (space, row) in enumerate(self._rows(tenancy)):
             begin = row.end
@@ -204,17 +189,14 @@ class CacheSpaces:
         return grants
 
     def publish(self, tenancy: Tenancy, *, step: int) -> None:
-        """Cache the pages that a dispatched chunk completes, and release those no longer seen.
-
-        step: the one that is dispatched now.
-        """
+        """Cache the pages that chunk `step` completes, and release those no longer seen."""
         self._publish(tenancy, step=step)
         self._trim(tenancy)
 
     def trim(self, tenancy: Tenancy, *, step: int) -> None:
-        """Release the pages of a row that has emitted which no later query sees.
+        """Release pages that no later query sees, after caching the output so that it can be found.
 
-        Its output is cached first, so that these pages can be found. step: the last one dispatched.
+        step: the last one dispatched.
         """
         length = self._seen_len(tenancy)
         if any(space.num_unseen(row, length) for space, row in self._rows(tenancy)):
@@ -222,17 +204,11 @@ class CacheSpaces:
             self._trim(tenancy)
 
     def keep(self, tenancy: Tenancy, *, step: int) -> None:
-        """Cache what an ending row has committed. It uses its pages until `release`.
-
-        step: the last one dispatched; the committed tokens may depend on all steps up to it.
-        """
+        """Cache an ending row's pages, which it uses until `release`. step: last dispatched."""
         self._publish(tenancy, step=step, is_last=True)
 
     def _publish(self, tenancy: Tenancy, *, step: int, is_last: bool = False) -> None:
-        """Cache the pages that are complete.
-
-        is_last: also those that took the place of cached pages evicted since.
-        """
+        """Cache complete pages; `is_last` also replaces pages that were evicted since."""
         before, known = tenancy.last_cached, tenancy.drafted_len
         if before is None or not self._is_current(tenancy):
             return
@@ -259,7 +235,6 @@ class CacheSpaces:
         return tenancy.drafted_len - self._limits.draft_shape.lag
 
     def release(self, tenancy: Tenancy) -> None:
-        """Release the pages of an ended row."""
         for space, row in self._rows(tenancy):
             space.release(row)
         if self.snapshots is not None:
@@ -319,10 +294,7 @@ class CacheSpaces:
         self._cache.withdraw(step)
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Search and add only pages of the new weights, even if former weights had the same name.
-
-        renames: only the name changes.
-        """
+        """Search and add only pages of the new weights. renames: only the name changes."""
         self._weight_version, self._found = version, None
         self._num_weights += not renames
 
@@ -337,5 +309,4 @@ class CacheSpaces:
         return self._num_weights, sequence.request.extra_key
 
     def _is_current(self, tenancy: Tenancy) -> bool:
-        """Return whether all of its KV is from the current weights."""
         return tenancy.namespace == self._namespace(tenancy.sequence)

@@ -1,8 +1,7 @@
 """One cache space: its pages, the rows that use them, and those cached in the prefix tree.
 
 The full space keeps all tokens of a row. A window space keeps those that a window of `keep` keys
-sees: from position p, the keys p - keep + 1 .. p. There a row needs few pages, however long it
-becomes, and releases a page as soon as
+sees: from position p, the keys p - keep + 1 .. p. There a row releases a page as soon as
 
     its end <= committed length as the host knows it - (keep - 1) - the drafter's lag
 
@@ -16,19 +15,16 @@ before their window is masked.
     chunk 8..15   pages 0 1 2 3    the next query is at 16 and sees 9..16: 0 and 1 are released
     chunk 16..19  pages 2 3 4      the next query is at 20 and sees 13..20: 2 is released
 
-What a row can need of a window is bounded, so it is promised at admission: the most that the row
-will ever have, plus one prefill's chunks for all rows together. A window space never runs short. In
-the full space rows grow while there are free pages, and may have to wait or be retracted.
+A row's need of a window is bounded, so a window space promises it at admission and never runs
+short: the most that the row will ever have, plus one prefill's chunks for all rows together. In the
+full space rows grow while there are free pages, and may have to wait or be retracted.
 
-Several rows may use a page: those whose texts begin alike. A page attached to the prefix tree stays
-when its last row releases it, until it is evicted; an unattached one is free at once. Cached pages
-that no row uses count as free. They are evicted
-
-    first      in a window space: pages that no end of a text, or place where texts diverged, needs.
-               Only a few places of a long text are ever continued
-    then       the others
-    of these   the one released first. A row releases its last page first, so that a page is not
-               evicted before those after it
+Rows whose texts begin alike may share pages. A page attached to the prefix tree stays when its last
+row releases it, until it is evicted; an unattached one is free at once. Cached pages that no row
+uses count as free. In a window space, pages that no end of a text and no place where texts diverged
+needs are evicted first, since only those places are ever continued. Otherwise the one released
+first is evicted. A row releases its last page first, so that no page is evicted before those after
+it.
 """
 
 from __future__ import annotations
@@ -49,12 +45,9 @@ DUMMY_PAGE = 0  # stray writes go there
 
 @dataclass(slots=True)
 class RowPages:
-    """A row's pages in one space, of the indices first, first + 1, ...
+    """A row's pages in one space, of the indices first, first + 1, ..."""
 
-    promised: the most that it has between two plans.
-    """
-
-    promised: int
+    promised: int  # the most that it has between two plans
     first: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -66,7 +59,6 @@ class RowPages:
 class PageSpace:
     """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first.
 
-    index: the space id.
     keep: keys that a query sees; None: all.
     tail: pages before a page end that a row needs to start there (fewer near the beginning).
     on_evict: called with each node that lost its page.
@@ -106,11 +98,10 @@ class PageSpace:
 
     @property
     def num_cached(self) -> int:
-        """Pages attached to the tree, in use or not."""
         return len(self._attached)
 
     def num_leaked(self, rows: Iterable[RowPages]) -> int:
-        """Return the number of uses that no row accounts for; always 0."""
+        """Return the number of uses that no row accounts for: 0 unless there is a bug."""
         return self._num_uses - sum(len(row.pages) for row in rows)
 
     # Pages.
@@ -159,20 +150,15 @@ class PageSpace:
             self._on_evict(node)
 
     def _unused_of(self, page: int) -> OrderedDict[int, None]:
-        """Return the eviction order that a page without users belongs to."""
         return self._unused[self._attached[page][0].sought >> self.index & 1]
 
     # Rows.
 
     def most(self, last: int) -> int:
-        """Return the most pages that a row may have between two plans.
-
-        last: the largest useful L (`budget.last_committed`).
-        """
+        """Return the most pages that a row has between two plans. last: `budget.last_committed`."""
         return budget.pages_at_most(self._limits, last=last, keep=self.keep)
 
     def may_promise(self, last: int) -> bool:
-        """Return whether one more row can be promised what it may ever have."""
         promised = self._promised + self.most(last) + self._of_chunks
         return self.keep is None or promised <= self.num_pages
 
@@ -181,10 +167,9 @@ class PageSpace:
         return sum(self._users[node.records[self.index]] > 0 for node in path)
 
     def admit(self, path: Sequence[Node], *, last: int, end: int) -> RowPages:
-        """Return the pages of a new row that starts after the nodes of `path`.
+        """Return a new row's pages: cached ones of `path` that its first query sees, and new ones.
 
-        It uses the cached pages that its first query sees. If the space keeps all tokens it also
-        gets all pages up to index `end`, otherwise it gets them chunk by chunk.
+        A space that keeps all tokens adds all pages up to index `end`, a window adds none yet.
         """
         row = RowPages(self.most(last))
         self._promised += row.promised
@@ -217,7 +202,6 @@ class PageSpace:
         return min(max(end - row.first, 0), len(row.pages))
 
     def trim(self, row: RowPages, length: int) -> None:
-        """Release the pages that no query from `length` on can see."""
         unseen = self.num_unseen(row, length)
         for page in row.pages[:unseen]:
             self.drop(page)
@@ -230,7 +214,6 @@ class PageSpace:
             )
 
     def release(self, row: RowPages) -> None:
-        """Release all pages of a row that ended, the last one first."""
         for page in reversed(row.pages):
             self.drop(page)
         row.pages.clear()
@@ -250,8 +233,7 @@ class PageSpace:
     def publish(self, row: RowPages, last: Node, *, since: int, writer: int) -> None:
         """Attach the row's pages to the nodes up to `last`, from depth `since` + 1 on.
 
-        A node keeps the page that another row uses. A page that no row uses is replaced, so that
-        what is evicted next is what was used least recently.
+        A node's page is replaced if no row uses it, so that eviction follows the last use.
         writer: the first step that may read the pages.
         """
         for node in islice(last.path(), max(last.depth - max(since, row.first), 0)):
@@ -269,7 +251,7 @@ class PageSpace:
             self.version += 1
 
     def seek(self, node: Node) -> None:
-        """Note that a text ended or diverged here: what a start here needs is evicted later.
+        """Note that a text ended or diverged here: evict what a start here needs later.
 
         If all tokens are kept, all pages are needed, and only the order of release counts.
         """

@@ -111,7 +111,6 @@ class PrefixCache:
 
     @property
     def version(self) -> int:
-        """Changes whenever a node gains or loses a record."""
         return sum(space.version for space in self._spaces)
 
     def num_full(self, num_known: int) -> int:
@@ -156,7 +155,6 @@ class PrefixCache:
         return node
 
     def seek(self, node: Node) -> None:
-        """Note that a text ended or diverged after this node."""
         for space in self._spaces:
             space.seek(node)
 
@@ -165,7 +163,6 @@ class PrefixCache:
             space.forget(node)
 
     def withdraw(self, step: int) -> None:
-        """Drop all records written by that step or later."""
         for space in self._spaces:
             space.withdraw(step)
 

@@ -1,8 +1,7 @@
 """Groups of decode rows that start with the same pages, whose keys are then read once.
 
-Rows admitted after the same cached pages start with these pages. The groups are chosen to minimize
-reads: rows may share a short prefix with many rows or a longer one with few. They change only when
-rows come and go.
+The groups are chosen to minimize reads: rows may share a short prefix with many rows or a longer
+one with few. They change only when rows come and go.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ Group = tuple[int, int, int]  # rows [begin, end) of those given, and how many p
 
 
 def common_length(first: Pages, second: Pages) -> int:
-    """Return the length of the common prefix; binary search."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -41,8 +39,7 @@ def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
     Out: [(0, 2, 3)]: saves 3 pages, where all of page 1 in packs of two, (0, 3, 1), would save 1
 
     Works bottom up over the tree of texts: at each branching, either all rows below read their
-    common prefix together, or the rows of each branch read their longer one. Rows in no group share
-    nothing.
+    common prefix together, or the rows of each branch read their longer one.
     """
     common = [common_length(a, b) for a, b in pairwise(tables)]
     # pages, begin, saved, groups
@@ -96,10 +93,7 @@ class PrefixSharing:
                 self._keys[slots] = pages * self._page_size // unit * unit
 
     def among(self, slots: Ints) -> Shared:
-        """Return (prefix that each row of a decode shares, number of keys not read again).
-
-        Empty if too little is shared. `slots` must not change afterwards.
-        """
+        """Return (each row's shared prefix, keys saved). Keep `slots` unchanged afterwards."""
         if self._found is None or self._found[0] is not slots:
             self._found = slots, self._among(slots)
         return self._found[1]

@@ -1,9 +1,8 @@
 """Snapshots of rows' recurrent states at page ends, for rows whose texts begin alike.
 
-A layer with a recurrent state keeps one state a row, not a record a token. A row can start after
-cached pages only where the state at their end was copied to a snapshot slot. Copies are part of a
-prefill: it first restores the states of admitted rows, then runs, then saves states. So a state is
-saved only where a chunk ends, and chunks are cut to end
+A row can start after cached pages only where the state at their end was copied to a snapshot slot.
+A prefill first restores the states of admitted rows, then runs, then saves states. So chunks are
+cut to end
 
     at the last page end of the prompt after which a text that begins alike could start
     otherwise at the last multiple of the stride that the chunk reaches
@@ -14,9 +13,9 @@ saved only where a chunk ends, and chunks are cut to end
     chunk 28..29           samples the first token
 
 A state is saved when its step is planned and can be found once the pages before it are in the tree.
-Slots are reused in this order: first those that no end of a text, or place where texts diverged,
-needs; of these, the one saved or restored least recently. Steps run in the order of their dispatch,
-so a slot may be reused while a step that restores it is in flight.
+Slots that no end of a text and no place where texts diverged needs are reused first, then the one
+saved or restored least recently. Steps run in the order of their dispatch, so a slot may be reused
+while a step that restores it is in flight.
 """
 
 from __future__ import annotations
@@ -45,34 +44,28 @@ class SnapshotSpace:
         return len(self._attached)
 
     def num_leaked(self, num_pending: int) -> int:
-        """Return the slots that are neither free nor in the tree nor pending; always 0."""
+        """Return the slots neither free nor in the tree nor pending: 0 unless there is a bug."""
         return self.num_snapshots - len(self._free) - len(self._attached) - num_pending
 
     # Rows.
 
     def chunk_end(self, start: int, end: int, *, last: int) -> int:
-        """Return where a chunk from `start` ends that could reach `end`.
-
-        last: the last page end of the prompt that may be found.
-        """
+        """Return where a chunk that could reach `end` ends. last: last page end to be found."""
         if start < last <= end:
             return last
         at_stride = end // self._stride * self._stride
         return at_stride if start < at_stride < last else end
 
     def saves_at(self, end: int, *, last: int) -> bool:
-        """Return whether the state after a chunk that ends at `end` is saved."""
         return 0 < end <= last and (end == last or end % self._stride == 0)
 
     def allocate(self) -> int | None:
-        """Return a slot to save a state in, or None if all are pending."""
         if not self._free and self._attached:
             others = (s for s, (node, _) in self._attached.items() if not self._is_sought(node))
             self._detach(next(others, next(iter(self._attached))))
         return self._free.pop() if self._free else None
 
     def restore(self, node: Node) -> int:
-        """Return the slot of a node's snapshot, for a row that starts after it."""
         snapshot = node.records[self.index]
         if not snapshot:
             raise InvariantError(f"a row starts after {node.depth} pages; expected a snapshot")
@@ -80,7 +73,6 @@ class SnapshotSpace:
         return snapshot
 
     def free(self, snapshot: int) -> None:
-        """Free a slot that was allocated and not attached."""
         self._free.append(snapshot)
 
     def publish(self, snapshot: int, node: Node, *, writer: int) -> None:

@@ -70,10 +70,7 @@ class Acceptance:
         return 0.5 ** (self.idle / HALF_HOPE)
 
     def see(self, counts: Sequence[int]) -> None:
-        """Count a decode step: counts[i] verifications accepted i of len(counts) - 1 drafts.
-
-        Empty if the step verified nothing.
-        """
+        """Count a decode step: counts[i] verifications accepted i of len(counts) - 1 drafts."""
         aged, left = 0.5 ** (self.idle / HALF_STEPS), sum(counts)
         self.idle += 1
         for depth, rejected in enumerate(counts[:-1]):
@@ -113,7 +110,7 @@ class AdaptiveShapes:
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
         """Return the tokens a row that a step of this shape emits, for a tree at least its chain's.
 
-        hope: number of further verifications that are assumed to have accepted each draft
+        hope: further verifications that are assumed to have accepted each draft
         """
         within = (topk for topk in self._accepted if topk <= shape.topk)
         return max(self._emitted(topk, shape.num_steps, hope=hope) for topk in within)
@@ -177,11 +174,7 @@ class AdaptiveShapes:
         return max(measured + shift, measured / 2)
 
     def _hoped_cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """Return an optimistic cost.
-
-        A rise of the shared correction since the shape last ran may not apply to it, so it is
-        removed.
-        """
+        """Return an optimistic cost: without rises of the shared correction since its last run."""
         risen = self._shift.get(place, 0.0) - self._seen_shift.get((place, shape), 0.0)
         cost = self._cost(place, shape) * (
             1 - HOPED_COST / (1 + self._num_seen.get((place, shape), 0))
@@ -202,9 +195,9 @@ class AdaptiveShapes:
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """Implement ShapeChooser.timed.
 
-        Some steps do not correct costs: those after another program, whose times are off, those
-        that wait for the host, and those that give the drafter more than their own tokens. The cost
-        of a change of shape is taken from the savings for probes.
+        Costs are not corrected by steps after another program, whose times are off, by those that
+        wait for the host, or by those that give the drafter more than their own tokens. The cost of
+        a change of shape is taken from the savings for probes.
         """
         before, self._ran = self._ran, None
         if plan.is_prefill:

@@ -1,7 +1,6 @@
 """The interface by which the scheduler chooses the draft shape of a decode step.
 
-The text does not depend on the choice: a shape determines only how much is drafted and verified in
-one step.
+The text does not depend on the choice, only how much is drafted and verified in one step.
 """
 
 from __future__ import annotations
@@ -22,21 +21,17 @@ StepCosts = Callable[[int, StepOptions], Mapping[SpeculativeConfig, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTotals:
-    """Expected and actual totals of the decodes read.
-
-    Tokens are of all rows; seconds are of the steps that correct a cost.
-    """
+    """Expected and actual totals of the decodes read, tokens over all rows."""
 
     num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
     expected_tokens: float = 0.0
     emitted_tokens: int = 0
     expected_seconds: float = 0.0
-    measured_seconds: float = 0.0
+    measured_seconds: float = 0.0  # of the steps that correct a cost
     num_changes: int = 0  # of the preferred shape
     num_probes: int = 0  # steps of other shapes
 
     def steps_now(self, draft_shape: SpeculativeConfig) -> int:
-        """Return S of the current shape, or spec's if shapes are fixed."""
         return draft_shape.num_steps if self.num_steps is None else self.num_steps
 
     def plus(self, *, num_steps: int, **more: float) -> ShapeTotals:
@@ -69,8 +64,6 @@ class ShapeChooser(Protocol):
 
 
 class FixedShape:
-    """Always chooses the engine's own shape."""
-
     def __init__(self, shape: SpeculativeConfig) -> None:
         self._shape = shape
 
@@ -90,10 +83,9 @@ class FixedShape:
 
 
 def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
-    """Call chooser.read for a decode, without the rows that have speculation off.
+    """Call chooser.read for a decode, without rows that have speculation off.
 
-    Those show nothing of what drafts are worth; without other rows, `read` is not called.
-    drafts: bool per row, whether its drafts may be accepted.
+    Those do not show what drafts are worth; without other rows, `read` is not called.
     """
     if not drafts.all():
         plan = replace(

@@ -1,7 +1,4 @@
-"""Anthropic's POST /v1/messages: JSON in, an equivalent chat out.
-
-Source: https://docs.anthropic.com/en/api/messages.
-"""
+"""Anthropic's POST /v1/messages (docs.anthropic.com/en/api/messages): JSON in, a chat out."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ _OTHER_NAMES = (
 def parse_message(
     body: object, defaults: Mapping[str, Any] = NO_DEFAULTS, *, needs_length: bool = True
 ) -> ChatCall:
-    """Parse a body. Raises RequestError naming the field, its value and what was expected.
-
-    needs_length: max_tokens is required, as it is by Anthropic for all but count_tokens.
-    """
+    """Parse a body. Raises RequestError. needs_length: max_tokens is required."""
     values = read_body(body, read=MESSAGE_FIELDS, neutral=NEUTRAL_MESSAGE, hints=MESSAGE_HINTS)
     if needs_length and values.get("max_tokens") is None:
         raise RequestError("max_tokens is missing; expected the most tokens of the answer")
@@ -176,8 +170,10 @@ def _answer(blocks: Sequence[object], where: str) -> dict[str, Any]:
 
 
 def _text(content: object, where: str, *, first: int = 0) -> str:
-    """Join text blocks. first: index of the first one in an error. cache_control has no effect:
-    all prompts are cached."""
+    """Join text blocks. first: index of the first one in an error.
+
+    cache_control has no effect: all prompts are cached.
+    """
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, list):
@@ -215,7 +211,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _choice(choice: object) -> tuple[object, bool | None]:
-    """Return a chat's tool_choice and parallel_tool_calls."""
     if choice is None:
         return None, None
     fields = as_object(choice, "tool_choice")

@@ -50,8 +50,6 @@ MOST_CHARS_A_TOKEN = 8  # on average, over a whole context
 
 
 class ControlEndpoints:
-    """One method per endpoint."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
         self._tokenizer_info: dict[str, Any] | None = None
@@ -143,8 +141,10 @@ class ControlEndpoints:
     async def _in_turn(
         self, request: Request, make: Callable[[], Response], *, size: int
     ) -> Response:
-        """Return make(), in a single dedicated thread if it takes long, so that the shared threads
-        stay free to read bodies. A disconnect of the client ends the wait."""
+        """Return make(), in a dedicated thread if it takes long; shared ones must read bodies.
+
+        A disconnect of the client ends the wait.
+        """
         if size <= INLINE_CHARS:
             return make()
 

@@ -38,8 +38,10 @@ class MetricKind(enum.Enum):
 
 
 class Histogram:
-    """Counts of values by bucket; prometheus_client's takes a lock and 2 us per value. bounds:
-    ascending upper bounds; larger values have their own bucket."""
+    """Counts of values by bucket. prometheus_client's takes a lock and 2 us per value.
+
+    bounds: ascending upper bounds; larger values have their own bucket.
+    """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -47,7 +49,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, *, count: int = 1) -> None:
-        """Count a value `count` times, in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -58,8 +59,6 @@ class Histogram:
 
 
 class Observed:
-    """Values recorded where answers are written, per token or per request."""
-
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BUCKETS)
         self.itl = Histogram(ITL_BUCKETS)
@@ -73,12 +72,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Input of a scrape. gen_throughput: output tokens per second of the last window."""
-
     stats: SchedulerStats
     limits: ServeLimits
     observed: Observed
-    gen_throughput: float
+    gen_throughput: float  # output tokens per second of the last window
 
 
 Value = float | Histogram | Mapping[str, float]
@@ -86,17 +83,13 @@ Value = float | Histogram | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """One value and its metric names, counters without their _total.
-
-    label: the label whose values are the keys of a mapping.
-    read: reads the value at a scrape.
-    """
+    """One value and its metric names, counters without their _total."""
 
     names: tuple[str, ...]
     kind: MetricKind
     text: str
     read: Callable[[Snapshot], Value]
-    label: str = ""
+    label: str = ""  # label of the keys of a mapping that `read` returns
 
     @property
     def exposed(self) -> tuple[str, ...]:
@@ -367,7 +360,6 @@ METRICS: tuple[MetricRow, ...] = (*GAUGES, *COUNTERS, *HISTOGRAMS)
 
 
 def metrics_table() -> str:
-    """Return the tables of docs/metrics.md."""
     lines: list[str] = []
     for kind in MetricKind:
         lines += [f"### {kind.value.capitalize()}s", "", "| names | meaning |", "|---|---|"]

@@ -1,7 +1,6 @@
-"""Prometheus metrics at a scrape, and the rates of the decode log.
+"""Prometheus metrics at a scrape, and the rates of the decode log. It knows no HTTP.
 
-Counts and gauges are read from the scheduler's statistics at a scrape; only latencies are recorded
-here, from passing chunks. It knows no HTTP.
+Counts and gauges are read from the scheduler's statistics; only latencies are recorded here.
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of the last window, as in SGLang's log. gen_throughput: output tokens per second.
+    """Rates of the last window, as in SGLang's log."""
 
-    has_tokens, has_verifications: False if the window has none; the rates are then meaningless.
-    """
-
-    gen_throughput: float = 0.0
+    gen_throughput: float = 0.0  # output tokens per second
     acceptance_length: float = 0.0
     accept_rate: float = 0.0
-    has_tokens: bool = False
-    has_verifications: bool = False
+    has_tokens: bool = False  # False: the rates are meaningless
+    has_verifications: bool = False  # False: acceptance is meaningless
 
 
 class RateMeter:
@@ -47,7 +43,6 @@ class RateMeter:
         self._samples: deque[tuple[float, SchedulerStats]] = deque(maxlen=MAX_SAMPLES)
 
     def sample(self, stats: SchedulerStats) -> None:
-        """Record `stats`; call it about once a second."""
         now = self._clock()
         if self._samples and _is_idle(self._samples[-1][1], stats):
             self._samples.clear()  # start the window with the work
@@ -78,8 +73,10 @@ class RateMeter:
     def seconds_until_left(
         self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
     ) -> float:
-        """Estimate the seconds until that many sequences have ended, minus `less`, clipped to
-        1..60. A window in which none ended counts as one ended."""
+        """Estimate the seconds until that many sequences have ended, minus `less`, within 1..60.
+
+        A window in which none ended counts as one ended.
+        """
         if not self._samples:
             return MIN_RETRY_SECONDS
         began, then = self._samples[0]
@@ -114,14 +111,10 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """Return the exposition text, version 0.0.4."""
         return generate_latest(self._registry)
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
-        """Record the latencies of a chunk that `completion` does not have yet.
-
-        An interval between chunks counts once per token in it.
-        """
+        """Record the latencies of a new chunk; an interval counts once per token of the chunk."""
         observed, now = self._observed, time.monotonic()
         first, last = completion.first_token, completion.last_token
         if chunk.new_ids:
@@ -143,7 +136,6 @@ class ServerMetrics(Collector):
                 observed.tpot.observe((last - first) / (num_ids - 1))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; the registry calls it at a scrape."""
         stats = self._read_stats()
         snapshot = Snapshot(
             stats=stats,

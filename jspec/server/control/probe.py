@@ -14,10 +14,9 @@ POLL_SECONDS = 0.02
 
 
 async def makes_progress(engine: Engine) -> bool:
-    """Return True if the engine makes progress: on running requests, else on one token of its own.
+    """Return True if running requests, else one token of its own, make progress.
 
-    A busy engine gets no probe request, which would queue after all others: any step that ends
-    within PROBE_SECONDS counts, also one of a prompt that emits nothing yet.
+    A busy engine gets no probe, which would queue: any step within PROBE_SECONDS counts.
     """
     try:
         async with asyncio.timeout(PROBE_SECONDS):

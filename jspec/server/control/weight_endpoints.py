@@ -50,8 +50,6 @@ PICKLES = (
 
 
 class WeightEndpoints:
-    """One method per endpoint."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
 

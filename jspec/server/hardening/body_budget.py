@@ -1,8 +1,7 @@
 """A bound on the bytes of all bodies that have not come whole.
 
-Each body is bounded by --max-request-bytes and --request-timeout. Without a bound on their sum, a
-few clients that stop before the last byte hold as much memory as they like. The oldest body makes
-room for a new one: a client that sends slowly loses, and others are never refused on its behalf.
+Without it a few clients that stop before the last byte take as much memory as they like. The oldest
+body makes room for a new one: a client that sends slowly loses.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ NUM_BODIES = 8  # of the maximum size
 
 @dataclass(eq=False, slots=True)
 class UnfinishedBody:
-    """The body of one request. limit: the time limit of its reader, which a refusal ends."""
-
-    limit: asyncio.Timeout
+    limit: asyncio.Timeout  # of its reader, which a refusal ends
     num_bytes: int = 0
     is_refused: bool = False
 

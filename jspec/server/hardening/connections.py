@@ -1,7 +1,6 @@
 """Bounds on connections: uvicorn's protocol with timeouts and a maximum number.
 
-uvicorn waits without limit for the first byte or the rest of a request's head, and for a client
-that does not read its answer.
+uvicorn itself waits without limit for a request's head and for a client that reads nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ def most_connections(most_files: int | None = None) -> int:
 
 
 class Handshakes:
-    """Accepted connections with unfinished TLS handshakes, oldest first. Together with finished
-    ones they are at most max_connections; the oldest makes room."""
+    """Accepted connections with unfinished TLS handshakes; the oldest makes room.
+
+    Together with finished ones they are at most max_connections.
+    """
 
     def __init__(self, max_connections: int) -> None:
         self.num_made = 0
@@ -74,15 +75,13 @@ class Handshakes:
         self._open[connection.fileno()] = weakref.ref(connection)
 
     def end(self, number: int) -> None:
-        """Remove the connection of this file descriptor: its handshake is finished."""
         self._open.pop(number, None)
 
 
 class Listener(socket.socket):
-    """A socket that queues more connections than the backlog, which asyncio also uses as its number
-    of accepts per turn. handshakes: informed of each accept."""
+    """A socket that queues more connections than asyncio accepts per turn (its `backlog`)."""
 
-    handshakes: Handshakes | None = None
+    handshakes: Handshakes | None = None  # informed of each accept
 
     def listen(self, backlog: int = MAX_WAITING) -> None:
         super().listen(max(backlog, MAX_WAITING))
@@ -107,16 +106,14 @@ def _is_half_sent(connection: H11Protocol) -> bool:
 
 
 class ChunkCounter(h11.Connection):
-    """h11's connection that refuses a body of very many tiny chunks, each of which costs 5 us or
-    more, and one whose length is given twice, of which a proxy may have believed the other."""
+    """An h11 connection that refuses many tiny chunks, and two lengths for one body."""
 
     def __init__(self, role: type[h11.SERVER]) -> None:
         super().__init__(role)
         self._num_chunks = self._num_bytes = 0  # of the request's body
 
     def next_event(self) -> Any:
-        """Return the next event. Raises RemoteProtocolError for such a body, which uvicorn answers
-        by a 400 and the end of the connection."""
+        """Return the next event. Raises RemoteProtocolError, to which uvicorn answers 400."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
@@ -139,8 +136,6 @@ class ChunkCounter(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection with the time limit and the maximum number of `bounded_protocol`."""
-
     head_seconds: float
     max_connections: int
     handshakes: Handshakes
@@ -168,8 +163,10 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for a head or a body; False if none waits.
-        With heads alone, new connections, not read yet, would evict each other."""
+        """Close the connection that waited longest for a head or a body; False if none waits.
+
+        With heads alone, new connections, not read yet, would evict each other.
+        """
         waiting = [
             each
             for each in self.connections
@@ -208,7 +205,6 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Close now if no request runs, else after its answer."""
         refuse_half_sent([self])
         super().shutdown()
 
@@ -228,8 +224,10 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def _look(self) -> None:
-        """Close the connection if its client has read nothing since the last check. No data is
-        added while writing is paused or closing, so any read makes the count smaller."""
+        """Close the connection if its client has read nothing since the last check.
+
+        Nothing is added while writing is paused or closing, so any read lowers the count.
+        """
         is_held = self.flow.write_paused or self.transport.is_closing()
         num_unsent = self._count_unsent() if is_held else 0
         if 0 < self._num_unsent <= num_unsent:
@@ -244,8 +242,7 @@ class BoundedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.head_seconds, self._look)
 
     def _count_unsent(self) -> int:
-        """Return the bytes that the client has not read: the transport's and, on Linux, the
-        system's.
+        """Return the bytes that the client has not read: in the transport and, on Linux, kernel.
 
         Linux takes more from a process only when a third of its buffer is free, and that buffer
         grows to 4 MiB: a slow client would seem to read nothing for long.
@@ -261,13 +258,7 @@ class BoundedProtocol(H11Protocol):
 def bounded_protocol(
     *, head_seconds: float, max_connections: int, handshakes: Handshakes | None = None
 ) -> type[BoundedProtocol]:
-    """Make uvicorn's protocol class with limits.
-
-    head_seconds: for the whole head of a request, from the connection's start or the first byte
-    after the previous answer; also for a client that reads nothing of its answer.
-    max_connections: more are closed.
-    handshakes: of the server's listener.
-    """
+    """Make uvicorn's protocol class with limits; head_seconds also limits an unread answer."""
     own: dict[str, Any] = {"head_seconds": head_seconds, "max_connections": max_connections}
     own["handshakes"] = handshakes or Handshakes(max_connections)
     return type("BoundedProtocol", (BoundedProtocol,), {**own, "places": itertools.count()})

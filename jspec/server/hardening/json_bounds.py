@@ -1,9 +1,8 @@
 """Bounds on the structure of a JSON text, checked before parsing.
 
 json.loads holds Python's lock, and its result takes up to 20 times the text's length in memory: a
-body of a few megabytes can stop every stream for a second. Strings are cheap, up to the length of a
-body; lists, objects and their members are not. They are counted here outside of strings, piece by
-piece, so that other threads run in between.
+body of a few megabytes can stop every stream for a second. So lists, objects and their members are
+counted first, outside of strings, piece by piece, so that other threads run in between.
 """
 
 from __future__ import annotations

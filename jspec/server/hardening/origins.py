@@ -2,7 +2,7 @@
 
 A browser sends requests to this machine on behalf of any open page. Requests that change state,
 start work or tell about the machine are accepted only from the server's own pages and from allowed
-origins. Clients other than browsers send no Origin and are not affected.
+origins. Other clients send no Origin and are not affected.
 """
 
 from __future__ import annotations

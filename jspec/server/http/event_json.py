@@ -1,8 +1,7 @@
 """One sequence's events as JSON, escaping each character once.
 
-A cumulative stream repeats all earlier output; encoding it again in each event would cost the whole
-answer at every step. Here encoded bytes are kept and copied. The bytes equal those of
-`encode_event` for the same object.
+A cumulative stream repeats all earlier output, whose encoded bytes are kept and copied. The bytes
+equal those of `encode_event` for the same object.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ def encode_event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventJson:
-    """The events of one sequence.
+    """The events of one sequence, such as {"text": "ab", "output_ids": [1, 2], "meta_info": {...}}.
 
     keeps_all: events are cumulative, else only new output.
     index: of the sequence in its call, if there are several.
-
-    {"index": 0, "text": "ab", "output_ids": [1, 2], "meta_info": {...}}
     """
 
     def __init__(self, completion: Completion, *, keeps_all: bool, index: int | None) -> None:

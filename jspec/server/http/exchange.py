@@ -1,8 +1,7 @@
 """HTTP plumbing: bounded JSON bodies, errors, the bearer check, and disconnects.
 
-It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...),
-and the same inside `error`, where OpenAI's own clients look; an endpoint of another API sets its
-own as `request.state.error_body`.
+An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...), and the same inside
+`error`, where OpenAI's own clients look. `request.state.error_body` is another API's shape.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class LongBodyError(HTTPException):
 class EarlyResponse(JSONResponse):
     """A whole answer, and then the rest of the body is read and discarded, within bounds.
 
-    Closing a connection with unread bytes resets it, and a client that sends everything before it
-    reads might never see the answer.
+    Closing a connection with unread bytes resets it: the client might never see the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +112,6 @@ def error_response(
 
 
 def status_of(error: JspecError) -> int:
-    """Return the HTTP status of an expected error; 5xx unless the request is at fault."""
     if isinstance(error, QueueFullError | EngineClosedError):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, RequestError):
@@ -123,7 +120,6 @@ def status_of(error: JspecError) -> int:
 
 
 def code_of(error: JspecError) -> str | None:
-    """Return OpenAI's code of an error that clients tell apart by it."""
     return "context_length_exceeded" if isinstance(error, ContextLengthError) else None
 
 
@@ -218,13 +214,11 @@ async def read_call(
 ) -> T:
     """Return parse(JSON of the body). or_empty: an empty body is an empty object.
 
-    A long body is parsed in a thread, so that other requests proceed.
-
-    Unknown fields are ignored (jspec.messages.unknown_fields), or refused if --strict-requests.
+    A long body is parsed in a thread, so that other requests proceed. Unknown fields are ignored
+    (jspec.messages.unknown_fields), or refused if --strict-requests.
 
     Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: those of
-    `read_bytes`, and 415 for types that a browser sends to other sites without
-    preflight (text/plain, a form).
+    `read_bytes`, and 415 for types that a browser sends to other sites without preflight.
     """
     body = await read_bytes(request, args)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -257,8 +251,9 @@ def _loaded(body: bytes) -> object:
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:
-    """Return the body. Raises HTTPException: 413 if it is too long, 408 if it comes too slowly, 503
-    if it made room for others.
+    """Return the body.
+
+    Raises HTTPException: 413 too long, 408 too slow, 503 if it made room for others.
     """
     budget: BodyBudget = request.app.state.body_budget
     limit = asyncio.timeout(args.request_timeout)
@@ -303,8 +298,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must
-    have been read: the next message of `receive` is then the disconnect."""
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects.
+
+    The body must have been read: the next message of `receive` is then the disconnect.
+    """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnection(receive))
     try:
@@ -326,7 +323,7 @@ async def _disconnection(receive: Receive) -> None:
 class BearerAuth:
     """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY` or `X-API-Key: KEY`.
 
-    The paths and the two headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
+    Paths and headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:

@@ -27,7 +27,6 @@ MAX_PROMPTS = 65_536  # the queue's limit is lower
 
 
 def as_object(body: object, where: str) -> JsonObject:
-    """Return `body` as a JSON object. Raises RequestError."""
     if not isinstance(body, dict):
         raise RequestError(f"{where} is {shown_json(body)}; expected a JSON object")
     return body
@@ -36,10 +35,7 @@ def as_object(body: object, where: str) -> JsonObject:
 def check_fields(
     where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> None:
-    """Raise RequestError for a field that is not implemented, or unknown and not ignored.
-
-    hints: suggestions for names of other APIs, or of other places.
-    """
+    """Raise RequestError for a field that is not implemented, or unknown and not ignored."""
     for name, value in body.items():
         if name in read or (name in neutral and _is_neutral(value, neutral[name])):
             continue
@@ -67,7 +63,6 @@ def _near(name: str, *, read: frozenset[str], neutral: Neutral, hints: Hints) ->
 def read_body(
     body: object, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> dict[str, Any]:
-    """Return the fields to read of a request's body. Raises RequestError."""
     return without_neutral(BODY, as_object(body, BODY), read=read, neutral=neutral, hints=hints)
 
 
@@ -93,7 +88,6 @@ def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
 
 
 def get_bool(body: JsonObject, name: str, *, default: bool = False) -> bool:
-    """Return a boolean; `default` if absent or null. Raises RequestError."""
     value = body.get(name)
     if value is None:
         return default
@@ -140,15 +134,13 @@ def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
 
 
 def check_list(name: str, value: object) -> list[Any]:
-    """Return a list of token ids; the engine checks each."""
     if not isinstance(value, list):
         raise RequestError(f"{name} is {shown_json(value)}; expected a list of token ids")
     return value
 
 
 def get_extra_key(body: JsonObject) -> str | None:
-    """Return the key that isolates the call's cached prefixes: SGLang's extra_key or vLLM's
-    cache_salt. Raises RequestError, also if the two differ."""
+    """Return the cache key: SGLang's extra_key or vLLM's cache_salt. Raises RequestError."""
     given = {name: body[name] for name in EXTRA_KEYS if body.get(name) is not None}
     for name, value in given.items():
         num_chars = len(check_text(name, value))

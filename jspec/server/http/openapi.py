@@ -289,7 +289,6 @@ def _other_bodies() -> dict[str, Schema]:
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes."""
     of_path, paths = bodies(), dict[str, dict[str, Any]]()
     for route in routes:
         if not isinstance(route, Route):

@@ -71,10 +71,7 @@ async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int
 async def grown(
     sources: Sequence[ChunkSource], completions: Sequence[Completion], observe: Observe
 ) -> AsyncGenerator[list[int]]:
-    """Add new chunks to their completions; yield the indexes of those that grew.
-
-    observe: called with each chunk before it is added.
-    """
+    """Add new chunks to their completions; yield the indexes of those that grew."""
     async with aclosing(merge(sources)) as batches:
         async for chunks in batches:
             for index, chunk in chunks:
@@ -84,7 +81,6 @@ async def grown(
 
 
 async def close_all(sources: Sequence[ChunkSource]) -> None:
-    """Close all sources, which aborts unfinished requests."""
     for source in sources:
         await source.aclose()
 
@@ -106,9 +102,9 @@ async def events_of(
 ) -> AsyncGenerator[bytes]:
     """Yield an event per chunk, or per `interval` ids; always the last one of a sequence.
 
-    Chunks that came while a slow client read become one event per sequence, so reading bounds the
-    work. `event` may return None to send nothing; `last` is sent when all are finished. An error
-    after the start of the answer becomes the event `failure`. The caller closes the sources.
+    Chunks that came while a slow client read become one event per sequence. `event` may return
+    None to send nothing; `last` is sent when all are finished. An error after the start of the
+    answer becomes the event `failure`. The caller closes the sources.
     """
     try:
         async with aclosing(grown(sources, completions, observe)) as growth:
@@ -130,9 +126,8 @@ async def events_of(
 class EventStream(Response):
     """Sends `events`, awaits `close`, then sends `done`; `close` is awaited at the end in any case.
 
-    A client that has read `done` may reuse this call's ids at once. So `close` runs before it,
-    and its second run must not touch what came after. After the start of an answer its status can
-    no longer report errors.
+    A client that has read `done` may reuse this call's ids, so a second `close` must not touch what
+    came after. After the start of an answer its status can no longer report errors.
     """
 
     media_type = "text/event-stream"

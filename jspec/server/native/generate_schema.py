@@ -126,24 +126,17 @@ GENERATE_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """A checked POST /generate.
-
-    is_list: the answer is a list (n > 1 also makes it one).
-    group: id of the whole call, if the client gave one id for a list.
-    model: the name that the client used, if any.
-    """
-
     prompts: tuple[Prompt, ...]
-    is_list: bool
+    is_list: bool  # the answer is a list, as also with n > 1
     stream: bool
     return_spec_tokens: bool
     return_text_in_logprobs: bool
-    group: str | None = None
-    model: str | None = None
+    group: str | None = None  # id of the whole call, if one was given for a list
+    model: str | None = None  # the name that the client used, if any
 
 
 def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
-    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError."""
     values = read_body(body, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS)
     sources, is_list = _sources(values)
     sampling = _sampling(
@@ -270,9 +263,7 @@ def _rids(values: JsonObject, num_prompts: int, *, is_list: bool) -> list[str | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortCall:
-    """A checked POST /abort_request; rid None means all requests."""
-
-    rid: str | None
+    rid: str | None  # None: all requests
 
 
 def parse_abort(body: object) -> AbortCall:

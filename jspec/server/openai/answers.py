@@ -13,15 +13,13 @@ from jspec.server.openai.openai_logprobs import Texts, chat_logprobs, completion
 
 
 class AnswerShape(Protocol):
-    """The part of an answer that differs between completions and chats. prefix: of answer ids."""
+    """The part of an answer that differs between completions and chats."""
 
-    prefix: str
+    prefix: str  # of answer ids
     object_name: str
     stream_object_name: str
 
-    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """Return one element of `choices`."""
-        ...
+    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]: ...
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
@@ -32,8 +30,10 @@ class AnswerShape(Protocol):
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """Return one element of an event's `choices`: the new output of a sequence. None while no
-        output is certain. is_first: the sequence's first delta, with the role."""
+        """Return the new output of a sequence for an event's `choices`; None while it is uncertain.
+
+        is_first: the sequence's first delta, with the role.
+        """
         ...
 
     def reasoning(self, index: int) -> Sequence[str]:
@@ -42,8 +42,6 @@ class AnswerShape(Protocol):
 
 
 class TextShape:
-    """Answers of /v1/completions."""
-
     prefix = "cmpl"
     object_name = stream_object_name = "text_completion"
 
@@ -72,8 +70,6 @@ class TextShape:
 
 
 class ChatShape:
-    """Answers of /v1/chat/completions."""
-
     prefix = "chatcmpl"
     object_name = "chat.completion"
     stream_object_name = "chat.completion.chunk"
@@ -91,7 +87,6 @@ class ChatShape:
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """Implement AnswerShape.delta; the first delta of a sequence has the role."""
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if text or is_first:
             delta["content"] = text
@@ -103,7 +98,6 @@ class ChatShape:
 
 
 def ending(finish: FinishReason | None) -> dict[str, Any]:
-    """Return the finish fields; SGLang's matched_stop is what ended the text."""
     return {
         "finish_reason": None if finish is None else finish.kind.value,
         "matched_stop": None if finish is None else finish.matched,
@@ -112,10 +106,8 @@ def ending(finish: FinishReason | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """The common first fields of an answer's objects. created: seconds since the epoch."""
-
     answer_id: str
-    created: int
+    created: int  # seconds since the epoch
     model: str
     object_name: str
 
@@ -132,8 +124,10 @@ class AnswerHead:
 def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object, with SGLang's reasoning_tokens. A prompt counts once for all
-    its choices. Details of the completion are null if zero, as in SGLang."""
+    """Return OpenAI's usage object, with SGLang's reasoning_tokens.
+
+    A prompt counts once for all its choices. Details are null if zero, as in SGLang.
+    """
     details = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,

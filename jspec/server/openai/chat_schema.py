@@ -86,13 +86,12 @@ class ChatCall:
     """A checked POST /v1/chat/completions.
 
     sampling: max_new_tokens None: the rest of the context.
-    template_options: of `Engine.chat_prompt`.
     separate_reasoning: effective only with --reasoning-parser.
     """
 
     messages: Messages
     sampling: SamplingParams
-    template_options: Mapping[str, Any]
+    template_options: Mapping[str, Any]  # of `Engine.chat_prompt`
     options: AnswerOptions
     rid: str | None
     priority: int
@@ -116,7 +115,7 @@ class ChatCall:
 
 
 def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
-    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError."""
     values = read_body(body, read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS)
     messages = check_messages(values.get("messages"))
     sampling = sampling_of(_with_one_length(values), defaults)
@@ -155,7 +154,6 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
 
 
 def _variables(values: JsonObject) -> JsonObject | None:
-    """Return the other template variables, with reasoning_effort (gpt-oss's) among them."""
     kwargs, effort = values.get("chat_template_kwargs"), values.get("reasoning_effort")
     given = None if kwargs is None else as_object(kwargs, "chat_template_kwargs")
     if effort is None:

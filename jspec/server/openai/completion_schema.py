@@ -109,34 +109,24 @@ COMPLETION_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """Options of an answer. model: the name that the client used, if any.
-
-    echo: the text starts with the prompt.
-    include_usage: a stream's last event has the usage of all sequences.
-    continuous_usage: each event has the usage so far of its own sequence, too.
-    """
-
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    include_usage: bool  # in a stream's last event, of all sequences
+    continuous_usage: bool  # in each event, of its own sequence
     return_meta_info: bool
     return_spec_tokens_details: bool
-    model: str | None
+    model: str | None  # the name that the client used, if any
     logprobs: bool = False
-    echo: bool = False
+    echo: bool = False  # the text starts with the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionCall:
-    """A checked POST /v1/completions."""
-
     prompts: tuple[Prompt, ...]
     options: AnswerOptions
     group: str | None
 
 
 def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionCall:
-    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
     values = read_body(
         body, read=COMPLETION_FIELDS, neutral=NEUTRAL_COMPLETION, hints=COMPLETION_HINTS
     )
@@ -201,7 +191,6 @@ def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingPara
 
 
 def answer_options(values: JsonObject) -> AnswerOptions:
-    """Return ANSWER_FIELDS except rid. Raises RequestError."""
     for name in ("model", *CALLER_FIELDS):
         if values.get(name) is not None:
             check_text(name, values[name])

@@ -38,8 +38,6 @@ Call = TypeVar("Call")
 
 
 class OpenAIEndpoints:
-    """One method per endpoint."""
-
     def __init__(self, service: Service) -> None:
         self.service = service
 
@@ -76,7 +74,6 @@ class OpenAIEndpoints:
         return await self._answer(request, _Answer(call.options, work, shape, texts))
 
     async def _start(self, call: ChatCall) -> tuple[Work, ChatReading | None]:
-        """Queue a chat; also return how to read its answers, None: as plain text."""
         style = self.service.args.answer_format
         self.service.check_model(call.options.model)
         check_answerable(call, style)
@@ -152,11 +149,7 @@ def _details(work: Work) -> Any:
 
 
 class _Answer:
-    """An answer in the making.
-
-    texts: of tokens, if log-probabilities are requested.
-    echoes: each prompt's text, if answers start with it.
-    """
+    """An answer in the making. echoes: each prompt's text, if answers start with it."""
 
     def __init__(
         self,
@@ -181,8 +174,7 @@ class _Answer:
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
         """Return a sequence's log-probabilities from `first_id` on; None if not requested.
 
-        Those of the prompt, if requested, come before the first token's. Call it once for each
-        token, in order.
+        Those of the prompt come before the first token's. Call it once for each token, in order.
         """
         if self._texts is None:
             return None

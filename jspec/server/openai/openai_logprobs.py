@@ -19,10 +19,9 @@ class Texts(Protocol):
 def completion_logprobs(
     tokens: Sequence[PromptToken], texts: Texts, *, offset: int = 0
 ) -> dict[str, Any]:
-    """Return the form of /v1/completions: four lists, one entry per token.
+    """Return the form of /v1/completions: four lists, one entry per token, null for the first.
 
-    A prompt's first token has null. Like OpenAI's, top_logprobs includes the token itself, so it
-    may have one more entry than requested. offset: characters before these tokens.
+    Like OpenAI's, top_logprobs includes the token itself. offset: characters before these tokens.
     """
     names = [texts.text(token_id) for token_id, _ in tokens]
     offsets: list[int] = []

@@ -49,16 +49,13 @@ def _asked(use: ToolUse) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReading:
-    """The parser of a request's answers. most_calls: further calls are dropped; None: no limit."""
-
     new_parser: Callable[[], AnswerParser]
     new_id: Callable[[], str]
-    most_calls: int | None
+    most_calls: int | None  # further calls are dropped; None: no limit
     has_reasoning: bool
 
 
 def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
-    """Raise RequestError for tools if the server has no parser for calls."""
     if call.tools.names and not call.tools.is_forced and style.calls is None:
         raise RequestError(
             f"tools has {len(call.tools.tools)} and the server was started without "
@@ -124,8 +121,6 @@ PLAIN_READING = ChatReading(
 
 
 class AnswerParts:
-    """One sequence's answer, split incrementally."""
-
     def __init__(self, reading: ChatReading) -> None:
         self._reading = reading
         self._parser = reading.new_parser()
@@ -186,15 +181,12 @@ class AnswerItems(Protocol):
 
 
 class ItemsAnswer:
-    """Reads one sequence's text into `items`."""
-
     def __init__(self, items: AnswerItems, reading: ChatReading | None, texts: TokenTexts) -> None:
         self._items, self._parts = items, AnswerParts(reading or PLAIN_READING)
         self._texts = texts
         self._has_begun = False
 
     def take(self, completion: Completion) -> list[dict[str, Any]]:
-        """Return the events of the text that came since the last call."""
         begun = [] if self._has_begun else list(self._items.begin(completion))
         self._has_begun, is_last = True, completion.finish is not None
         said = self._parts.take(completion.take()[0], is_last=is_last)

@@ -79,14 +79,12 @@ _OTHER_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall:
-    """A checked POST /v1/responses. told: fields that the answer repeats."""
-
     chat: ChatCall
-    told: Mapping[str, Any]
+    told: Mapping[str, Any]  # fields that the answer repeats
 
 
 def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponseCall:
-    """Parse a body. Raises RequestError naming the field, its value and what was expected."""
+    """Parse a body. Raises RequestError."""
     values = read_body(body, read=RESPONSE_FIELDS, neutral=NEUTRAL_RESPONSE, hints=RESPONSE_HINTS)
     chat: dict[str, Any] = {name: values[name] for name in SAME_FIELDS if name in values}
     chat["messages"] = _messages(values.get("input"), values.get("instructions"))

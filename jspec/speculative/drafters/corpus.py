@@ -25,12 +25,9 @@ def read_corpus(path: Path, *, vocab_size: int, max_tokens: int, tokenizer: Path
     A .npy array contains ids, and so does a text of integers separated by white space. Any other
     text is encoded with the tokenizer in the directory `tokenizer`. A .jsonl file has one document
     per line: an object with a "text" field, or a string. A directory is read recursively in the
-    order of names, without hidden files and folders. Documents end with the tokenizer's end-of-text
-    token, if it has one.
+    order of names, without hidden files and folders. Documents end with the end-of-text token.
 
-    Raises ConfigError naming the file (and line) if it is missing, larger than MAX_FILE_BYTES, not
-    UTF-8 or not JSON; for an id outside the vocabulary; and for fewer than two ids in total. Raises
-    CheckpointError for text without a tokenizer.
+    Raises ConfigError naming the file (and line), CheckpointError for text without a tokenizer.
     """
     name = f"speculative_ngram_external_corpus_path is {str(path)!r}"
     if path.suffix == ".npy":
@@ -61,7 +58,6 @@ def _array(path: Path, name: str) -> np.ndarray:
 
 
 def _listed_ids(path: Path, name: str) -> np.ndarray | None:
-    """Return the integers of a text that contains only integers, i64[n], else None."""
     if path.suffix == ".jsonl" or path.is_dir():
         return None
     text = _text(path, name)

@@ -89,9 +89,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
 
 
 def eagle3_source(request: DraftRequest) -> DraftSource:
-    """Plan an EAGLE-3 head (SGLang's or speculators' layout); raises ConfigError or CheckpointError
-    if it does not fit.
-    """
+    """Plan an EAGLE-3 head (SGLang's or speculators' layout); raises like `eagle1_source`."""
     args, path = request.args, request.checkpoint
     is_dummy = args.load_format == "dummy"
     spec = load_eagle3_config(
@@ -115,9 +113,7 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
 
 
 def mtp_source(request: DraftRequest) -> DraftSource:
-    """Plan the MTP layers of `request.checkpoint`; raises ConfigError or CheckpointError if it does
-    not fit.
-    """
+    """Plan the MTP layers of `request.checkpoint`; raises like `eagle1_source`."""
     args, path = request.args, request.checkpoint
     if args.speculative_draft_rope_theta is not None:
         raise ConfigError(
@@ -190,7 +186,6 @@ def _source_of(
     algorithm: Algorithm | None = None,
     **more: Any,
 ) -> DraftSource:
-    """Return the source of a head. more: fields of DraftSource."""
     args = request.args
     speculation = replace(args.speculative, algorithm=algorithm or args.algorithm)
 

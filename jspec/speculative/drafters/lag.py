@@ -2,7 +2,7 @@
 
 A layer with lag s holds token i + s + 1 at slot i. For tokens emitted at positions [p, e), and the
 id after each, it writes slots [p - s, e - s): the same ids as a layer without lag, with features
-from s slots earlier. Slots before the row's start do not exist and are left out.
+from s slots earlier. Slots before the row's start are left out.
 """
 
 from __future__ import annotations
@@ -105,12 +105,10 @@ class PathRows:
     length: int = static()  # n
 
     def laid_out(self, x: jax.Array) -> jax.Array:
-        """Reorder [B, K, n, .] to [B, n * K, .]."""
         by_depth = self._rolled(jnp.swapaxes(x, 1, 2), self.left_out)
         return by_depth.reshape(x.shape[0], -1, x.shape[3])
 
     def by_path(self, x: jax.Array) -> jax.Array:
-        """Reorder [B, n * K, .] to [B, K, n, .]."""
         by_depth = x.reshape(x.shape[0], self.length, -1, x.shape[2])
         return jnp.swapaxes(self._rolled(by_depth, -self.left_out), 1, 2)
 

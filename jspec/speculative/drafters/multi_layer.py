@@ -1,9 +1,9 @@
-"""Multi-layer EAGLE (multi-token prediction): S draft layers, one per level.
+"""Multi-layer EAGLE (multi-token prediction): S draft layers, one per level, each with its pool.
 
 Layer s predicts the token s + 2 after its feature's: its slot i holds the pair (feature i, token
 i + s + 1). So it lags by s: with L committed tokens its slots below L - s are committed. Slots
 L - s .. L - 1 hold drafts, which every propose rewrites and the next advance replaces by the
-accepted tokens. Each layer has its own pool.
+accepted tokens.
 
     worked example, L = 7, root t7, S = 3, K = 1; a verification accepts a b with bonus y
     before    layer 0: slots 0..6, (h6, t7) last; layer 1: 0..5, (h5, t7); layer 2: 0..4, (h4, t7)
@@ -15,11 +15,9 @@ accepted tokens. Each layer has its own pool.
               layer 1  slots 6 7 8  (h6, a) (h7, b) (h8, y)
               layer 2  slots 5 6 7  (h5, a) (h6, b) (h7, y)
 
-So the state has the features of the last S - 1 positions: h6 and h5, then h9 and h8. In a
-chained head, layer s instead reads layer s - 1's output at the same slot, and the state carries one
-output of each layer.
-
-With K > 1 every beam has its own slots for its whole path: s * K in layer s.
+So the state has the features of the last S - 1 positions: h6 and h5, then h9 and h8. In a chained
+head, layer s reads layer s - 1's output at the same slot, and the state has one output of each
+layer. With K > 1 every beam has its own slots for its whole path: s * K in layer s.
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ class Lagging:
 
 @pytree
 class Path:
-    """The arrays that beams carry."""
-
     tokens: jax.Array  # i32[B, K, n], on the beam's path
     outputs: jax.Array  # [B, K, n * E], the last layer's at each token; width 0 if not chained
 
@@ -100,7 +96,6 @@ class MultiLayerDrafter(EagleDrafter):
         own: Lagging,
         rows: StepBatch,
     ) -> tuple[KVPool, Path, Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """Run layer s over every beam's path of s tokens, at the layer's own slots."""
         (batch, topk), layer = ids.shape, beams.depth
         tokens = jnp.concatenate((carried.tokens, ids[:, :, None]), axis=2)
         places = path_rows(rows, own.num_rows, layer=layer, topk=topk)
@@ -130,7 +125,6 @@ class MultiLayerDrafter(EagleDrafter):
     def _hidden_of_path(
         self, own: Lagging, carried: Path, *, layer: int, topk: int
     ) -> Float[Array, "B K n E"]:
-        """Return layer s's inputs at slots L - s .. L - 1 of every beam."""
         batch, _, size = own.hidden.shape
         if not self.model.spec.chained:
             features = own.hidden[:, :layer][:, ::-1]

@@ -1,13 +1,10 @@
-"""NGRAM: lookup drafting from the row's own ids, or from a corpus.
+"""NGRAM: lookup drafting from the row's own ids, or from a corpus. It needs no model and no cache.
 
 The longest suffix of a row's ids (the root is last) that also occurs earlier in the row is found,
 preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
 occurrences with different continuations become branches, merged where they start alike. A row
-without a match may use a corpus, sorted in advance by the ids before each place.
-
-It needs no model, cache or features: it compares shifted windows over [B, context] on the device.
-Only a token that the target itself chooses is accepted, so a branch without a match is filled with
-token 0.
+without a match may use a corpus, sorted in advance by the ids before each place. A branch without a
+match is filled with token 0, which is accepted only where the target chooses it.
 """
 
 from __future__ import annotations
@@ -78,7 +75,6 @@ class NgramDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: NgramState, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
-        """Draft from matches in the row itself, or else in the corpus."""
         suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)
         branches = find_in_history(
             state.history,
@@ -107,7 +103,6 @@ class NgramDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
     ) -> tuple[KVPool, NgramState]:
-        """Write the emitted ids, and the one after them, at their positions."""
         del params
         index = index_emitted(emitted)
         history = jnp.where(emitted.is_first[:, None], UNKNOWN, state.history)
@@ -286,13 +281,11 @@ def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: 
 def _scores(
     distance: Int[Array, "K"], *, is_match: Bool[Array, "B K"], is_copy: Bool[Array, "B K"]
 ) -> Float[Array, "B K"]:
-    """Return tree priorities; distances stay far below the two penalties."""
     penalty = jnp.where(is_match, 0.0, 1e4) + jnp.where(is_copy, 1e6, 0.0)
     return -(distance.astype(jnp.float32) + penalty)
 
 
 def ngram_source(request: DraftRequest) -> DraftSource:
-    """Plan lookup drafting; raises ConfigError for a corpus that cannot be read."""
     args = request.args
     longest = args.speculative_ngram_max_match_window_size
     drafter = NgramDrafter(

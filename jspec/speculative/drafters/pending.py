@@ -1,13 +1,9 @@
 """Pending drafter input of plain steps, given to the drafter in batches.
 
-A plain step of an engine with a drafter stores the token and the target's features at it, by slot,
-and leaves the drafter's caches and state alone. Before a row drafts again, or when W tokens are
-pending, one `advance` processes all of them, like a prompt chunk. So a plain step costs as much as
-without a drafter plus a W-th of an advance, and a row can start drafting at any time.
-
-A token is stored at its position modulo W. The host tracks how many are pending: a plain round
-emits
-exactly one token.
+A plain step of an engine with a drafter stores the token and the target's features at it. Before a
+row drafts again, or when W tokens are pending, one `advance` processes all of them, like a prompt
+chunk. So a plain step costs as much as without a drafter plus a W-th of an advance. A token is
+stored at its position modulo W; the host tracks how many are pending, one per plain round.
 
     worked example, W = 4, L = 7 and root t7: two plain steps emit t8 and t9
     stored     t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9
@@ -44,7 +40,6 @@ class Pending:
 def empty_pending(
     num_slots: int, num_tokens: int, *, needs: Needs, hidden_size: int, dtype: DTypeLike
 ) -> Pending | None:
-    """Return empty storage for `num_tokens` (W) pending tokens per slot; None if W is 0."""
     if not num_tokens:
         return None
     size = hidden_size if needs.hidden else 0

@@ -153,7 +153,6 @@ class RankedDrafter(ABC):
     def advance(
         self, params: Params, caches: KVPool, state: RankedState, emitted: Emitted
     ) -> tuple[KVPool, RankedState]:
-        """Run the model over the emitted tokens; the last output of each row gives level 1."""
         final, own, caches = self.follow(params, caches, state.own, emitted)
         position = indexing.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
@@ -184,8 +183,6 @@ class RankedDrafter(ABC):
         )
 
     def carried_by_root(self, own: Any, *, topk: int) -> Any:
-        """Return what the candidates of level 1 carry, [B, K, .]."""
-
         def spread(x: jax.Array) -> jax.Array:
             return jnp.broadcast_to(x[:, None], (x.shape[0], topk, *x.shape[1:]))
 
@@ -202,7 +199,6 @@ class RankedDrafter(ABC):
         own: Any,
         rows: StepBatch,
     ) -> tuple[KVPool, Any, Int[Array, "B K K"], Float[Array, "B K K"]]:
-        """Run one draft forward over each beam's token with its parent's output."""
         del own
         batch, topk = ids.shape
         features = jax.tree.map(lambda x: x.reshape(batch * topk, -1), carried)

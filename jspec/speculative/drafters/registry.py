@@ -34,10 +34,6 @@ DRAFTERS: dict[str, ReadSource] = {
 
 
 def register(algorithm: Algorithm, read: ReadSource) -> None:
-    """Let `speculative_algorithm` name a drafter. Raises ConfigError for a name in use.
-
-    algorithm: the host's half of the record. read: checks arguments and configs, and returns how
-        the drafter is built.
-    """
+    """Let `speculative_algorithm` name a drafter. read: checks and plans. Raises ConfigError."""
     drafting.register(algorithm)
     DRAFTERS[algorithm.name] = read

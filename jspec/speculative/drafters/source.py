@@ -1,8 +1,6 @@
 """The plan of a drafter: the engine's request, and the answer of its entry in `registry`.
 
-A plan is made before any weight is read, after all configs and settings are checked. It gives the
-layers that kernels must serve, the target layers to capture, and functions that build the drafter
-and its params.
+A plan is made before any weight is read, after all configs and settings are checked.
 """
 
 from __future__ import annotations
@@ -31,20 +29,17 @@ if TYPE_CHECKING:  # its help texts do not affect programs (engine/programs/sour
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """The input of a drafter's plan. formats: of the draft's weights that are not dense."""
-
     args: EngineArgs
     path: Path | None  # the draft's checkpoint; None for an algorithm without one
     target: ModelSpec
     target_path: Path
     tokenizer: Path  # the directory of the target's tokenizer
     shards: int
-    formats: Formats = ()
+    formats: Formats = ()  # of the draft's weights that are not dense
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
     @property
     def checkpoint(self) -> Path:
-        """`path`; raises ValueError for an algorithm without one."""
         if self.path is None:
             raise ValueError(f"{self.args.algorithm.name} has no draft checkpoint; expected one")
         return self.path
@@ -69,33 +64,28 @@ def no_params(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
 class DraftSource:
     """How to build a drafter and its params.
 
-    make: builds the static drafter for the engine's kernels and shard
     read: returns its params, sharded for the request and placed by `place`, given the target's
         params on the devices, which it may share, and the weights' dtype; a drafter without a table
         reads onto the host
-    specs: the models that it runs; their attention must be supported
-    aux_layer_ids: the target layers captured for it
     shares: names of params that are the target's own: one array for both, also after the target's
         weights change
     published: stored layouts of weights whose table entry does not give one, if they differ from
         the target's
-    canonical: maps a stored tensor's name to the table's name
     copies: tensors of its files that the target has too, by canonical name, read or not
     with_target: given the target's new params and its own, returns its own with derived values
         recomputed; arrays shared with the target follow by themselves
-    algorithm: the algorithm in force, if the checkpoint decides it and not the arguments
     """
 
-    make: Callable[[Ops, Shard], Drafter]
+    make: Callable[[Ops, Shard], Drafter]  # builds the drafter
     read: Callable[[Params, DTypeLike, Place], Params] = no_params
-    specs: tuple[ModelSpec, ...] = ()
-    aux_layer_ids: tuple[int, ...] = ()
+    specs: tuple[ModelSpec, ...] = ()  # the models that it runs, whose attention must be supported
+    aux_layer_ids: tuple[int, ...] = ()  # the target layers captured for it
     shares: tuple[str, ...] = ()
     published: ParamTable = ()
-    canonical: Callable[[str], str] = str
+    canonical: Callable[[str], str] = str  # maps a stored tensor's name to the table's
     copies: Copies = field(default_factory=dict)
     with_target: Callable[[Params, Params], Params] | None = None
-    algorithm: Algorithm | None = None
+    algorithm: Algorithm | None = None  # if the checkpoint decides it
 
     @property
     def unread(self) -> frozenset[str]:

@@ -52,10 +52,7 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """A whole call. names: the tools; any other name is invalid.
-
-    Arguments before the name are held back; an id after both is dropped.
-    """
+    """A whole call. names: the tools; arguments before the name wait, a later id is dropped."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

@@ -51,7 +51,6 @@ class DeepseekParser(CallMachine):
         return self._named()
 
     def _named(self) -> list[Event] | None:
-        """Read function, the separator, a known name, an optional fence and the opening brace."""
         before = _KIND + SEPARATOR
         if not self._rest.startswith(before):
             return None if before.startswith(self._rest) else self._give_up()
@@ -91,7 +90,6 @@ class DeepseekParser(CallMachine):
         self._closing = self._ends if is_whole else ()
 
     def flush(self) -> list[Event]:
-        """Also take a partial closing mark as a mark."""
         rest = self._rest.strip(BLANKS)
         if any(mark.startswith(rest) for mark in self._closing):
             self._rest = ""

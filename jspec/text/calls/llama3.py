@@ -3,8 +3,7 @@
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
 
-An object is a call at the start of the answer, after another call, and after the mark; code after
-the mark is content.
+An object is a call at the start of the answer, after another call, and after the mark.
 """
 
 from __future__ import annotations

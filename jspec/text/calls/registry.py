@@ -43,10 +43,8 @@ def _harmony(names: Collection[str]) -> AnswerParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """A model family's tool calls. markers: texts in it that may be special tokens."""
-
     parser: Callable[[Collection[str]], AnswerParser]
-    markers: tuple[str, ...]
+    markers: tuple[str, ...]  # texts in it that may be special tokens
     new_id: Callable[[], str] = _long_id
 
 

@@ -20,7 +20,7 @@ _SPACE = "\u2581"  # a space in SentencePiece
 
 
 class Vocabulary:
-    """The vocabulary. vocab_size: the model's V. Attributes without a comment are llguidance's."""
+    """The vocabulary. Attributes without a comment are llguidance's."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]

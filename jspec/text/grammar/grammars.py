@@ -23,10 +23,7 @@ MAX_ALL_WORK = 4.0
 
 
 class Grammars:
-    """A compiler and cache for one vocabulary. Safe to share between threads.
-
-    Masks depend only on the bytes so far, so a sequence's tokens do not depend on its drafts.
-    """
+    """A compiler and cache for one vocabulary. Safe to share between threads."""
 
     def __init__(
         self,

@@ -110,10 +110,7 @@ class LlguidanceGrammars:
         return new_matcher
 
     def _reason_at_the_start(self, matcher: Any) -> str:
-        """Return why the first token cannot pass, or "" if it can.
-
-        llguidance reports too large patterns only after a token; here no batch waits for it.
-        """
+        """Return why no first token can pass, or ""; llguidance reports it only after a token."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(mask, bitorder="little")
         bits[list(self._eos_token_ids)] = 0

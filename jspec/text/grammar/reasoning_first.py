@@ -1,8 +1,8 @@
 """A grammar that starts where a model's reasoning ends; before that any token is allowed.
 
-The end mark is found in the tokens' bytes, so it may be one token or several, and each path of a
-draft tree finds its own. Reasoning may have a budget: each path counts its own tokens, and once
-they are spent, only the end mark may follow.
+The end mark, one token or several, is found in the tokens' bytes, on each path of a draft tree.
+Reasoning may have a budget: each path counts its own tokens, and once they are spent, only the end
+mark may follow.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ Place = int  # one of these, or the number of mark bytes at the text's end
 
 
 class Mark:
-    """The text that ends reasoning, for one vocabulary. tokens: each id's bytes."""
-
     def __init__(self, text: str, tokens: Sequence[bytes]) -> None:
         self._mark, self._tokens = text.encode(), tokens
         self._glued = [

@@ -11,9 +11,9 @@ from jspec.errors import shown_json
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """A tag: the text before and after its JSON. trigger: the start of `begin`."""
+    """A tag: the text before and after its JSON."""
 
-    trigger: str
+    trigger: str  # the start of `begin`
     begin: str
     schema: Any
     end: str

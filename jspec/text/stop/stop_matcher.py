@@ -127,8 +127,7 @@ class StopMatcher:
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
         """Append text; not after a match.
 
-        With allow_stop False, a stop string whose last character is in `text` is ordinary text; one
-        that starts in it and is completed later, when allowed, still counts.
+        With allow_stop False, only a stop string that is completed later, when allowed, counts.
         """
         automaton = self._automaton
         if not (automaton.children[0] or automaton.patterns):

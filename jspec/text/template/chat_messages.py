@@ -46,8 +46,7 @@ class Messages(tuple[Message, ...]):
 def check_messages(messages: object) -> Messages:
     """Return the messages with text as content; text parts are joined by a newline, as in vLLM.
 
-    Checked messages are returned as they are. Arguments of tool calls become objects. Raises
-    RequestError naming the field.
+    Arguments of tool calls become objects. Raises RequestError naming the field.
     """
     if isinstance(messages, Messages):
         return messages

@@ -1,8 +1,4 @@
-"""A chat template: messages to a prompt's text.
-
-Jinja, as in transformers (`apply_chat_template`), with the globals, filter and block that published
-templates use.
-"""
+"""A chat template: messages to a prompt's text, in Jinja as in transformers."""
 
 from __future__ import annotations
 
@@ -85,7 +81,6 @@ class ChatTemplate:
         """Return the prompt's text. Raises RequestError with the template's message if it refuses.
 
         continue_final_message: end after the content of the last message, which must be text
-        variables: further names for the template (`chat_template_kwargs`)
         """
         if tools and "tools" not in self.source:
             raise RequestError(

@@ -1,7 +1,4 @@
-"""The chat templates of a checkpoint or a flag, never of a request.
-
-Names are transformers': `default`, and `tool_use` for a chat with tools.
-"""
+"""The chat templates of a checkpoint or a flag, never of a request; names are transformers'."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatTemplates:
-    """default: for any chat, except with tools if there is tool_use."""
-
-    default: ChatTemplate | None = None
+    default: ChatTemplate | None = None  # for any chat, except with tools if there is tool_use
     tool_use: ChatTemplate | None = None
 
     @classmethod
@@ -53,10 +48,9 @@ class ChatTemplates:
 
     @classmethod
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:
-        """Load the file of --chat-template: Jinja, or JSON with `chat_template`.
+        """Load the file of --chat-template: Jinja, or JSON. Raises ConfigError, CheckpointError.
 
-        tokenizer: the directory whose special tokens it may use. Raises ConfigError,
-        CheckpointError.
+        tokenizer: the directory whose special tokens it may use.
         """
         file = Path(path)
         if not file.is_file():
@@ -115,7 +109,6 @@ def _stored(path: Path) -> dict[str, str] | None:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return bos_token and the like, as text."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (directory / name).exists():

@@ -1,7 +1,6 @@
 """The Jinja sandbox of chat templates: it bounds the cost of every expression.
 
-Besides range() it bounds powers, products and padding widths, which could fill the memory or
-compute for hours. Nothing is computed at compile time. Nested loops are not bounded.
+It bounds range(), powers, products and padding widths. Nested loops are not bounded.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 def tokenizer_info(directory: Path, tokenizer: Tokenizer, *, named: str | None) -> dict[str, Any]:
-    """Return tokenizer_config.json as vLLM answers it: special tokens as text, and no paths.
+    """Return tokenizer_config.json in vLLM's form: special tokens as text, and no paths.
 
-    named: the file of --chat-template. eos_token and bos_token are always there, since lm-eval
-    reads them, also if only generation_config.json has their ids.
+    named: the file of --chat-template. lm-eval always needs eos_token and bos_token.
     """
     config = read_object(directory / CONFIG) if exists(directory / CONFIG) else {}
     found = {name: _plain(value) for name, value in config.items() if not _is_path(name)}
@@ -35,7 +34,6 @@ def _is_path(name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return an added token as its text, at any depth of a JSON value."""
     if isinstance(value, dict):
         if isinstance(value.get("content"), str):
             return value["content"]

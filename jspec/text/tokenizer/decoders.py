@@ -26,8 +26,7 @@ class DecoderKind(enum.Enum):
     """How ids become text.
 
     BYTE_LEVEL: a token is a byte string; the text is the UTF-8 of their concatenation
-    BYTE_FALLBACK: text pieces, and bytes such as `<0xE4>`, of which an invalid run becomes
-        replacement characters as a whole
+    BYTE_FALLBACK: text pieces, and bytes such as `<0xE4>`; an invalid run is replaced as a whole
     PIECES: text pieces only
     """
 
@@ -63,7 +62,6 @@ def cuts_the_end(backend: tokenizers.Tokenizer) -> str:
 
 
 def byte_of(token: str) -> int | None:
-    """Return the byte of a BYTE_FALLBACK token such as `<0xE4>`; None for a text piece."""
     found = _BYTE_TOKEN.fullmatch(token)
     return None if found is None else int(found[1], 16)
 

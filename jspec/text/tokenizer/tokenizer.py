@@ -63,7 +63,6 @@ class Tokenizer:
         return self.special_ids - shown_ids if skip_special_tokens else frozenset()
 
     def bytes_without(self, hidden: frozenset[int]) -> TokenBytes:
-        """Return `all_bytes` with hidden ids empty; cached, since few sets are used."""
         return self._tables(hidden).token_bytes
 
     def stop_tables(self, hidden: frozenset[int]) -> StopTables | None:
@@ -79,10 +78,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Load `path/tokenizer.json`, and bos and eos from the JSON files in its directory.
-
-        Raises CheckpointError, also for a decoder that cannot be streamed.
-        """
+        """Load tokenizer.json, and bos and eos from the files beside it. Raises CheckpointError."""
         directory = Path(path)
         tokenizer_path = directory / "tokenizer.json"
         backend = _load_backend(tokenizer_path)
@@ -114,8 +110,7 @@ class Tokenizer:
         """Return the ids of a text; add_special_tokens adds the template's (such as bos).
 
         Special tokens spelled out in the text become their ids either way. Other threads run
-        meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` (the context
-        length) or more ids.
+        meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` or more ids.
         """
         check_unicode(text)
         try:

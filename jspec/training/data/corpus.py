@@ -1,9 +1,8 @@
 """Training documents and their split by module. Imports no jax.
 
 The bundled pair learns from the standard library of the Python that runs the recipe, tests
-included. Whole modules are held out with their tests, by a stable hash of the module's name. They
-are stored as one xz file of JSON lines, and `manifest.json` with the Python version, the held-out
-modules and the sizes.
+included. Whole modules are held out with their tests, by a stable hash of the module's name. The
+documents are one xz file of JSON lines; `manifest.json` lists the held-out modules.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file. path: relative to its root; module: determines its split."""
-
-    path: str
-    module: str
+    path: str  # relative to its root
+    module: str  # determines its split
     split: Split
     text: str
 
@@ -75,8 +72,8 @@ def tested_name(stem: str) -> str:
 def module_of(path: str, known: frozenset[str]) -> str:
     """Return the module whose split a file shares, itself if none in `known` matches.
 
-    known: public top-level module names outside `test/`. A test belongs to the longest known module
-    that starts its name: test_urllib2 to urllib, test_http_cookies and test_httplib to http.
+    A test belongs to the longest known public module that starts its name: test_urllib2 to urllib,
+    test_http_cookies and test_httplib to http.
     """
     parts = PurePosixPath(path).parts
     is_test = parts[0] == "test" and len(parts) > 1
@@ -116,7 +113,6 @@ def _parses(text: str) -> bool:
 
 
 def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of the Python files worth learning from, in a stable order."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         parts = relative.parts
@@ -135,8 +131,7 @@ def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
 def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) -> list[Document]:
     """Return the documents of the running Python's standard library, or of the one at `root`.
 
-    Tables, repeated files and files that do not parse are left out. Raise ConfigError if none is
-    left.
+    Tables, repeated files and files that do not parse are left out. Raises ConfigError.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = list(_wanted_files(root))

@@ -68,10 +68,7 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
 def draw_own_samples(
     job: DraftJob, train: RowTable, held_out: RowTable, *, sampling: Sampling
 ) -> tuple[RowTable, RowTable]:
-    """Append num_own_samples rows sampled from the target, and an eighth of that held out.
-
-    They are stored in OUT for resumed runs.
-    """
+    """Append num_own_samples rows from the target, and an eighth of that held out; kept in OUT."""
     count = job.num_own_samples
     if not count:
         return train, held_out
@@ -119,10 +116,7 @@ def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
 
 
 def check_features(job: DraftJob, tables: tuple[RowTable, RowTable], head: DraftHead) -> None:
-    """Raise ConfigError for a features_dir that cannot be created or has other features.
-
-    `read_features` compares rows sampled from the target, which are not known yet.
-    """
+    """Raise ConfigError for a features_dir that cannot be created or has other features."""
     if job.features_dir is None:
         return
     try:

@@ -66,17 +66,11 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """A reader of lines as tokens.
-
-    vocab_size: the target's, a bound of every id
-    skips: leave out bad lines, and print how many; otherwise the first one is an error
-    """
-
     tokenizer: Tokenizer
     template: ChatTemplates | None
-    vocab_size: int
+    vocab_size: int  # the target's, a bound of every id
     loss_on: LossOn
-    skips: bool = False
+    skips: bool = False  # leave out bad lines and print how many; else the first is an error
 
     def read(self, path: Path) -> list[Example]:
         return self.read_lines(_lines(path), where=str(path))

@@ -134,10 +134,7 @@ def write_features(
 
 
 def _reserved(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a new array in a fully allocated file.
-
-    On a full disk, writing to a mapped page without space ends the process by a signal.
-    """
+    """Return an array in a fully allocated file: a full disk would end the process."""
     with whole_file(path) as part:
         open_memmap(part, mode="w+", dtype=dtype, shape=shape)
         with part.open("r+b") as file:

@@ -16,13 +16,10 @@ BatchAt = Callable[[int], Any]  # step -> arrays [B, ...], alone or in a dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:
-    """Documents packed end to end, each after an end-of-text token.
+    """Documents packed end to end, each after an end-of-text token."""
 
-    ids: u16 or i32 [num_tokens]. starts: each document's end-of-text token.
-    """
-
-    ids: np.ndarray
-    starts: np.ndarray
+    ids: np.ndarray  # u16 or i32 [num_tokens]
+    starts: np.ndarray  # of each document
 
 
 def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> TokenStream:

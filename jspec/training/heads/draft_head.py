@@ -1,8 +1,4 @@
-"""The trainer's interface of a draft head: initialisation, predictions at every depth, storage.
-
-Each kind of head has a class: EAGLE-1, EAGLE-3, layers for multi-token prediction. The loss, the
-batches, the loop and the export depend on this interface alone.
-"""
+"""The trainer's interface of a draft head: initialisation, predictions at every depth, storage."""
 
 from __future__ import annotations
 
@@ -91,7 +87,6 @@ def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
 
 
 def one_layer_model(target: ModelSpec, layer: LayerSpec) -> ModelSpec:
-    """Return a Llama of that layer, with the target's hidden size and vocabulary."""
     return replace(target, layers=(layer,), tie_word_embeddings=False, family="llama")
 
 

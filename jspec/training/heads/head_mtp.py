@@ -1,12 +1,12 @@
 """Training of layers for multi-token prediction, one KV pool each (multi-layer EAGLE).
 
-Layer s reads only the pairs (the target's feature i, token i + s + 1) of positions 0..i, in serving
-as in training. So nothing is unrolled: depth s is one causal forward of layer s over the whole row.
-The layout is MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
+Layer s reads only the pairs (the target's feature i, token i + s + 1) of positions 0..i. So nothing
+is unrolled: depth s is one causal forward of layer s over the whole row. The layout is
+MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
 
 In a chain (Step-3.5-Flash's layout) layer s instead reads layer s - 1's output at the same
 position, before its final norm, and every layer has its own lm_head, initialised from the target's.
-All layers are in the same forward, so a later depth's loss also trains the layers before it.
+A later depth's loss also trains the layers before it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from jspec.training.heads.draft_head import Guess, TargetFeatures, plain_layer
 
 @dataclass(frozen=True, slots=True)
 class TrainedMtp:
-    """One layer per depth (else ConfigError), unnormed outputs handed on in a chain.
-
-    The embedding and an lm_head shared with the target are not trained.
-    """
+    """One layer per depth (else ConfigError); embedding and shared lm_head are not trained."""
 
     spec: HeadSpec
 
@@ -116,6 +113,5 @@ class TrainedMtp:
 def mtp_head(
     target: ModelSpec, *, num_layers: int, intermediate_size: int, chained: bool = False
 ) -> TrainedMtp:
-    """Return layers with the target's attention heads and hidden size."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedMtp(written_config(target, layer, num_layers=num_layers, chained=chained))

@@ -37,9 +37,8 @@ Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class UnrolledAttention:
     """An `attend` to call once per step: causal over step 0, then the slot's own later keys.
 
-    Softmax in float32 over both parts, merged by their common maximum. Queries are processed in
-    four blocks, each against the keys up to its own end: for 1,024 tokens, 62% of the scores are
-    computed.
+    Softmax in float32 over both parts, merged by their common maximum. Queries run in four blocks,
+    each against the keys up to its own end: 62% of the scores of 1,024 tokens.
     """
 
     def __init__(self) -> None:
@@ -100,8 +99,7 @@ def unroll(
 ) -> list[Float[Array, "B R E"]]:
     """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists.
 
-    All T slots are computed, so that products keep round shapes; the last ones have token 0, and no
-    valid slot attends to them.
+    All T slots are computed, to keep round shapes; no valid slot attends to the last ones.
     """
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
