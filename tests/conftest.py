@@ -1,9 +1,9 @@
 """Settings of the whole suite, made before jax is imported for the first time.
 
-Four fake CPU devices for the sharded tests, and as little optimisation of a CPU's code as XLA
-allows, because the suite compiles far more than it computes: it takes a third off its cost. What
-comes before the machine's code (fusion, donation, copies) is as it is for users; XLA_FLAGS of one's
-own are taken as they are. Programs of other processes get the same, with the environment.
+There are four fake CPU devices for the sharded tests. CPU code is optimised as little as XLA
+allows, because the suite compiles far more than it computes: that saves a third of its time. Passes
+before code generation (fusion, donation, copies) run as for users. XLA_FLAGS that are already set
+win, and child processes inherit the same environment.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def programs_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where engines of one kind keep compiled programs for each other, in whatever process of the
-    run they are."""
+    """Return the folder in which engines of one kind share compiled programs, in any process."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs_of_all"
     folder.mkdir(exist_ok=True)
@@ -131,7 +130,7 @@ RESIDENT_AFTER = pytest.StashKey[int]()
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where Linux's /proc is not there."""
+    """Return the resident bytes of this process; 0 without Linux's /proc."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return 0
@@ -139,8 +138,8 @@ def resident() -> int:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Between two files, lets go of what is kept for programs that nobody holds any more, and of
-    the folder in which an engine had jax keep every small program of this process."""
+    """Between two files, drop cached programs that are unused, and jax's folder of small
+    programs."""
     if nextitem is None or nextitem.path == item.path:
         return
     if jax.config.jax_compilation_cache_dir:
@@ -156,7 +155,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs the Hopper kernels where this jax is too old for them."""
+    """Skip tests that need the Hopper kernels where this jax is too old for them."""
     from jspec.pallas_kernels.hopper import has_mosaic_gpu  # not before the shapes are checked
 
     if item.get_closest_marker("mosaic_gpu") and not has_mosaic_gpu():

@@ -1,4 +1,4 @@
-"""Shared noise: distinct where it must differ, equal where it must agree, Gumbel everywhere."""
+"""Shared noise: distinct where it must differ, equal where it must agree, Gumbel distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTS = (0, 2**32 - 2048, 0x9E3779B97F4A7C15)
 
 
 def words(seeds: np.ndarray) -> jax.Array:
-    """u64[n] -> u32[n, 2], high and low word."""
+    """Split u64[n] into u32[n, 2], high and low word."""
     parts = np.stack((seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)), axis=-1)
     return jnp.asarray(parts.astype(np.uint32))
 
@@ -36,7 +36,8 @@ _position_key = jax.jit(noise.position_key)
 
 
 def bits_along(axis: str, start: int) -> np.ndarray:
-    """u32[LINE, ACROSS]: `axis` moves along the first dimension, the others across the second."""
+    """Return u32[LINE, ACROSS]: `axis` varies along the first dimension, the others along the
+    second."""
     along = np.arange(LINE, dtype=np.uint64)[:, None]
     across = np.arange(ACROSS, dtype=np.uint64)[None, :]
     seed, position, token_id = np.uint64(start) + 0 * along, 7 + 0 * along, across + 0 * along
@@ -59,7 +60,7 @@ def bits_along(axis: str, start: int) -> np.ndarray:
 
 
 def unmix32(x: int) -> int:
-    """The inverse of MurmurHash3's finaliser, in Python's integers."""
+    """Invert MurmurHash3's finaliser, in Python integers."""
 
     def unshift(y: int, by: int) -> int:
         x = y
@@ -75,7 +76,7 @@ def unmix32(x: int) -> int:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8), st.integers(0, 2**31 - 1))
 def test_key_and_position_give_the_seed_back(seeds: list[int], position: int) -> None:
-    """Hence no two seeds share a key at a position."""
+    """So no two seeds share a key at a position."""
     array = np.array(seeds, np.uint64)
     k0, k1 = _position_key(words(array), jnp.full(8, position, jnp.int32))
     for i, seed in enumerate(seeds):
@@ -170,7 +171,7 @@ def test_right_tail_is_exact() -> None:
 
 @pytest.mark.parametrize("odds", [1e-1, 1e-5, 3e-9])
 def test_odds_of_rare_tokens_are_right(odds: float) -> None:
-    """P(g > t) over all 2**32 bit patterns, counted by bisection since g falls with the bits."""
+    """P(g > t) over all 2**32 bit patterns, counted by bisection since g falls as the bits grow."""
     level = -math.log(-math.log1p(-odds))
     low, high = 0, 2**32
     while low < high:

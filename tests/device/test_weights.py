@@ -1,4 +1,4 @@
-"""Laws of every weight format: its arrays, its bytes, and the numbers that come out again."""
+"""Laws of every weight format: its arrays, its bytes, and the numbers read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(1, 32, 1), (3, 128, 5), (2, 160, 4), (1, 288, 2)]
 
 
 def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """(numbers that the format can store, the weight of them)."""
+    """Return (numbers that the format can store, their weight)."""
     rng = np.random.default_rng(math.prod(shape))
     if isinstance(format, Dense):
         numbers = jnp.asarray(rng.standard_normal(shape), format.dtype)
@@ -46,7 +46,7 @@ def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def packed(nibbles: Any, scales: Any) -> MXFP4Weight:
-    """The weight of nibbles [X, N, K] and scales [X, N, K / 32]."""
+    """Pack nibbles [X, N, K] and scales [X, N, K / 32] into a weight."""
     codes, held = (
         jnp.asarray(np.stack([of(each).T for each in stack]))
         for of, stack in ((pack, nibbles), (padded_scales, scales))
@@ -61,8 +61,7 @@ def test_every_format_is_under_test() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", EACH, ids=str)
 def test_a_weight_is_as_its_format_says(format: WeightFormat, shape: tuple[int, ...]) -> None:
-    """Abstract shapes are the real ones, bytes are those of the arrays, and the numbers come
-    back."""
+    """Abstract shapes match the arrays, bytes are counted right, and the numbers read back."""
     numbers, weight = stored(format, shape)
     abstract = abstract_weight(format, shape)
     assert jax.tree.structure(weight) == jax.tree.structure(abstract)

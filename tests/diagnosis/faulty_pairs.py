@@ -1,4 +1,4 @@
-"""The bundled pair with one thing wrong: checkpoints and arguments, by the fault's name."""
+"""The bundled pair with one fault each: checkpoints and arguments, by the fault's name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUT, HIDDEN = "input_layernorm.weight", "hidden_norm.weight"
 
 
 def copied(directory: Path, what: str) -> Path:
-    """A copy of the bundled target or draft."""
+    """Copy the bundled target or draft."""
     return Path(shutil.copytree(BUNDLED / what, directory / what))
 
 
@@ -40,7 +40,7 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
 
 
 def quantised(x: np.ndarray, bits: int) -> np.ndarray:
-    """Symmetric, a scale an output."""
+    """Quantize symmetrically, with one scale per output."""
     wide = x.astype(np.float32)
     scale = np.abs(wide).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
     return (np.round(wide / scale) * scale).astype(x.dtype)
@@ -89,7 +89,7 @@ def norm(directory: Path) -> dict[str, Any]:
 
 
 def vocabulary(directory: Path) -> dict[str, Any]:
-    """d2t one off, but for the ids at the end that then leave the vocabulary."""
+    """Shift d2t by one, except for the last ids, which would leave the vocabulary."""
     draft = copied(directory, "draft")
     tensors = load_file(draft / "model.safetensors")
     count = len(tensors["d2t"])
@@ -103,7 +103,7 @@ def vocabulary(directory: Path) -> dict[str, Any]:
 
 
 def embedding(directory: Path) -> dict[str, Any]:
-    """The head brings the embedding of another model: here each token has another one's row."""
+    """Give the head the embedding of another model: each token has another token's row."""
     draft = copied(directory, "draft")
     table = load_file(BUNDLED / "target" / "model.safetensors")["model.embed_tokens.weight"]
     file = draft / "model.safetensors"
@@ -113,7 +113,7 @@ def embedding(directory: Path) -> dict[str, Any]:
 
 
 def tensors(directory: Path) -> dict[str, Any]:
-    """Half of the head's weights zero."""
+    """Zero half of the head's weights."""
     draft, rng = copied(directory, "draft"), np.random.default_rng(0)
 
     def half(name: str, x: np.ndarray) -> np.ndarray:
@@ -124,7 +124,8 @@ def tensors(directory: Path) -> dict[str, Any]:
 
 
 def stale(directory: Path) -> dict[str, Any]:
-    """Another version of the target: the same function, its hidden numbers in another order."""
+    """Return another version of the target: the same function with its hidden dimensions
+    permuted."""
     target = copied(directory, "target")
     order = np.random.default_rng(0).permutation(256)
 

@@ -47,7 +47,7 @@ def kinds(arguments: dict[str, Any]) -> list[str]:
 
 
 def each_fault() -> Iterator[Any]:
-    """Only the cheap ones run in CI: each takes half a minute of two idle cores."""
+    """CI runs only the cheap ones: each takes half a minute of two idle cores."""
     for make in FAULTS:
         marks: Any = () if make in CHEAP else pytest.mark.exhaustive
         yield pytest.param(make, id=make.__name__, marks=marks)

@@ -1,6 +1,6 @@
-"""Reading the text of a compiled program: its instructions, one by one, and where data comes from.
+"""A reader of compiled HLO text: its instructions, and which instruction produced each operand.
 
-Knows the few things that the searches for copies need; it is no parser of HLO.
+It reads only what the searches for copies need; it is not a full HLO parser.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](\{(?P<layout>[^}]*
 
 @dataclass(frozen=True)
 class ArrayType:
-    """An array in a program. `layout`: minor to major, as text; `space`: 0 is main memory."""
+    """An array in a program. layout: minor to major, as text; space: 0 is main memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ArrayType:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `types`: the result, or the parts of a tuple; `in_fusion`: writes no memory."""
+    """One line. types: the result, or the parts of a tuple; in_fusion: it writes no memory."""
 
     name: str
     opcode: str
@@ -44,7 +44,7 @@ class Instruction:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Every instruction of every computation.
+    """Yield every instruction of every computation.
 
     In:  `  %copy.1 = bf16[8,4]{0,1:T(8,128)(2,1)S(1)} copy(%param.2), metadata={...}`
     Out: copy.1, copy, (bf16, (8, 4), "0,1", 1), (param.2,)
@@ -74,7 +74,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _split_type(rest: str) -> tuple[str, str]:
-    """(the result's type, what follows): a tuple's type ends at its closing parenthesis."""
+    """Return (the result's type, the rest); a tuple's type ends at its closing parenthesis."""
     depth = 0
     for i, letter in enumerate(rest):
         depth += letter in "({"

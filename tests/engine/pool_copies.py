@@ -28,11 +28,10 @@ _FREE = {
 
 
 def pool_copies(text: str, shape: tuple[int, ...]) -> list[str]:
-    """Lines of compiled text that write as many elements as a pool of `shape` has.
+    """Return the lines of compiled text that write as many elements as a pool of `shape` has.
 
-    Copies, and whatever else makes one of it: a reshape to another tiling, a transpose, a convert.
-    Prefetching a small pool into fast memory is one too. Results of other computations may happen
-    to be as large: choose `shape` so that none is.
+    These are copies and their equivalents: a reshape to another tiling, a transpose, a convert, and
+    prefetching a small pool into fast memory. Choose `shape` so that no other result is as large.
     """
     return [x.line for x in instructions(text) if _writes(x, math.prod(shape), shape)]
 

@@ -1,15 +1,15 @@
-"""Compiles step programs ahead of time for chips that are not there; run in a process of its own.
+"""Compile step programs ahead of time for chips that are absent, in a separate process.
 
     python -m tests.engine.step_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
     python -m tests.engine.step_compile gpt-oss-20b tpu7x:2x2x1 3/1/4 --layers 2 --backend tpu
     python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only 'decode*'
     python -m tests.engine.step_compile mimo-v2-flash v5p:2x2x1 3/1/4 --layers 2 --drafter mtp
 
-For each S/K/N every program that an engine with one bucket of each kind has: one chunk of prefill,
-and decode over all slots without and with filters and penalties; with a pool that fills the memory
-of the chips. Prints one JSON line a program: what it is, seconds, bytes of one device, and the
-lines that copy a KV pool or rewrite a weight. There is no chip here: programs are shown to compile
-and fit, not to run.
+It compiles, for each S/K/N, every program of an engine with one bucket of each kind: one prefill
+chunk, and decode over all slots without and with filters and penalties, with a pool that fills the
+chips' memory. It prints one JSON line per program: name, seconds, bytes per device, and the lines
+that copy a KV pool or rewrite a weight. This shows that programs compile and fit, not that they
+run.
 """
 
 from __future__ import annotations
@@ -116,14 +116,15 @@ ALGORITHMS = {
 
 
 def first_layers(model: ModelSpec, count: int | None) -> ModelSpec:
-    """The model cut to its first `count` layers; every width stays. None: all of them."""
+    """Cut the model to its first `count` layers, at full width; None: all of them."""
     if count is not None and not 2 <= count <= model.num_layers:
         raise ConfigError(f"--layers is {count}; expected 2 to {model.num_layers}, or no such word")
     return dataclasses.replace(model, layers=model.layers[:count])
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Three layers that feed an EAGLE-3 head: of a model cut short the first, middle and last."""
+    """Return three layers that feed an EAGLE-3 head; of a shortened model the first, middle and
+    last."""
     if num_layers < 7:
         return 0, num_layers // 2, num_layers
     return default_aux_layer_ids(num_layers)
@@ -140,7 +141,7 @@ class Case:
     state: Any
 
     def local(self, tree: Any, specs: Any) -> list[jax.ShapeDtypeStruct]:
-        """One device's part of each array of `tree`."""
+        """Return one device's part of each array of `tree`."""
         placed = shardings(self.mesh, specs)
         return jax.tree.leaves(
             jax.tree.map(
@@ -176,7 +177,7 @@ def make_case(
     drafter: str = "eagle3",
     rows: int = 64,
 ) -> Case:
-    """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
+    """Build one model with S/K/N and as many pages as a chip's memory allows."""
     devices = list(devices_of(topology))
     mesh = Parallel(tensor=len(devices)).mesh(devices)
     program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
@@ -199,8 +200,10 @@ def make_case(
 
 
 def devices_of(topology: str) -> list[Any]:
-    """A slice of TPUs by its name; "h200", or "h200:2" for two of one host (with the jax-cuda13
-    plugin and ptxas)."""
+    """Return a TPU slice by name, or "h200", or "h200:2" for two of one host.
+
+    The GPUs need the jax-cuda13 plugin and ptxas.
+    """
     name, _, number = topology.partition(":")
     if name == "h200":
         described = topologies.get_topology_desc(
@@ -222,7 +225,7 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
 def _program(
     config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str
 ) -> tuple[StepProgram, Any]:
-    """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
+    """Return the static program and its abstract bf16 parameters. drafter: one of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, TENSOR)
     ops = ops.with_columns(num_steps > 0)  # as an engine has it
@@ -248,7 +251,7 @@ def _program(
 def _drafter(
     kind: str, config: ModelSpec, draft_shape: SpeculativeConfig, *, ops: Ops, shard: Shard
 ) -> Drafter:
-    """At the target's widths; multi-token layers are the target's own, if its family has some."""
+    """Return a drafter at the target's widths; multi-token layers are the family's own, if any."""
     if kind == "ngram":
         return NgramDrafter(draft_shape)
     if kind == "standalone":
@@ -267,7 +270,7 @@ def _drafter(
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
-    """Compiles one program; what was seen of it."""
+    """Compile one program and return the observations."""
     started = time.monotonic()
     program = dataclasses.replace(case.program, options=key.options)
     platform = case.mesh.devices.flat[0].platform
@@ -296,7 +299,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """One program after the other: libtpu crashed or hung where several were compiled at once."""
+    """Compile one program after the other: libtpu crashed or hung with several at once."""
     model = first_layers(MODELS[options.model], options.layers)
     for shape in options.shapes:
         case = make_case(

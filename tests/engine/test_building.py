@@ -1,4 +1,4 @@
-"""Where compiled programs are kept: a directory that cannot be used is said, or done without."""
+"""The directory of compiled programs: an unusable one is an error, or a warning without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_a_usable_home_nothing_is_kept(
 def test_without_any_home_nothing_is_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A container under a user id that it does not list."""
+    """This happens in a container under a user id that it does not list."""
 
     def refuse() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -60,7 +60,7 @@ def test_an_empty_name_keeps_nothing_and_another_keeps_in_it(tmp_path: Path) -> 
 def test_a_folder_that_others_may_write_keeps_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Its programs would be run. jax's own, beside them, are not read either."""
+    """Stored programs are executed. jax's own programs in the same folder are not read either."""
     before = jax.config.jax_compilation_cache_dir
     (tmp_path / "steps").mkdir()
     (tmp_path / name).chmod(0o777)

@@ -1,4 +1,4 @@
-"""`jspec info`: what it says of tiny checkpoints, and of directories that are none."""
+"""`jspec info`: its report on tiny checkpoints, and on directories that are not checkpoints."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_recurrent_target_has_a_state_a_row(
 
 
 def test_layers_that_are_fewer_than_the_default_steps_are_served(tmp_path: Path) -> None:
-    """A step runs one of them each."""
+    """Each step runs one of them."""
     target, head = BUNDLED / "target", copy_of(BUNDLED / "draft_mtp", tmp_path / "head")
     assert "--speculative-num-steps" not in describe(head, target=target).serve
     tensors = load_file(head / "model.safetensors")
@@ -154,7 +154,7 @@ def test_layers_that_are_fewer_than_the_default_steps_are_served(tmp_path: Path)
 def test_heads_that_name_a_language_model_are_told_by_their_tensors(
     pair: TinyPair, tmp_path: Path
 ) -> None:
-    """As EAGLE's own are published, and layers for multi-token prediction that are trained."""
+    """EAGLE's own published heads do so, and trained layers for multi-token prediction."""
     for head in (copy_of(pair.draft_path, tmp_path / "eagle3"), tmp_path / "eagle"):
         if head.name == "eagle":
             eagle1 = eagle1_spec(layer=pair.draft_config.layer, draft_vocab_size=320)

@@ -1,4 +1,4 @@
-"""What the compiler is told for which program."""
+"""The compiler options and the order of lowering for each program."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_option_with_a_wrong_value_is_still_an_error() -> None:
 def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a Pallas kernel's text says depends on the kernels that were lowered before it."""
+    """A Pallas kernel's text depends on the kernels that were lowered before it."""
     lowered: list[tuple[ProgramKey, str]] = []
 
     class Lowered:

@@ -1,4 +1,4 @@
-"""How much of a device the pool may take, what does not fit, and what is said about it."""
+"""The share of a device that the pool may take, and the errors for sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE_BYTES = cache_bytes(GROUPS, CacheLayout(page_size=16, dtype="float32"))
 
 @dataclass(frozen=True)
 class Card:
-    """A device of which only its memory is asked; limit None: one that does not say."""
+    """A device that only reports its memory. limit: None if it does not report one."""
 
     limit: int | None
     in_use: int = 0
@@ -58,7 +58,7 @@ def limits_of(*cards: Card, **arguments: Any) -> ServeLimits:
 
 
 def pages_beside(in_use: int, *others: int) -> int:
-    """Pages that cards with room for 100, of which that many are in use, get together."""
+    """Return the pages of cards with room for 100, each with this many in use."""
     cards = [Card(PAGE_BYTES * 100, PAGE_BYTES * used) for used in (in_use, *others)]
     return limits_of(*cards, mem_fraction_static=0.5, max_running_requests=48).pool.num_pages
 
@@ -192,7 +192,7 @@ def limits_in(
     prefix_cache: bool = False,
     page_size: int = 16,
 ) -> ServeLimits:
-    """Four slots of 256 tokens in room for that many one-layer pages of 16."""
+    """Size four slots of 256 tokens for memory of this many one-layer pages of 16."""
     return limits_for(
         EngineArgs(
             model_path="m",
@@ -214,10 +214,10 @@ def limits_in(
 def spaces_of(
     *groups: CacheGroup, room: int, total: int | None = None, prefix_cache: bool = False
 ) -> tuple[int, list[tuple[int, int]]]:
-    """(pages of the full space, (window, pages) of the others) in `limits_in`.
+    """Return (pages of the full space, (window, pages) of the others) in `limits_in`.
 
-    20 pages are most of what a row can use. A window of 8 lies on 2 pages, and the chunks of a step
-    (256 tokens of 4 rows) on 20.
+    20 pages are the most that a row can use. A window of 8 takes 2 pages, and the chunks of a step
+    (256 tokens of 4 rows) take 20.
     """
     limits = limits_in(*groups, room=room, total=total, prefix_cache=prefix_cache)
     return limits.pool.num_pages, [(space.window, space.num_pages) for space in limits.pool.windows]
@@ -240,7 +240,7 @@ def test_no_window_gets_more_than_it_had_in_one_space() -> None:
 
 
 def test_states_of_all_slots_come_before_pages() -> None:
-    """Five slots, the dummy's included, of two layers, each as large as ten pages of a layer."""
+    """Five slots, the dummy included, of two layers, each as large as ten pages of a layer."""
     numbers = 10 * LAYER_BYTES // 4  # with one pending, and a path of one
     state = State((Record("state", (numbers - 2,), (None,), "float32"),), pending_size=1)
     states = CacheGroup("states", 2, state)
@@ -255,7 +255,7 @@ def test_states_of_all_slots_come_before_pages() -> None:
     ("room", "count", "pages"), [(1000, 16, 80), (60, 5, 60 - 5 - 6), (15, 1, 15 - 5 - 2)]
 )
 def test_snapshots_are_four_a_slot_and_at_most_a_tenth(room: int, count: int, pages: int) -> None:
-    """A state is as large as a page, and so is a snapshot, of which one more is the dummy."""
+    """A state is as large as a page, and so is a snapshot; one snapshot more is the dummy."""
     state = State((Record("state", (LAYER_BYTES // 4 - 2,), (None,), "float32"),), pending_size=1)
     states = CacheGroup("states", 1, state)
     limits = limits_in(FULL, states, room=room, prefix_cache=True)
@@ -277,7 +277,7 @@ def test_a_model_of_windows_alone_takes_memory_for_windows_alone() -> None:
 
 
 def test_with_a_prefix_cache_windows_have_pages_for_texts_whose_rows_are_gone() -> None:
-    """One page for the end of a text, four a slot; at most an eighth of what there was as one."""
+    """One page per end of a text, four per slot, and at most an eighth of a single pool's pages."""
     assert spaces_of(FULL, APART, room=1000, prefix_cache=True) == (80, [(8, 28 + 80 // 8)])
     assert spaces_of(FULL, APART, room=120, prefix_cache=True) == (120 - 2 * 33, [(8, 28 + 5)])
     assert spaces_of(FULL, APART, room=75, prefix_cache=True) == (25, [(8, 25)])

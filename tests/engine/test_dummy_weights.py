@@ -1,4 +1,4 @@
-"""Random weights made on the devices: shapes, places, sizes of numbers, a valid vocabulary map."""
+"""Random weights made on the devices: shapes, placement, magnitudes, a valid vocabulary map."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DRAFT = tiny_draft_config(TARGET)
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> dict[str, Any]:
-    """Two directories that hold nothing but config.json."""
+    """Write two directories that have only a config.json."""
     for name, config in (
         ("target", family_named("llama").to_json(TARGET)),
         ("draft", eagle3_config_json(DRAFT, dtype="bfloat16")),

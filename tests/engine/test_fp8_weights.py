@@ -1,4 +1,4 @@
-"""fp8 weights in a model: what stays packed, what it computes, and how it changes."""
+"""fp8 weights in a model: which stay packed, their results, and their updates."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_random_weights_and_info_have_the_bytes_of_the_packed_ones(blocks: Path)
 def test_by_name_are_the_numbers_also_of_weights_whose_blocks_the_shards_would_cut(
     shards: int, blocks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """384 inner columns are three blocks: one and a half a shard."""
+    """384 inner columns are three blocks: one and a half per shard."""
     with caplog.at_level(logging.INFO, "jspec"):
         models = loaded(blocks, shards=shards)
     cut = "fp8, unpacked to float32: a block of 128 x 128 would be cut between parts or shards"

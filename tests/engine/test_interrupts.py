@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine starts: where Python loses the exception, the start still ends."""
+"""Ctrl-C while an engine starts: the start ends even where Python loses the exception."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _python_handles_the_signal() -> Iterator[None]:
-    """Where a shell runs tests in the background, SIGINT is ignored."""
+    """Restore SIGINT, which a shell ignores for tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -31,7 +31,7 @@ def _python_handles_the_signal() -> Iterator[None]:
 
 
 class Collected:
-    """Gets the signal in the midst of its own deletion."""
+    """An object that gets the signal during its own deletion."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -182,7 +182,7 @@ def test_a_start_that_loses_its_interrupt_stops(tmp_path: Path) -> None:
 def test_an_interrupt_of_an_import_comes_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the midst of a native module's initialisation it can end the process by a fault."""
+    """During a native module's initialisation it can crash the process."""
     source = "import signal\nsignal.raise_signal(signal.SIGINT)\nis_whole = True\n"
     (tmp_path / "interrupted_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))

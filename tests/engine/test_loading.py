@@ -62,7 +62,7 @@ def test_the_bundled_target_has_a_draft_of_each_kind(
 
 
 def test_a_draft_that_is_named_stands_before_the_bundled_targets_own(tmp_path: Path) -> None:
-    """As `jspec train-draft` without --model-path says at its end."""
+    """`jspec train-draft` without --model-path prints such a command at its end."""
     (tmp_path / "config.json").touch()
     args = EngineArgs(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(tmp_path))
     assert resolve_paths(args).draft == tmp_path
@@ -124,7 +124,7 @@ def test_one_error_names_all_that_does_not_fit_of_a_target(tmp_path: Path) -> No
 
 
 def spoil(path: Path, **changes: Any) -> None:
-    """Tensors of a checkpoint replaced, added or (None) removed."""
+    """Replace, add or (None) remove tensors of a checkpoint."""
     file = path / "model.safetensors"
     tensors = load_file(file) | changes
     save_file({name: value for name, value in tensors.items() if value is not None}, file)

@@ -1,4 +1,5 @@
-"""That scratch does not fit is said before anything is served, with what takes the memory."""
+"""An engine whose programs' scratch does not fit is refused at the start, with the memory's
+users."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ HELD = {
 
 @pytest.fixture(autouse=True)
 def nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process holds what other tests left; to look through it takes a second each time."""
+    """Skip the collection of other tests' objects, which would take a second each time."""
     monkeypatch.setattr(memory_report.gc, "collect", lambda: 0)
 
 

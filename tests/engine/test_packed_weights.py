@@ -1,4 +1,4 @@
-"""mxfp4 experts in an engine: whether they stay packed, what they take, and how they change."""
+"""mxfp4 experts in an engine: when they stay packed, their memory, and their updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERTS = "model.layers.0.mlp.experts.down_proj"
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA reads them packed, too: it unpacks in the step."""
+    """XLA reads them packed too: it unpacks in the step."""
     monkeypatch.setitem(formats.TABLE, (MXFP4, Op.EXPERTS, "xla"), formats.Reads())  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Weights ordered in memory as a kernel reads them: same values, same shapes, same tokens."""
+"""Weights in a kernel's memory order: the same values, shapes and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.test_program_store import CONFIG, KEY, LIMITS, fresh_state, ma
 
 
 def orders(params: Any) -> dict[str, tuple[int, ...]]:
-    """By path: the axes of each matrix from slowest to fastest."""
+    """Return by path the axes of each matrix, from slowest to fastest."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     return {
         jax.tree_util.keystr(path): x.format.layout.major_to_minor for path, x in flat if x.ndim > 1
@@ -53,7 +53,7 @@ def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: boo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnedOps(Ops):
-    """XLA's programs over weights that lie by columns."""
+    """XLA's programs over column-major weights."""
 
     @property
     def column_major(self) -> bool:
@@ -61,7 +61,7 @@ class TurnedOps(Ops):
 
 
 def test_a_step_reads_them_where_they_lie() -> None:
-    """The program takes that order, copies nothing into another, and emits the same token."""
+    """The program takes that order, copies no weight into another, and emits the same token."""
     mesh = Parallel().mesh(jax.devices("cpu")[:1])
     weights = init_params(table_of(CONFIG), seed=0)
     program, _ = make_program()

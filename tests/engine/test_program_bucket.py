@@ -1,5 +1,5 @@
-"""Programs of a bucket: one machine compiles, the next one fetches. The library is a stand-in that
-serves a folder."""
+"""Programs of a bucket: one machine compiles, the next one fetches. A folder replaces the
+library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ URL = "gs://b/deep/programs/"
 
 
 class Buckets(ModuleType):
-    """gcsfs: a bucket is a folder."""
+    """A fake gcsfs: a bucket is a folder."""
 
     def __init__(self, root: Path) -> None:
         super().__init__("gcsfs")

@@ -85,7 +85,7 @@ def recipe() -> Recipe:
 
 
 class FakeMaker:
-    """Makes what it is told to, or fails; waits before each for `go`."""
+    """A maker of given results or failures, which waits before each for `go`."""
 
     def __init__(self, *made: Made, error: Exception | None = None) -> None:
         self.go = threading.Semaphore(0)
@@ -106,7 +106,7 @@ class FakeMaker:
 
 
 class Taker:
-    """What a runner is to a growth."""
+    """The part of a runner that a growth uses."""
 
     def __init__(self) -> None:
         self.taken: list[Made] = []
@@ -256,7 +256,7 @@ def test_why_the_process_failed_is_said(tmp_path: Path) -> None:
 
 
 def test_the_process_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    """Whose end of the pipe the system closes."""
+    """The system closes the other end of its pipe."""
     task = process_maker(ProgramStore.open(tmp_path)).task
     done = subprocess.run(
         [sys.executable, "-P", "-m", MODULE],
@@ -355,7 +355,7 @@ def test_an_engine_serves_before_all_programs_are_there(arguments: dict[str, Any
 
 
 def building_processes() -> list[str]:
-    """Ours, by their ids; a process may end while it is read."""
+    """Return the ids of our building processes; one may end while it is read."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

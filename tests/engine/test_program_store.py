@@ -71,7 +71,7 @@ def fresh_state(program: StepProgram) -> Any:
 
 
 def start(store: ProgramStore, *, reports: list[str] | None = None) -> Any:
-    """The decode program as an engine gets it, and what it emits."""
+    """Return the decode program as an engine gets it, and its output."""
     program, params = make_program()
     state = fresh_state(program)
     found = compile_all(
@@ -196,7 +196,7 @@ def test_jax_keeps_nothing_of_a_program_that_is_stored_and_all_else(
 
 
 def places(store: ProgramStore) -> list[Path | None]:
-    """Of the usual program, and of others that differ from it in one thing each."""
+    """Return the paths of the usual program and of others that differ from it in one respect."""
     program, params = make_program()
     arrays = (params, fresh_state(program))
     gpu, turned = (
@@ -228,14 +228,15 @@ def test_programs_limits_options_and_shapes_are_told_apart(tmp_path: Path) -> No
 
 
 def files_of(folder: Path, **changes: Any) -> set[str]:
-    """What the decode program of LIMITS with `changes` is looked for and written as."""
+    """Return the names under which the decode program of LIMITS with `changes` is read and
+    written."""
     limits = with_limits(LIMITS, **changes)
     program = static_program()
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=jnp.float32))
     asked: list[Path] = []
 
     class Asking(ProgramStore):
-        """Has nothing, and says what it was asked for."""
+        """An empty store that records what is requested."""
 
         def paths(self, *args: Any, **kwargs: Any) -> dict[Any, Path]:
             asked.extend(ProgramStore.paths(self, *args, **kwargs).values())
@@ -349,7 +350,8 @@ def test_devices_and_their_platform_are_told_apart() -> None:
 def test_sources_that_change_meanwhile_are_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Edited between the imports and the start, or between the start and the first writing."""
+    """They are edited between the imports and the start, or between the start and the first
+    write."""
     usual = ProgramStore.open(tmp_path / "steps")
     assert usual.sources is not None
     monkeypatch.setattr(source_digest, "IMPORTED_AT", 0.0)
@@ -361,7 +363,7 @@ def test_sources_that_change_meanwhile_are_not_trusted(
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the package's sources, older than this process."""
+    """Copy the package's sources with times before this process."""
     copied = tmp_path / "jspec"
     shutil.copytree(
         source_digest.PACKAGE,
@@ -392,7 +394,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_what_no_program_depends_on_compiles_nothing_again(
     package: Path, module: str, old: str, new: str
 ) -> None:
-    """Help texts, docstrings, comments, and what no step function imports."""
+    """Help texts, docstrings, comments, and modules that no step function imports."""
     before = source_digest.sources_digest(package)
     edit(package / module, old, new)
     assert source_digest.sources_digest(package) == before is not None
@@ -418,14 +420,14 @@ def test_code_that_a_program_depends_on_changes_its_name(
 
 
 def test_a_package_without_sources_has_no_digest(tmp_path: Path) -> None:
-    """A zip, or bytecode alone."""
+    """It is a zip, or has bytecode alone."""
     assert source_digest.sources_digest(tmp_path) is None
 
 
 def test_what_cannot_be_written_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A callback, for one, is no data."""
+    """A callback, for example, cannot be serialized."""
 
     def refuse(_: Any) -> Any:
         raise AttributeError("Can't pickle local object")

@@ -1,4 +1,4 @@
-"""Which compiled program runs a plan: the nearest ready one that can do all it needs."""
+"""The choice of a compiled program for a plan: the nearest ready one that covers its needs."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_features_are_a_set(one: StepOptions, other: StepOptions) -> None:
 
 
 def test_features_read_alike_in_every_process() -> None:
-    """The text is part of what names a stored program; hashes of strings differ by process."""
+    """A stored program's name contains this text, but hashes of strings differ by process."""
     code = (
         "from jspec.messages.step_options import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
     )

@@ -1,7 +1,7 @@
-"""What an engine had on the device is free once it is shut down, or its start has failed.
+"""An engine's device memory is free once it is shut down, or once its start has failed.
 
-Counting references must do: a garbage collection may come after the process is out of memory maps
-(each compiled program takes hundreds on a CPU), or after the next engine wants the memory.
+Reference counts must suffice: a garbage collection may come after the process is out of memory maps
+(each compiled program takes hundreds on a CPU), or after the next engine needs the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.tiny_models import write_tiny_pair
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds."""
+    """The memory that the process uses."""
 
     num_arrays: int
     num_programs: int
@@ -46,7 +46,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Failed:
-    """A start that failed after it had compiled everything, and what was held around it."""
+    """A start that failed after it had compiled everything, and the memory in use around it."""
 
     arguments: dict[str, Any]
     before: Held
@@ -55,7 +55,7 @@ class Failed:
 
 @pytest.fixture(scope="module")
 def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
-    """It fails as late as it can; its programs are stored by then."""
+    """Fail as late as possible; the programs are stored by then."""
     settings: Any = jax.config
     directory = settings.jax_compilation_cache_dir
     folder = tmp_path_factory.mktemp("release")
@@ -80,7 +80,7 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
 
 
 def start_and_fail(arguments: dict[str, Any]) -> RuntimeError:
-    """After the last program."""
+    """Fail after the last program."""
 
     def fail(done: int, total: int, _what: str, _how: str) -> None:
         if done == total:
@@ -92,7 +92,7 @@ def start_and_fail(arguments: dict[str, Any]) -> RuntimeError:
 
 
 def use(arguments: dict[str, Any]) -> Engine:
-    """An engine that has generated and is shut down."""
+    """Start an engine, generate, and shut it down."""
     engine = Engine(**arguments)
     engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
     engine.shutdown()
@@ -125,7 +125,7 @@ def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
 def test_a_head_that_cannot_be_read_leaves_nothing_of_its_target_though_its_error_is_kept(
     tmp_path: Path,
 ) -> None:
-    """Only what is read after the target shows it: the head's names and shapes are right."""
+    """The error shows only after the target is read: the head's names and shapes are right."""
     shutil.copytree(BUNDLED / "draft", tmp_path / "draft")
     (stored,) = (tmp_path / "draft").glob("*.safetensors")
     tensors = load_file(stored)

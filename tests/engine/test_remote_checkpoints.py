@@ -1,6 +1,6 @@
 """Checkpoints of a hub or a bucket: fetched by their libraries, and a clear error without them.
 
-Nothing here reaches a network: the libraries are stand-ins that serve a folder.
+No test uses a network: fakes that serve a folder replace the libraries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jspec.errors import CheckpointError
 
 
 class Hub(ModuleType):
-    """huggingface_hub, as far as it is used: repositories are folders."""
+    """A fake huggingface_hub: repositories are folders."""
 
     def __init__(self, root: Path) -> None:
         super().__init__("huggingface_hub")
@@ -47,7 +47,7 @@ class Hub(ModuleType):
 
 
 class Buckets(ModuleType):
-    """gcsfs: a bucket is a folder."""
+    """A fake gcsfs: a bucket is a folder."""
 
     def __init__(self, root: Path) -> None:
         super().__init__("gcsfs")
@@ -74,7 +74,7 @@ class Buckets(ModuleType):
 
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    """What was fetched in this process."""
+    """Forget the directories that were fetched in this process."""
     remote_checkpoints._from_hub.cache_clear()
     remote_checkpoints._from_bucket.cache_clear()
 
@@ -185,7 +185,7 @@ def test_a_directory_wins_over_a_repository_of_its_name(
 
 @pytest.mark.parametrize("name", ["model_path", "speculative_draft_model_path"])
 def test_a_directory_that_is_no_checkpoint_is_said_to_be_none(name: str, tmp_path: Path) -> None:
-    """And not that its tokenizer is missing."""
+    """The error is not about a missing tokenizer."""
     (tmp_path / "page.md").touch()
     with pytest.raises(CheckpointError, match=f"{name} is .*without config.json; expected one"):
         local_directories({name: str(tmp_path)})

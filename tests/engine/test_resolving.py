@@ -1,4 +1,4 @@
-"""The one step from arguments, checkpoint and devices to what runs; no device is needed for it."""
+"""The one step from arguments, checkpoint and devices to a configuration; it needs no device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resolved(
 
 @pytest.fixture
 def mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a jax that has the Hopper kernels' compiler."""
+    """Pretend that this jax has the Hopper kernels' compiler."""
     monkeypatch.setattr(hopper, "has_mosaic_gpu", lambda: True)
 
 
@@ -193,7 +193,7 @@ def test_plain_decoding_is_a_tree_of_one_node() -> None:
     ],
 )
 def test_a_drafter_is_resolved_to_itself(algorithm: str, more: dict[str, Any]) -> None:
-    """Whatever its flags call it: the pool's size is asked of what was resolved."""
+    """The pool is sized for the resolved drafter, by whatever name the flags gave it."""
     given = {"speculative_algorithm": algorithm, **more}
     config = resolved(checkpoint=DRAFTED, **given)
     assert config.speculative == EngineArgs(model_path="m", **given).speculative
@@ -225,7 +225,7 @@ def test_nothing_is_left_open(
     page: int | None,
     start: str,
 ) -> None:
-    """So resolving what is resolved changes nothing, and it can be a key."""
+    """So resolving a resolved configuration changes nothing, and it can be a key."""
     path = "d" if algorithm == "EAGLE3" else None
     checkpoint = DRAFTED if path else PLAIN
     config = resolved(

@@ -1,4 +1,5 @@
-"""The real runner under the real scheduler: what overlap, endings and poison must never change."""
+"""The real runner under the real scheduler: results that overlap, endings and poison must not
+change."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def six_requests(**sampling: Any) -> list[Request]:
 
 
 def test_plain_decoding_is_the_dense_model_sampled() -> None:
-    """The reference itself: paged, chunked, cached decoding against one dense forward a token."""
+    """The reference: paged, chunked, cached decoding equals one dense forward per token."""
     length, num_new = 9, 12
     request = make_request(0, prompt_len=length, seed=77, temperature=1.0, max_new_tokens=num_new)
     params, _ = tiny_params()
@@ -70,7 +71,7 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
 
     @jax.jit
     def next_id(tokens: jax.Array, position: jax.Array) -> jax.Array:
-        """The token of `position`, from a dense causal forward over all of `tokens` [1, C]."""
+        """Return the token at `position`, by a dense causal forward over all of `tokens` [1, C]."""
         hidden, _ = dense_hidden(TARGET, params, tokens)
         last = jax.lax.dynamic_slice_in_dim(hidden, position - 1, 1, axis=1)
         return choose(
@@ -90,7 +91,7 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
 
 
 def test_poison_in_everything_nobody_wrote_changes_no_token() -> None:
-    """NaN in both pools and in the draft's hidden, -1 in the dummy row: all must stay unread."""
+    """NaN in both pools and in the draft's hidden, and -1 in the dummy row, are never read."""
     requests = six_requests()
     expected = [plain_ids(request) for request in requests]
     compiled = tree_engine()
@@ -101,7 +102,7 @@ def test_poison_in_everything_nobody_wrote_changes_no_token() -> None:
 
 
 def poison(runner: DeviceRunner) -> DeviceRunner:
-    """The same runner with NaN in pools and hidden, and -1 as every id that is not yet set."""
+    """Fill pools and hidden with NaN, and every id that is not set with -1."""
 
     def spoil(x: jax.Array) -> jax.Array:
         return x if x.dtype != jnp.float32 else jnp.full_like(x, jnp.nan)
@@ -145,7 +146,7 @@ def test_no_program_copies_a_pool() -> None:
 
 
 def test_the_search_for_copies_finds_one() -> None:
-    """A step that keeps its input alive must copy the pool; the search has to see it."""
+    """A step that keeps its input alive must copy the pool; the search has to find the copy."""
     pool = jnp.zeros((9, 4, 4, 8))
     kept = jax.jit(lambda x: (x, x.at[1, 0].set(1.0))).lower(pool).compile()
     assert pool_copies(kept.as_text(), pool.shape)
@@ -177,7 +178,8 @@ def test_nothing_compiles_and_nothing_crosses_by_accident_after_warm_up(
 
 
 def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing() -> None:
-    """Two slots for six requests: every ending is met by a step in flight and a new tenant."""
+    """Two slots for six requests: each slot gets a new tenant while a step of the old is in
+    flight."""
     requests = six_requests()
     expected = [plain_ids(request) for request in requests]
     dial = dial_for(requests, expected)

@@ -1,4 +1,4 @@
-"""Weights read by name and switched: every tensor, on one shard and two, beside and in place."""
+"""Weights read by name and switched: every tensor, one and two shards, with and without copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Path1 = tuple[str | int, ...]
 
 @dataclass
 class Params:
-    """A runner as ServedWeights sees one."""
+    """A runner as ServedWeights uses one."""
 
     params: Any
 
@@ -76,7 +76,7 @@ def serving(models: LoadedModels, **options: Any) -> tuple[ServedWeights, Params
 
 
 def same(found: Any, wanted: Any) -> None:
-    """The same numbers, in the same places."""
+    """Assert equal numbers with equal placement."""
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.sharding == b.sharding

@@ -1,9 +1,9 @@
 """Steps at real shapes compile for TPUs, ahead of time, and fit: plain, chain and tree.
 
-Two layers of each model, with a pool that fills the chips: no copy of the pool, and weights are
-read as they lie. By hand every chip and every model compiles all nine kinds of program
-(tpu_programs.few); CI compiles one of each model for the newer chips (fewest). Needs the TPU
-compiler (`pip install -e '.[tpu]'`), not a TPU: nothing is run. All layers:
+With two layers of each model and a pool that fills the chips, the pool is not copied, and weights
+are read in the order in which they are stored. By hand every chip and every model compiles all nine
+kinds of program (tpu_programs.few); CI compiles one of each model for the newer chips (fewest).
+Needs the TPU compiler (`pip install -e '.[tpu]'`), not a TPU: no program runs. All layers:
 `python -m benchmarks.tpu_compile`.
 """
 
@@ -79,12 +79,13 @@ def test_the_full_matrix_names_each_program_once() -> None:
 
 
 def of_experts(line: str) -> bool:
-    """Whether the line rewrites a stack of experts, [X, K, N]."""
+    """Return True if the line rewrites a stack of experts, [X, K, N]."""
     return what(line).partition("]")[0].count(",") == 2
 
 
 def experts_are_xla(job: Job) -> bool:
-    """Whether a step has so many tokens an expert that XLA multiplies instead of the kernel."""
+    """Return True if a step has enough tokens per expert for XLA's product instead of the
+    kernel."""
     moe = WORKLOADS[job.model].target.layers[0].ffn
     if not isinstance(moe, MoESpec):
         return False
@@ -127,7 +128,7 @@ def test_a_step_compiles_for_a_tpu(job: Job) -> None:
     ],
 )
 def test_a_multi_layer_draft_compiles_for_a_tpu(job: Job) -> None:
-    """Decode steps: layers of different pools, each of which stays where it is."""
+    """Decode steps of layers with different pools, none of which is copied."""
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
     assert (found["program"], found["layers"]) == (job.program, 2)
     assert found["kernels"] >= 2 + 5, "a forward of a layer without a Mosaic kernel"
@@ -174,7 +175,7 @@ JOB = Job(model="small", topology="v5e:2x2", shape="0/1/1", program="decode B=64
 
 
 def process(*scripts: str) -> Callable[[Job], Sequence[str]]:
-    """The commands of the first process of a job, the second, ..."""
+    """Return the commands of the first process of a job, the second, ..."""
     left = iter(scripts)
     return lambda _: [sys.executable, "-c", next(left)]
 

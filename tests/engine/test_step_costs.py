@@ -1,4 +1,4 @@
-"""Decode programs are timed on dummy rows when they become ready, and nothing notices."""
+"""Decode programs are timed on dummy rows when they become ready, without any other effect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_timing_changes_nothing_that_rows_keep(compiled: Compiled) -> None:
 
 
 class Growing(ViewRunner):
-    """Another decode program becomes ready while each step is in flight."""
+    """A runner for which another decode program becomes ready while each step is in flight."""
 
     num_added = 0
 

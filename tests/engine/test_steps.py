@@ -1,4 +1,4 @@
-"""The table of steps: a new kind is a row of it and the functions that the row names."""
+"""The table of steps: a new kind is one entry and the functions that it names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS = (RowRef(1, 1), RowRef(2, 1))
 
 
 def copy_length(program: Any, params: Any, state: Any, batch: Any) -> Any:
-    """Gives the second row the length of the first; outputs all lengths."""
+    """Give the second row the length of the first; output all lengths."""
     del program, params
     first, second = batch["slots"]
     lens = state.rows.seq_lens.at[second].set(state.rows.seq_lens[first])
@@ -55,7 +55,7 @@ def copy_length(program: Any, params: Any, state: Any, batch: Any) -> Any:
 
 
 def report(program: Any, params: Any, state: Any, batch: Any, taken: jax.Array) -> Any:
-    """Emits a token a row: its length that it took, plus what the host wrote."""
+    """Emit one token per row: the length that it took, plus what the host wrote."""
     del program, params
     tokens = taken[batch["slots"]] + batch["seen"]
     return state, jnp.stack((jnp.ones_like(tokens), tokens), axis=1)
@@ -143,7 +143,7 @@ def test_every_kind_has_a_row() -> None:
 
 
 class Recorder(DeviceRunner):
-    """Keeps what each program is started with, and starts none."""
+    """A runner that records what each program is started with, and starts none."""
 
     calls: list[Any]
 

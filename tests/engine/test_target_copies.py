@@ -1,4 +1,4 @@
-"""Heads that bring an embedding or an lm_head of another target: the log names those alone."""
+"""Heads with an embedding or an lm_head of another target: the log names those alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def head_of(pair: TinyPair) -> np.ndarray:
 
 
 def foreign(like: np.ndarray) -> np.ndarray:
-    """The rows in another order: as large, and each another token's."""
+    """Permute the entries: the array is as large, and each entry is another token's."""
     return np.ascontiguousarray(np.roll(like, 7, axis=0))
 
 
@@ -160,7 +160,7 @@ def test_layers_for_multi_token_prediction_of_another_target_are_a_warning(
 def test_a_head_of_its_own_width_is_read_with_its_embedding_and_without_a_word(
     pair: TinyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As EAGLE-3 heads of 70B targets are: narrower than the target, whose features fc takes in."""
+    """EAGLE-3 heads of 70B targets are narrower than the target, whose features fc projects."""
     layer = uniform_decoder(
         vocab_size=V,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""Plans become one flat array and come out as the device's pytrees, padding included."""
+"""Plans become one flat array and are unpacked to the device's pytrees, padding included."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_admission_brings_its_whole_row() -> None:
 
 
 def test_padding_rows_sample_greedily_without_filters() -> None:
-    """They run through the same program; nothing in them may be NaN or stop anything."""
+    """They run through the same program; none of their values may be NaN or a stop id."""
     batch = arrived(PREFILL)
     neutral = vars(empty_sampling(3, vocab_size=V))
     for name, array in vars(batch.sampling).items():
@@ -226,7 +226,7 @@ def test_padding_rows_sample_greedily_without_filters() -> None:
 
 
 def test_a_prefill_leaves_nothing_behind_in_the_next_one() -> None:
-    """Both begin with what no row sends, which is made once."""
+    """Both start from the same neutral array, which is made once."""
     (key,) = programs_of(PREFILL, LIMITS)
     short = replace(PREFILL, admissions=(), chunks=PREFILL.chunks[:1])
     before = packed(short, key, LIMITS, vocab_size=V)
@@ -251,7 +251,7 @@ def test_stop_ids_are_masked_only_under_a_minimum_length() -> None:
 
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
-    """More rows or tokens than the program's bucket never wrap or fall off silently."""
+    """More rows or tokens than the program's bucket never wrap and are never dropped silently."""
     small = ProgramKey(plan.kind, 1, SAMPLING)
     with pytest.raises(ValueError, match="broadcast"):
         packed(plan, small, LIMITS, vocab_size=V)
@@ -288,7 +288,7 @@ def test_results_of_several_rounds_come_back_by_round() -> None:
 
 
 def test_cached_ids_come_in_pieces_where_they_are_used() -> None:
-    """28 ids are cached of row 2, which has penalties, 8 of row 1, which has none."""
+    """28 ids of row 2, which has penalties, are cached, and 8 of row 1, which has none."""
     limits = with_limits(LIMITS, prefix_cache=True, context_length=20, prefill_rows=2)
     fill = tuple(range(10, 40))
     plan = replace(

@@ -1,4 +1,4 @@
-"""Weights streamed to the devices: what the host form holds, under a bound, whole or not at all."""
+"""Weights streamed to the devices: bounded host memory, and all weights or none."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_head_shares_the_placed_embedding_of_its_target() -> None:
 
 
 class Watched:
-    """Reads and puts that count the bytes which the host holds, and how many are under way."""
+    """Reads and puts that count the bytes on the host and the weights in progress."""
 
     def __init__(self, before_put: Callable[[], Any] = lambda: None) -> None:
         self.held = self.most_held = self.open = self.most_open = 0
@@ -161,7 +161,7 @@ SPEC = uniform_decoder(
 
 
 def traced_peak(run: Callable[[], Any]) -> int:
-    """Bytes that Python and numpy held at most while `run` ran, beside those before."""
+    """Return the most bytes that Python and numpy allocated while `run` ran."""
     tracemalloc.start()
     try:
         run()
@@ -204,7 +204,7 @@ def test_a_read_holds_no_more_than_it_says(name: str, stored: Any, tmp_path: Pat
 
 
 class Recorded:
-    """Puts on one device, and remembers what it put."""
+    """A put on one device that records its arguments."""
 
     def __init__(self, fail: Callable[[ParamSpec], Any] = bool) -> None:
         self.arrays: list[jax.Array] = []
@@ -218,7 +218,7 @@ class Recorded:
 
 
 def test_a_tensor_that_cannot_be_read_ends_the_load_and_leaves_nothing(tmp_path: Path) -> None:
-    """The file is cut short after its header was read."""
+    """The file is truncated after its header was read."""
     save_target(tmp_path, SPEC, random_params(table_of(SPEC)), dtype=np.float32)
     file = tmp_path / "model.safetensors"
     put = Recorded()
@@ -264,7 +264,7 @@ def test_an_interrupt_ends_the_load() -> None:
 
 
 def test_a_placed_weight_is_not_written_again() -> None:
-    """A CPU device may use the host array's very memory."""
+    """A CPU device may share the host array's memory."""
     mesh = Parallel().mesh(jax.devices("cpu")[:1])
     value = np.ones((64, 64), np.float32)
     spec = ParamSpec(path=("w",), shape=(64, 64))

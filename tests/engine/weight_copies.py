@@ -1,4 +1,4 @@
-"""Finding layout copies of weights in compiled text: a step should read each weight as it lies."""
+"""A search for layout copies of weights in compiled text: a step should read weights as stored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _REWRITES = {"copy", "copy-start", "transpose", "reshape", "convert"}
 
 
 def weight_copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
-    """Lines that rewrite an array which has the shape of a weight's shard, or its transpose.
+    """Return the lines that rewrite an array with the shape of a weight's shard, or its transpose.
 
     shapes: the local shapes of the weights, matrices only. A copy into fast memory that keeps the
-    layout is how a weight is streamed and does not count. Outside fusions, what is rewritten must
-    stem from an argument of the program; inside, a copy or transpose of such a shape is enough.
+    layout is how a weight is streamed and does not count. Outside fusions, the rewritten array must
+    come from an argument of the program; inside, a copy or transpose of such a shape is enough.
     """
     wanted = {tuple(sorted(shape)) for shape in shapes}
     known = list(instructions(text))
@@ -42,7 +42,7 @@ def _rewrites(
 
 
 def _argument(instruction: Instruction, entry: dict[str, Instruction]) -> ArrayType | None:
-    """The type of the program's argument that the first operand is, if it is one."""
+    """Return the type of the program's argument that the first operand is, if it is one."""
     while instruction.operands:
         found = entry.get(instruction.operands[0])
         if found is None:

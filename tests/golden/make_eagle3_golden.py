@@ -1,6 +1,6 @@
-"""Writes tests/golden/eagle3: tiny random EAGLE-3 heads, and what speculators computes from them.
+"""Write tests/golden/eagle3: tiny random EAGLE-3 heads, and what speculators computes from them.
 
-Run by hand where torch and speculators (0.9) are installed; the tests read only what it wrote:
+Run by hand where torch and speculators (0.9) are installed; the tests read only the output:
 
     python tests/golden/make_eagle3_golden.py
 

@@ -1,12 +1,11 @@
-"""Writes tests/golden/families: a tiny random checkpoint of each family, and what transformers
-computes from it.
+"""Write tests/golden/families: a tiny random checkpoint of each family and transformers' outputs.
 
-Run by hand where torch and transformers (5) are installed; the tests read only what it wrote:
+Run by hand where torch and transformers (5) are installed; the tests read only the output:
 
     python tests/golden/make_families_golden.py && python tests/golden/make_fp8_golden.py
 
-transformers writes a mixture's experts one by one, as published checkpoints hold them; the variant
-`qwen3_moe_fused` is `qwen3_moe` with the tensors as transformers 5 holds them in memory.
+transformers writes an MoE's experts one by one, like published checkpoints; the variant
+`qwen3_moe_fused` is `qwen3_moe` with the tensors as transformers 5 has them in memory.
 """
 
 from __future__ import annotations
@@ -78,8 +77,9 @@ MIXTURE = {
 
 
 def models() -> dict[str, PreTrainedModel]:
-    """Between them: windows on some layers and on all, biases, norms of q and k, a head_dim of its
-    own, tied embeddings, mixtures with and without normalized weights, and dense layers among them.
+    """Together they cover windows on some and on all layers, biases, norms of q and k, another
+    head_dim, tied embeddings, MoE with and without normalized weights, and dense layers among MoE
+    layers.
     """
     torch.manual_seed(0)
     return {
@@ -114,9 +114,9 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 def later_models() -> dict[str, PreTrainedModel]:
-    """Made when all above are written, so that those keep their numbers.
+    """They are made after those above, so that the earlier ones keep their random numbers.
 
-    gpt-oss with sinks, a window on every other layer, YaRN that is felt within a few tokens, and
+    gpt-oss with sinks, a window on every other layer, YaRN that matters within a few tokens, and
     widths of whole mxfp4 blocks.
     """
     yarn = {
@@ -145,8 +145,8 @@ def later_models() -> dict[str, PreTrainedModel]:
 
 
 def latest_models() -> dict[str, PreTrainedModel]:
-    """GLM-4.5: RoPE on half of each head, biases, norms of q and k, one dense layer, then mixtures
-    beside a shared expert.
+    """GLM-4.5: RoPE on half of each head, biases, norms of q and k, one dense layer, then MoE
+    layers with a shared expert.
     """
     torch.manual_seed(2)
     config = Glm4MoeConfig(
@@ -166,8 +166,8 @@ def latest_models() -> dict[str, PreTrainedModel]:
 
 
 def last_models() -> dict[str, PreTrainedModel]:
-    """MiMo-V2-Flash: sliding layers with sinks, a theta and kv heads of their own between full
-    ones, values narrower than keys, one dense layer, then mixtures.
+    """MiMo-V2-Flash: sliding layers with sinks, their own theta and kv heads between full layers,
+    values narrower than keys, one dense layer, then MoE layers.
     """
     torch.manual_seed(3)
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -342,7 +342,8 @@ GREEDY = 200  # ids that the model writes by itself, after one
 
 
 class StepWithHead(torch.nn.Module):
-    """transformers has Step's text model (as a part of Step-3.7's), without an lm_head."""
+    """Step's text model with an lm_head; transformers has it as a part of Step-3.7's, without
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +354,8 @@ class StepWithHead(torch.nn.Module):
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def published(self) -> dict[str, torch.Tensor]:
-        """The tensors under the checkpoint's names, experts as one tensor a product."""
+        """Return the tensors under the checkpoint's names, with experts as one tensor per
+        product."""
         tensors = {}
         for name, value in self.state_dict().items():
             name = name.replace(".mlp.shared_experts.", ".share_expert.")
@@ -371,8 +373,8 @@ class StepWithHead(torch.nn.Module):
 
 @torch.no_grad()
 def write_step() -> None:
-    """All norms stored less one, in 1/256 as bfloat16 would have them; gates and experts large
-    enough for the limits to be felt.
+    """Norms are stored less one, as multiples of 1/256 like bfloat16's; gates and experts are large
+    enough for the limits to matter.
     """
     torch.manual_seed(1)
     model, folder = StepWithHead().float().eval(), OUT / "step3p5"
@@ -411,8 +413,9 @@ def write_step() -> None:
 def write_greedy(
     folder: Path, ids: torch.Tensor, next_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """What the model writes by itself after the longest start of ids at which no choice is near a
-    tie. next_logits: of one text, without a cache.
+    """Write the model's greedy text after the longest prefix of ids without a near-tie.
+
+    next_logits: of one text, without a cache.
     """
     for length in range(ids.shape[1], 2, -1):
         text, gap = ids[:, :length], float("inf")
@@ -432,7 +435,7 @@ def write_greedy(
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Weights large enough for attention to matter; norms away from 1, biases from 0."""
+    """Draw weights large enough for attention to matter; norms away from 1, biases from 0."""
     is_hybrid = hasattr(model.config, "linear_num_key_heads")
     for name, value in model.named_parameters():
         if "norm" in name:
@@ -488,7 +491,7 @@ def write(made: dict[str, PreTrainedModel]) -> None:
 
 
 def write_fused(model: PreTrainedModel) -> None:
-    """The same model again, its experts as they are held: one tensor for all of a layer."""
+    """Write the same model with its experts as one tensor for all of a layer."""
     folder = OUT / "qwen3_moe_fused"
     folder.mkdir()
     state = {name: value.contiguous() for name, value in model.state_dict().items()}

@@ -1,12 +1,12 @@
-"""Writes tests/golden/families/*_fp8: checkpoints of make_families_golden.py with their layers'
-products in fp8, and what transformers computes from what it reads there.
+"""Write tests/golden/families/*_fp8: checkpoints of make_families_golden.py with fp8 products.
 
 Run by hand where torch, transformers (5), accelerate and compressed-tensors are installed:
 
     python tests/golden/make_fp8_golden.py
 
-`qwen3_moe_fp8` has blocks of 8 x 8 that share a scale (DeepSeek's form; 128 x 128 as published),
-`mistral_fp8` a scale a row (compressed-tensors). transformers unpacks both where there is no GPU.
+It also writes what transformers computes from them. `qwen3_moe_fp8` has blocks of 8 x 8 that share
+a scale (DeepSeek's form; 128 x 128 as published), `mistral_fp8` a scale per row
+(compressed-tensors). transformers unpacks both without a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes tests/golden/llama: tiny random checkpoints, and what transformers computes from them.
+"""Write tests/golden/llama: tiny random checkpoints, and what transformers computes from them.
 
-Run by hand where torch and transformers are installed; the tests read only what it wrote:
+Run by hand where torch and transformers are installed; the tests read only the output:
 
     python tests/golden/make_llama_golden.py
 """
@@ -43,7 +43,8 @@ LLAMA3_ROPE = {
 
 
 def models() -> dict[str, PreTrainedModel]:
-    """Between them: GQA, a wide head_dim, llama3 scaling, tied embeddings, biases, Mistral."""
+    """Together they cover GQA, a wide head_dim, llama3 scaling, tied embeddings, biases,
+    Mistral."""
     torch.manual_seed(0)
     return {
         "plain": LlamaForCausalLM(LlamaConfig(**COMMON, num_hidden_layers=2, eos_token_id=2)),
@@ -66,7 +67,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Weights large enough for attention to matter; norms away from 1, biases from 0."""
+    """Draw weights large enough for attention to matter; norms away from 1, biases from 0."""
     for name, value in model.named_parameters():
         if "norm" in name:
             value.uniform_(0.5, 1.5)

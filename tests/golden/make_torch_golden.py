@@ -1,4 +1,4 @@
-"""Writes tests/golden/torch: tiny files as torch.save makes them; the tests read only those.
+"""Write tests/golden/torch: tiny files as torch.save makes them; the tests read only those.
 
 Run by hand where torch is installed:
 

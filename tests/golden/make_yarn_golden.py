@@ -1,6 +1,6 @@
-"""Writes tests/golden/yarn.npz: transformers' frequencies and attention factors of scaled RoPE.
+"""Write tests/golden/yarn.npz: transformers' frequencies and attention factors of scaled RoPE.
 
-Run by hand where torch and transformers (5) are installed; the tests read only what it wrote:
+Run by hand where torch and transformers (5) are installed; the tests read only the output:
 
     python tests/golden/make_yarn_golden.py
 """

@@ -16,7 +16,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def latent_reference(spec: LatentAttentionSpec, params: Any, x: F64) -> F64:
-    """Outputs [T, E] of x [T, E]; every head's K and V are made of the latent."""
+    """Return outputs [T, E] of x [T, E]; every head's K and V follow from the latent."""
     w = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     size, H, rank = len(x), spec.num_heads, spec.kv_rank
     given = x
@@ -42,7 +42,7 @@ def latent_reference(spec: LatentAttentionSpec, params: Any, x: F64) -> F64:
 
 
 def delta_reference(spec: DeltaNetSpec, params: Any, x: F64) -> F64:
-    """Outputs [T, E] of x [T, E], token by token."""
+    """Return outputs [T, E] of x [T, E], token by token."""
     w = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     Hk, Hv, Dk, Dv = spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim
     state = np.zeros((Hv, Dk, Dv))
@@ -80,7 +80,7 @@ def silu(x: F64) -> F64:
 
 
 def turned(x: F64, angle: F64) -> F64:
-    """RoPE of x [T, heads, D] by half-split angles [T, D / 2]."""
+    """Rotate x [T, heads, D] by half-split angles [T, D / 2]."""
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)

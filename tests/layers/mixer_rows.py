@@ -1,6 +1,6 @@
-"""A layer's cache driven by hand: chunks, trees and chains, commits and new tenants of slots.
+"""A driver of one layer's cache: chunks, trees and chains, commits and new tenants of slots.
 
-Rows are texts of random vectors. Slots and pages that no row has written hold NaN, and so does all
+Rows are texts of random vectors. Slots and pages that no row has written are NaN, and so is all
 padding; each output is compared with the float64 definition over the row's whole path.
 """
 
@@ -59,7 +59,7 @@ def run(
 
 
 class Rows:
-    """NUM_ROWS texts, and how much of each the cache has. Row r has slot r + 1."""
+    """NUM_ROWS texts, and how much of each is cached. Row r has slot r + 1."""
 
     def __init__(self, mixed: Mixed, *, seed: int, page_size: int, ops: Ops | None = None) -> None:
         self.mixed, self.rng, self.page_size = mixed, np.random.default_rng(seed), page_size
@@ -87,7 +87,7 @@ class Rows:
         return self.rng.normal(size=(*shape, SIZE)).astype(np.float32)
 
     def restart(self, row: int) -> None:
-        """Another request gets the row's slot and pages."""
+        """Give the row's slot and pages to another request."""
         self.texts[row] = self._drawn(LENGTH)
         self.told[row] = 0
 
@@ -133,7 +133,7 @@ class Rows:
         return np.asarray(out)
 
     def verify(self, num_nodes: int, *, topk: int, dead: Sequence[int] = ()) -> None:
-        """Run a random tree of every row (a chain if topk is 1), accept a random path of it.
+        """Run a random tree of every row (a chain if topk is 1), and accept a random path of it.
 
         The accepted nodes have the row's next tokens, all others random ones. dead: rows without a
         request, which are padding.
@@ -177,7 +177,7 @@ class Rows:
         return np.asarray([-1, *(int(self.rng.integers(0, n)) for n in range(1, num_nodes))])
 
     def _path(self, parents: npt.NDArray[Any]) -> list[int]:
-        """The nodes from the root to a random one."""
+        """Return the nodes from the root to a random one."""
         node, path = int(self.rng.integers(0, len(parents))), []
         while node >= 0:
             path.insert(0, node)

@@ -1,4 +1,4 @@
-"""Grouped-query attention as a layer: what `attend` is given, and what becomes of its answer."""
+"""Grouped-query attention as a layer: the arguments of `attend`, and the use of its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("has_more", [False, True])
 def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> None:
-    """has_more: sinks, which attend is handed, gated heads, and a bias after the output's."""
+    """has_more: with sinks, which `attend` gets, gated heads, and a bias on the output."""
     gate = HeadGate.OF_HEADS if has_more else None
     spec = dataclasses.replace(SPEC, qk_norm=qk_norm, sinks=has_more, out_bias=has_more, gate=gate)
     table = attention_params(spec, in_size=12, out_size=12)

@@ -1,9 +1,9 @@
-"""Laws of layers with a cache of their own kind, against the definition in float64.
+"""Laws of layers with another kind of cache, against the definition in float64.
 
-chunks       a prompt in any chunks gives what it gives whole
+chunks       a prompt gives the same in any chunks
 commit       after a chain or a tree, and any accepted path, the next step reads that path alone
 tenants      a slot's or a page's next row reads nothing of the last one
-padding      NaN in padding, in rows without a request and in what no row wrote changes nothing
+padding      NaN in padding, in rows without a request and in unwritten memory changes nothing
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SPECS: dict[str, tuple[Mixer, Reference]] = {
 
 @functools.cache
 def mixed_of(name: str) -> Mixed:
-    """Random weights; norms, decays and their bias away from what they start with."""
+    """Draw random weights; norms, decays and their bias differ from their initial values."""
     spec, reference = SPECS[name]
     table = mixer_params(spec, size=SIZE, sinks=())
     params = init_params(table, seed=5)
@@ -141,7 +141,7 @@ def test_products_of_states_are_not_rounded(nodes: int | None) -> None:
 
 
 def test_a_row_goes_on_after_a_snapshot_of_another() -> None:
-    """Taken after a prompt and after a tree, whose accepted path is still pending."""
+    """It is saved after a prompt and after a tree, whose accepted path is still pending."""
     rows = Rows(mixed_of("delta_net"), seed=3, page_size=4)
     pool = {name: jnp.full_like(rows.cache[name][:3], jnp.nan) for name in CARRIED}
     rows.chunk((9, 2, 5))

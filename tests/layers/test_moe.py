@@ -1,4 +1,4 @@
-"""MoE layers of experts against numpy in float64, expert by expert and token by token."""
+"""MoE layers against numpy in float64, expert by expert and token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ E, X, INNER, TOP = 6, 5, 4, 2
 
 
 def drawn(*, bias: bool) -> dict[str, Any]:
-    """Params in float64; gate columns, then up columns."""
+    """Draw params in float64; gate columns, then up columns."""
     rng = np.random.default_rng(0)
     router = {"kernel": rng.normal(size=(E, X)), "correction": rng.normal(size=X)}
     experts = {
@@ -40,7 +40,8 @@ def softmax(x: Any) -> Any:
 
 
 def expected_route(logits: Any, routing: Routing, correction: Any) -> dict[int, float]:
-    """Weight of each chosen expert of one token. correction: of routers by sigmoid."""
+    """Return the weight of each chosen expert of one token. correction: the router bias
+    (sigmoid)."""
     if routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED):
         scores = 1 / (1 + np.exp(-logits))
         chosen = np.argsort(-(scores + correction))[:TOP]
@@ -88,7 +89,7 @@ def expected_moe(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
 
 
 def tokens(count: int) -> Any:
-    """The first two are large, so that a clamped gate clamps."""
+    """Draw tokens; the first two are large, so that a clamped gate clamps."""
     x = np.random.default_rng(1).normal(size=(count, E))
     x[:2] *= 4
     return x
@@ -109,7 +110,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("limit", [None, 2.0])
 def test_every_token_runs_through_the_shared_expert(limit: float | None) -> None:
-    """Beside experts that are clamped where their numbers are large."""
+    """The other experts are clamped where their values are large."""
     spec = MoESpec(
         num_experts=X,
         top_k=TOP,

@@ -1,5 +1,5 @@
-"""RoPE against the rotation written out in float64, Llama 3.1's scaling at its landmarks, and other
-scalings against transformers."""
+"""RoPE against a rotation in float64, Llama 3.1's scaling at its landmarks, other scalings against
+transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_unscaled_frequencies() -> None:
 
 
 def test_llama31_scaling_slows_long_waves_only() -> None:
-    """Waves under 8192 / 4 tokens stay, those over 8192 / 1 slow eightfold, between is a blend."""
+    """Waves under 8192 / 4 tokens stay, those over 8192 / 1 slow eightfold, those between blend."""
     plain = inverse_frequencies(128, RopeConfig(theta=500000.0)).astype(np.float64)
     scaled = inverse_frequencies(128, LLAMA31).astype(np.float64)
     wave = 2 * math.pi / plain
@@ -91,7 +91,7 @@ def test_llama31_scaling_slows_long_waves_only() -> None:
     ],
 )
 def test_scaled_frequencies_equal_transformers(case: str) -> None:
-    """tests/golden/make_yarn_golden.py wrote what transformers computes, in float32."""
+    """The expected values are transformers', in float32 (tests/golden/make_yarn_golden.py)."""
     table = json.loads(str(YARN[f"{case}.table"]))
     rope = read_rope(Fields(Path("config.json"), {"rope_parameters": table}))
     expected = YARN[f"{case}.frequencies"]

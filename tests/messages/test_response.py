@@ -1,4 +1,4 @@
-"""SGLang's speculation fields, worked out by hand."""
+"""SGLang's speculation fields, calculated by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jspec.messages.response import spec_fields
 
 
 def counters(histogram: tuple[int, ...], *, num_cut: int = 0) -> SpecCounters:
-    """Counters of a chain of three drafts; num_cut verifications emitted no bonus token."""
+    """Return counters of a chain of three drafts; num_cut verifications emitted no bonus token."""
     return SpecCounters(
         verify_ct=sum(histogram),
         num_accepted=sum(depth * count for depth, count in enumerate(histogram)),
@@ -27,7 +27,7 @@ def test_an_accept_length_is_completion_tokens_over_verifications() -> None:
 
 
 def test_tokens_of_plain_steps_are_no_verification_s() -> None:
-    """The same with 150 plain steps between, as an adaptive engine takes them."""
+    """The counters are equal with 150 plain steps between, which an adaptive engine may run."""
     found = spec_fields(counters((1, 1, 0, 1), num_cut=1), completion_tokens=157)
     assert found["spec_accept_length"] == pytest.approx(7 / 3)
     found = spec_fields(counters((1, 1, 0, 1)), completion_tokens=158)

@@ -43,7 +43,7 @@ LIMITS = flat_limits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyParams(SamplingParams):
-    """One parameter more: two numbers, the second derived from V."""
+    """Sampling parameters with one more: two numbers, the second derived from V."""
 
     toy: float = sampled(
         0.5,
@@ -89,7 +89,7 @@ def test_both_http_doors_read_every_parameter_once() -> None:
 
 
 def test_one_more_line_is_checked_packed_and_unpacked() -> None:
-    """From JSON to the device."""
+    """It goes from JSON to the device."""
     assert [p.name for p in TOY_TABLE] == [*(p.name for p in SAMPLING_FIELDS), "toy"]
     with pytest.raises(RequestError, match=r"toy is 1\.5; expected a number from 0 to 1"):
         ToyParams.from_mapping({"toy": 1.5})

@@ -30,7 +30,8 @@ def dense_hidden(
     aux_layer_ids: tuple[int, ...] = (),
     attend_of: Callable[[AttentionSpec], Attend] = of_all_keys,
 ) -> tuple[jax.Array, jax.Array]:
-    """(normed hidden [B, T, E], aux_hidden [B, T, A]) of token_ids [B, T]; for use in a jit."""
+    """Return (normed hidden [B, T, E], aux_hidden [B, T, A]) of token_ids [B, T]; for use in a
+    jit."""
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     layers = [
         partial(
@@ -55,7 +56,7 @@ def dense_forward(
     aux_layer_ids: tuple[int, ...],
     attend_of: Callable[[AttentionSpec], Attend] = of_all_keys,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(logits[T, V], normed hidden[T, E], aux_hidden[T, A]) of token_ids[T], in float32."""
+    """Return (logits[T, V], normed hidden[T, E], aux_hidden[T, A]) of token_ids[T], in float32."""
     run = jax.jit(partial(dense_hidden, spec, aux_layer_ids=aux_layer_ids, attend_of=attend_of))
     with jax.default_matmul_precision("highest"):
         hidden, aux = run(params, jnp.asarray(token_ids)[None])

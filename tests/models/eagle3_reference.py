@@ -1,8 +1,8 @@
-"""EAGLE heads, and a decoder, in numpy float64: the specification, off the papers and stored names.
+"""EAGLE heads and a decoder in numpy float64: the specification, from papers and stored names.
 
-Independent of jspec: takes a checkpoint's tensors as they are stored ([out, in], d2t an offset)
-and recomputes every row of a chain from the beginning, so it has no cache to get wrong. What is
-there by its name (biases, norms of q and k, fused products) is used; settings are given.
+Independent of jspec: it takes a checkpoint's tensors as they are stored ([out, in], d2t an offset)
+and recomputes every row of a chain from the beginning, so a cache error cannot hide. Tensors that
+are present (biases, norms of q and k, fused products) are used; settings are arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayersReference:
         return y + self.weight(f"{name}.bias") if f"{name}.bias" in self.tensors else y
 
     def heads(self, x: F64, layer: str) -> tuple[F64, F64, F64]:
-        """q, k and v as [heads, T, D], not yet rotated."""
+        """Return q, k and v as [heads, T, D], not yet rotated."""
         attention = f"{layer}self_attn."
         if f"{attention}qkv_proj.weight" in self.tensors:
             y = self.product(x, f"{attention}qkv_proj")
@@ -87,11 +87,11 @@ class LayersReference:
         return self.product(silu * up, f"{layer}mlp.down_proj")
 
     def after(self, h: F64, layer: str) -> F64:
-        """h and the MLP of its norm."""
+        """Return h plus the MLP of its norm."""
         return h + self.mlp(self.norm(h, f"{layer}post_attention_layernorm.weight"), layer)
 
     def further(self, h: F64, *, first: int = 1) -> F64:
-        """Through the layers from `first` on, as a decoder has them."""
+        """Run the layers from `first` on, as a decoder does."""
         for i in range(first, self.num_layers):
             layer = f"layers.{i}."
             normed = self.norm(h, f"{layer}input_layernorm.weight")
@@ -101,10 +101,10 @@ class LayersReference:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderReference(LayersReference):
-    """A language model's layers and final norm: row t is tokens[t] at t."""
+    """A language model's layers and final norm: row t is tokens[t] at position t."""
 
     def run(self, tokens: list[int]) -> F64:
-        """The normed hidden [T, E]."""
+        """Return the normed hidden [T, E]."""
         h = self.weight("embed_tokens.weight")[tokens]
         return self.norm(self.further(h, first=0), "norm.weight")
 
@@ -114,19 +114,20 @@ class DecoderReference(LayersReference):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadReference(LayersReference, ABC):
-    """What all heads share."""
+    """The common part of all heads."""
 
     @abstractmethod
     def fuse(self, given: npt.NDArray[Any]) -> F64:
-        """Features of the target as the head's rows take them."""
+        """Return the target's features as the head's rows read them."""
 
     @abstractmethod
     def run(self, tokens: list[int], hidden: F64) -> F64:
-        """What is fed back [T, E] of rows 0..T-1, each a pair (tokens[t], hidden[t]) at t."""
+        """Return the fed-back features [T, E] of rows 0..T-1, each a pair (tokens[t],
+        hidden[t])."""
 
     @abstractmethod
     def logits(self, carried: F64) -> F64:
-        """[T, U] of what is fed back."""
+        """Return [T, U] of the fed-back features."""
 
     def target_id(self, draft_id: int) -> int:
         return draft_id + int(self.tensors["d2t"][draft_id]) if "d2t" in self.tensors else draft_id
@@ -134,7 +135,7 @@ class HeadReference(LayersReference, ABC):
     def chain(
         self, tokens: list[int], given: npt.NDArray[Any], *, num_steps: int
     ) -> tuple[list[int], F64]:
-        """Greedy drafts (target ids) and the logits [num_steps, U] that chose them."""
+        """Return greedy drafts (target ids) and the logits [num_steps, U] that chose them."""
         tokens, hidden = list(tokens), self.fuse(given)
         drafts, chosen_from = [], []
         for _ in range(num_steps):
@@ -147,10 +148,10 @@ class HeadReference(LayersReference, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Reference(HeadReference):
-    """num_features: of the target's layers; 0 for a head that reads the last hidden.
+    """An EAGLE-3 head. num_features: captured layers; 0 for a head that reads the last hidden.
 
-    normed: "whole" or "each" of the features before fc. norm_head: a norm before lm_head.
-    feeds_back_normed: after that norm.
+    normed: "whole" or "each" for a norm of the features before fc. norm_head: a norm before
+    lm_head. feeds_back_normed: the fed-back feature is taken after that norm.
     """
 
     norm_before_residual: bool = False

@@ -1,4 +1,4 @@
-"""The small checkpoints beside which transformers' numbers lie, one of each family."""
+"""The small checkpoints with transformers' outputs, one of each family."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ FAMILY_CHECKPOINTS = (
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
-    """Where it lies. MiMo-7B's, whose target is Qwen2's and which transformers does not have, is
-    written into `folder`: Qwen2's with its name.
+    """Return a family's folder.
+
+    transformers lacks MiMo-7B, whose target is Qwen2's: Qwen2's is written to `folder` under its
+    name.
     """
     if name != "mimo":
         return GOLDEN / name
@@ -51,7 +53,7 @@ def checkpoint_of(name: str, folder: Path) -> Path:
 
 
 def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
-    """A prompt's chunk, then the rest as a verification has it, over pages."""
+    """Run a prompt's chunk, then the rest like a verification, over pages."""
     found = []
     length = token_ids.shape[0]
     for start, stop in ((0, CHUNK), (CHUNK, length)):

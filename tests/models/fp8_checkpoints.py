@@ -94,7 +94,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, Callable[[np.ndarray], Packed], 
 
 
 def wide_spec(*, inner: int = 384) -> ModelSpec:
-    """Every part of a product, and both shards' shares, end with a block."""
+    """Return a spec in which every part of a product, and each shard's share, ends with a block."""
     return uniform_decoder(
         vocab_size=320,
         hidden_size=256,
@@ -115,8 +115,8 @@ def write_plain(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
 
 
 def write_fp8(plain: Path, path: Path, layout: str) -> Path:
-    """Write the checkpoint with its projections in fp8 to `path`, and their numbers, as float32, to
-    a directory beside it, which is returned."""
+    """Write the checkpoint with fp8 projections to `path`; return a directory with them as
+    float32."""
     config, pack, end = LAYOUTS[layout]
     shutil.copytree(plain, path)
     tensors = load_file(plain / "model.safetensors")

@@ -1,4 +1,4 @@
-"""GLM-4.5's layer for multi-token prediction in numpy float64, off the published names."""
+"""GLM-4.5's layer for multi-token prediction in numpy float64, from the published names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.models.mtp_reference import F64, MtpReference
 
 @dataclass(frozen=True, kw_only=True)
 class GlmLayers(MtpReference):
-    """RoPE on the first `rotary` numbers of each head; experts beside a shared one, if there are
-    some: the `top_k` best by sigmoid and bias, weighted to one times `scale`.
+    """RoPE on the first `rotary` dimensions of each head, and MoE with a shared expert if there is
+    one.
+
+    The `top_k` best experts by sigmoid and bias get weights that sum to one, times `scale`.
     """
 
     rotary: int

@@ -1,7 +1,7 @@
 """The laws of a draft head over pages, as it is served, against a reference in numpy float64.
 
-For any head: the rows of a prompt, four chained forwards after it, the rows of a tree, each equal
-to the chain along its own path, and an extend, equal to a prompt that was longer from the start.
+For any head: the rows of a prompt; four chained forwards after it; the rows of a tree, each equal
+to the chain along its own path; and an extension, equal to a prompt that was longer from the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TREE = (((1, 1, 1, 0), (1, 1, 0, 1)), ((0, 1, 1, 0), (0, 1, 0, 1)))
 
 
 class PagedHead:
-    """A head over pages of one row, whose programs are compiled once a kind of call."""
+    """A head over pages of one row, whose programs are compiled once per kind of call."""
 
     def __init__(self, head: FeatureHead, params: Params, *, num_rows: int = 2 * NUM_ROWS) -> None:
         self._head, self._params = head, jax.tree.map(jnp.asarray, params)
@@ -76,7 +76,7 @@ class PagedHead:
         tail_positions: Any = None,
         is_prompt: bool = False,
     ) -> tuple[Any, np.ndarray, np.ndarray]:
-        """(pools, what is fed back, logits) of `count` of the rows from slot `start` on.
+        """Return (pools, fed-back features, logits) of `count` rows from slot `start` on.
 
         seen: rows of the tail that each query sees; else all before it.
         """
@@ -106,7 +106,7 @@ class PagedHead:
 def check_head(
     head: FeatureHead, params: Params, reference: HeadReference, *, vocab_size: int, width: int
 ) -> None:
-    """All laws of one head. width: of the features that it is given."""
+    """Check all laws of one head. width: of the features that it reads."""
     rng = np.random.default_rng(1)
     tokens = [int(token) for token in rng.integers(0, vocab_size, NUM_ROWS + EXTENDED)]
     given = rng.standard_normal((NUM_ROWS + EXTENDED, width)).astype(np.float32)
@@ -139,7 +139,7 @@ def check_chain(
     given: np.ndarray,
     carried: np.ndarray,
 ) -> None:
-    """Greedy drafts after the prompt: the reference's ids, and the logits that chose them."""
+    """Check greedy drafts after the prompt: the reference's ids, and the logits that chose them."""
     drafts, chosen_from = reference.chain(tokens, given, num_steps=NUM_STEPS + 1)
     last, position = carried[-1:], len(tokens)
     ids = np.asarray(params["draft_ids"])
@@ -160,7 +160,7 @@ def check_tree(
     given: np.ndarray,
     carried: np.ndarray,
 ) -> None:
-    """Two nodes, then two children of the second, beside what the first one wrote."""
+    """Check two nodes, then two children of the second."""
     first, second = [3, 5], [7, 11]
     length, prompt = len(tokens), reference.fuse(given)
     hidden = np.repeat(carried[-1:], 2, axis=0)

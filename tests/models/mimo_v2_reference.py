@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash in numpy float64, off the published names: the target, and its own draft's layers.
+"""MiMo-V2-Flash in numpy float64, from the published names: the target and its draft layers.
 
 Independent of jspec: one text at a time, no cache.
 """
@@ -30,7 +30,7 @@ class MimoV2Reference:
         return x / root * self.weight(f"{name}.weight")
 
     def rotated(self, x: F64, theta: float) -> F64:
-        """x[T, heads, D]: the first numbers of each head turned, the others as they are."""
+        """Rotate the first dimensions of each head of x[T, heads, D]; the others stay."""
         size = int(x.shape[-1] * self.config["partial_rotary_factor"])
         half = size // 2
         inverse = theta ** (-np.arange(half) / half)
@@ -69,7 +69,7 @@ class MimoV2Reference:
         return out
 
     def moe(self, prefix: str, x: F64) -> F64:
-        """Each token alone: chosen by score plus bias, weighted by scores that sum to one."""
+        """Run each token alone: experts by score plus bias, weighted by scores that sum to one."""
         bias = self.weight(f"{prefix}mlp.gate.e_score_correction_bias")
         out = np.zeros_like(x)
         for t, token in enumerate(x):
@@ -87,7 +87,7 @@ class MimoV2Reference:
         return x + (self.moe(prefix, normed) if is_sparse else self.mlp(f"{prefix}mlp.", normed))
 
     def run(self, tokens: list[int]) -> tuple[F64, F64]:
-        """(residual after the last layer, logits) of a text."""
+        """Return (residual after the last layer, logits) of a text."""
         x = self.weight("model.embed_tokens.weight")[tokens]
         kinds = zip(self.config["hybrid_layer_pattern"], self.config["moe_layer_freq"], strict=True)
         for i, (is_sliding, is_sparse) in enumerate(kinds):

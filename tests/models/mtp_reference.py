@@ -1,8 +1,8 @@
-"""Layers for multi-token prediction in numpy float64: the specification, off the published names.
+"""Layers for multi-token prediction in numpy float64: the specification, from the published names.
 
-Independent of jspec: takes tensors as they are stored ([out, in]) and recomputes every row of a
-layer from the row's start, so there is no cache, no lag and no state to get wrong. Layer s is a
-function of the whole sequence: its row i reads the feature i and the token i + s + 1.
+Independent of jspec: it takes tensors as they are stored ([out, in]) and recomputes every row of a
+layer from the row's start, so there is no cache, lag or state. Layer s is a function of the whole
+sequence: its row i reads the feature i and the token i + s + 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ F64 = npt.NDArray[np.float64]
 class MtpReference:
     """tensors: of the layers, after `prefix` with a number, and embed.weight, head.weight.
 
-    names: what a checkpoint calls enorm, hnorm, eh_proj and the like, where otherwise.
+    names: a checkpoint's names for enorm, hnorm, eh_proj and the like, where they differ.
     """
 
     tensors: Mapping[str, npt.NDArray[Any]]
@@ -53,7 +53,7 @@ class MtpReference:
         return x / root_mean_square * scale
 
     def heads(self, layer: int, x: F64, name: str, *, rotate: bool) -> F64:
-        """[heads, T, D]; row t is rotated by position t."""
+        """Return [heads, T, D]; row t is rotated by position t."""
         y = x @ self.weight(layer, f"self_attn.{name}").T
         y = y + self.bias(layer, f"self_attn.{name}")
         y = y.reshape(len(x), y.shape[1] // self.head_dim, self.head_dim).swapaxes(0, 1)
@@ -66,7 +66,7 @@ class MtpReference:
         return np.concatenate([turned.real, turned.imag], -1)
 
     def keys_and_values(self, layer: int, x: F64) -> tuple[F64, F64]:
-        """What the layer caches: [heads, T, D] each, of the normed stream."""
+        """Return what the layer caches: [heads, T, D] each, of the normed stream."""
         normed = self.norm(x, self.weight(layer, "input_layernorm"))
         return (
             self.heads(layer, normed, "k_proj", rotate=True),
@@ -85,7 +85,7 @@ class MtpReference:
         return wide @ self.weight(layer, "eh_proj").T
 
     def mixed(self, layer: int, x: F64) -> F64:
-        """[heads, T, D]: what attention gives over the stream x."""
+        """Return attention's output over the stream x: [heads, T, D]."""
         normed = self.norm(x, self.weight(layer, "input_layernorm"))
         q = self.heads(layer, normed, "q_proj", rotate=True)
         k, v = self.keys_and_values(layer, x)
@@ -100,7 +100,7 @@ class MtpReference:
         return mixed
 
     def inner(self, gate: F64, up: F64) -> F64:
-        """The MLP's gate and up columns joined."""
+        """Return the MLP's gate and up columns, concatenated."""
         silu: F64 = gate / (1 + np.exp(-gate))
         return silu * up
 
@@ -116,14 +116,14 @@ class MtpReference:
         return self.gated(layer, "mlp.", normed)
 
     def gated(self, layer: int, name: str, x: F64) -> F64:
-        """One MLP."""
+        """Run one MLP."""
         gate, up = (x @ self.weight(layer, f"{name}{part}_proj").T for part in ("gate", "up"))
         return self.inner(gate, up) @ self.weight(layer, f"{name}down_proj").T
 
     def outputs(self, tokens: list[int], features: F64, *, num_layers: int) -> list[F64]:
-        """Each layer's output over all rows that tokens t0.. and features f0.. give it.
+        """Return each layer's output over all rows of the tokens t0.. and features f0...
 
-        Layer s has a row i for each token i + s + 1 and feature i that are there.
+        Layer s has a row i for each token i + s + 1 and feature i that exist.
         """
         outs: list[F64] = []
         hidden = features.astype(np.float64)
@@ -151,7 +151,8 @@ class MtpReference:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentReference(HeadReference):
-    """Layer 0 run again for every level, on its own output: every row anew from the start."""
+    """Layer 0 run again for every level, on its own output; every row is recomputed from the
+    start."""
 
     inner: MtpReference
 

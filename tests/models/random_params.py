@@ -1,4 +1,4 @@
-"""Params with the shapes of a table, for tests that only move them about, and how to compare."""
+"""Random params with the shapes of a table, and their comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jspec.models.placement import abstract_params, nested
 
 
 def random_params(table: ParamTable, *, dtype: Any = np.float32, seed: int = 0) -> Params:
-    """Host numbers: norms away from 1, biases from 0; a tied weight is the other, transposed."""
+    """Draw host arrays: norms away from 1, biases from 0; a tied weight is the other,
+    transposed."""
     rng = np.random.default_rng(seed)
     params: Params = jax.tree.map(
         lambda leaf: (rng.standard_normal(leaf.shape) / 4).astype(leaf.dtype),
@@ -33,7 +34,7 @@ def value_at(params: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def assert_same(found: Params, expected: Params) -> None:
-    """The same tree of equal arrays, dtypes included."""
+    """Assert equal trees of equal arrays, dtypes included."""
     same = jax.tree.structure(found) == jax.tree.structure(expected)  # type: ignore[operator]
     assert same
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), found, expected)

@@ -1,4 +1,4 @@
-"""Step-3.5-Flash's layers for multi-token prediction in numpy float64, off the published names."""
+"""Step-3.5-Flash's layers for multi-token prediction in numpy float64, from the published names."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ HOT_IDS = np.array([1, 2, 5, 11, 12, 19, 30, 31, 38], np.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A head as somebody publishes it. config: beside HEAD; hot: whether there is a map of ids.
+    """A published layout. config: additions to HEAD; hot: it has a map of frequent ids.
 
-    more: tensors beside those that every head has, written down here and not as jspec reads them.
+    more: further tensors besides those of every head, listed here independently of jspec.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def names(self) -> set[str]:
-        """All tensors of the file."""
+        """Return all tensors of the file."""
         parts = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
         parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
         found = {f"layers.0.{part}" for part in (*parts, "post_attention_layernorm.weight")}
@@ -123,7 +123,7 @@ SHARED = LAYOUTS["qwen2_of_two_layers_without_bias_or_embedding"]
 
 
 def random_tensors(config: HeadSpec) -> dict[str, Any]:
-    """The tensors of a head by their stored names."""
+    """Return the tensors of a head by their stored names."""
     rng = np.random.default_rng(7)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -149,7 +149,7 @@ def target_params() -> Params:
 
 
 def written(path: Path, layout: Layout = LAYOUTS["vicuna"], **changes: Any) -> Path:
-    """A head on disk; tensors replaced, added or (None) removed by their names."""
+    """Write a head; replace, add or (None) remove tensors by name."""
     (path / "config.json").write_text(json.dumps(HEAD | layout.config))
     config = replace(
         load_eagle1_config(path, target=TARGET), fc_bias=layout.has_fc_bias, draft_vocab_size=V
@@ -223,7 +223,7 @@ def test_strays_of_known_exporters_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_bias_that_is_not_there_is_none(tmp_path: Path) -> None:
-    """config.json says nothing of `bias`, which is true then, but the file has none."""
+    """config.json lacks `bias`, whose default is true, but the file has no bias tensor."""
     absent: dict[str, Any] = {"fc.bias": None}
     config = load_eagle1_config(written(tmp_path, **absent), target=TARGET)
     assert not config.fc_bias
@@ -312,7 +312,7 @@ WRITERS: dict[str, Callable[[Path, Any], None]] = {
 
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_map_of_frequent_ids_is_read_in_every_format(suffix: str, tmp_path: Path) -> None:
-    """In any order: what comes out ascends."""
+    """The ids may be in any order; they are sorted when they are read."""
     path = tmp_path / f"freq{suffix}"
     WRITERS[suffix](path, [300, 5, 17, 4])
     found = read_token_map(path, vocab_size=301)

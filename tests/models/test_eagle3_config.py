@@ -51,7 +51,7 @@ HEAD = {
 
 
 def head_layer(rope: RopeConfig = RopeConfig(), *, bias: bool = False) -> ModelSpec:  # noqa: B008
-    """The one layer of HEAD; bias: on q, k, v and the output."""
+    """Return the one layer of HEAD; bias: on q, k, v and the output."""
     changes = {"num_layers": 1, "rope": rope, "max_position": 2048}
     spec = uniform_decoder(**(SIZES | changes | {"eos_token_ids": (), "bos_token_id": None}))
     attention = replace(spec.one_layer.attention, qkv_bias=bias, out_bias=bias)
@@ -284,9 +284,9 @@ def test_plain_variants_are_refused(changes: dict[str, Any], message: str, tmp_p
 def test_no_key_is_overlooked_where_nobody_looks_for_it(
     name: str, where: str, tmp_path: Path
 ) -> None:
-    """Every setting, in every table of either layout: what it says is computed, or it is refused.
+    """Every setting, in every table of either layout, has an effect or is refused.
 
-    A value is given that differs from the usual head's.
+    Each gets a value that differs from the usual head's.
     """
     value: Any = {AUX_IDS: [3, 17, 30], "logit_scale": 0.5, "eagle_config": {"norm_output": True}}
     value |= {"draft_vocab_size": 64000, "truncated_vocab_size": 64000, "num_aux_hidden_states": 2}

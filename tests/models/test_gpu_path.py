@@ -116,7 +116,8 @@ def assert_close(mine: Any, expected: Any) -> None:
 def test_a_mixture_gives_what_it_gives_over_xla(
     aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unsummed outputs of an MoE layer meet the next norm, captured features and the last norm.
+    """The unsummed outputs of an MoE layer reach the next norm, captured features and the last
+    norm.
 
     few: most tokens that gpu_few serves; gpu_many serves the others, among them prompts.
     """
@@ -169,7 +170,7 @@ def test_a_target_gives_what_it_gives_over_xla() -> None:
 def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     queries_per_row: int | None,
 ) -> None:
-    """Few of the first layer's stored numbers differ: the projections round alike."""
+    """Few of the first layer's stored values differ: the projections round alike."""
     config = cached_in(CONFIG, FP8)
     params = drawn(table_of(config), 0)
     for layer in params["layers"].values():

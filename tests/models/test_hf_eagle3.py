@@ -53,7 +53,7 @@ def random_head(config: HeadSpec, *, dtype: Any = np.float32) -> Params:
 
 
 def written(path: Path, config: HeadSpec = CONFIG, **changes: Any) -> Path:
-    """A saved head with tensors replaced, added or (None) removed."""
+    """Save a head with tensors replaced, added or (None) removed."""
     path.mkdir(exist_ok=True)
     save_eagle3(path, config, random_head(config), dtype=np.float32, include_embed=True)
     tensors = load_file(path / "model.safetensors") | changes
@@ -209,14 +209,14 @@ def test_every_tensor_of_a_variant_is_named(tmp_path: Path) -> None:
 
 
 def restated(path: Path, **changes: Any) -> Path:
-    """The head's config.json with other values."""
+    """Change values of the head's config.json."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return path
 
 
 def renamed(path: Path, old: str, new: str) -> Path:
-    """The head's tensors with a part of their names replaced."""
+    """Replace a part of the names of the head's tensors."""
     tensors = load_file(path / "model.safetensors")
     kept = {name.replace(old, new): value for name, value in tensors.items()}
     save_file(kept, path / "model.safetensors")
@@ -257,7 +257,7 @@ def test_more_layers_than_weights_or_fewer_are_an_error(
 
 
 def test_what_bias_means_the_tensors_tell(tmp_path: Path) -> None:
-    """SGLang reads it for fc, vLLM for the attention."""
+    """SGLang reads `bias` for fc, vLLM for the attention."""
     of_fc = replace(CONFIG, fc_bias=True)
     written(tmp_path / "fc", of_fc)
     assert load_eagle3_config(tmp_path / "fc", target=TARGET) == of_fc

@@ -1,7 +1,7 @@
 """jspec's EAGLE-3 head against two independent ones: numpy float64, and speculators' torch.
 
-Every published layout and variant, written to disk under its own names, read by the loader, and
-run over pages. Each case joins several variants that do not touch each other.
+Every published layout and variant is written to disk under its own names, read by the loader, and
+run over pages. Each case joins several variants that do not affect each other.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def test_the_numpy_reference_equals_speculators_too(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A head as somebody publishes it. layer: the name of its first layer; root: of all tensors.
+    """A published layout. layer: the name of its first layer; root: prefix of all tensors.
 
-    changes: of its config; attention: of its attention; settings: what the reference is told.
+    changes: to its config; attention: to its attention; settings: for the reference.
     """
 
     layer: str = "midlayer."
@@ -200,7 +200,7 @@ def random_head(config: HeadSpec) -> Params:
 
 
 def written(path: Path, layout: Layout, params: Params) -> None:
-    """The head under the names that `layout` says, its products fused if it says so."""
+    """Write the head under the names of `layout`, with fused products if it has them."""
     save_eagle3(path, layout.config, params, dtype=np.float32, include_embed=True)
     tensors = load_file(path / "model.safetensors")
     first = "midlayer." if layout.num_layers == 1 else "layers.0."
@@ -267,7 +267,7 @@ def test_a_further_layers_input_norm_may_be_called_as_sglang_has_it(tmp_path: Pa
 
 
 def test_a_head_that_feeds_back_its_norm_drafts_as_the_reference() -> None:
-    """speculators alone says so, so its own file is the case; golden chains have forced tokens."""
+    """Only speculators has it, so the case is its own file; golden chains have forced tokens."""
     config, params, _ = golden_head("fc_norm")
     assert config.feeds_back_normed
     reference = Eagle3Reference(

@@ -1,4 +1,5 @@
-"""Layers for multi-token prediction in files: what may lie beside them, what config.json says."""
+"""Layers for multi-token prediction in files: permitted extra tensors, and config.json's
+settings."""
 
 from __future__ import annotations
 
@@ -69,13 +70,13 @@ FIRST = {  # what stands before the names of the first layer
 
 
 def target_of(layout: str) -> ModelSpec:
-    """Its own target, or one of any family for layers in a checkpoint of their own."""
+    """Return its own target, or one of any family for layers with a separate checkpoint."""
     name = layout if layout in CONFIGS else "mimo"
     return family_named(name).read(Fields(Path("config.json"), CONFIGS[name]))
 
 
 def stored(table: ParamTable) -> dict[str, Any]:
-    """Zeros under the first names of each weight."""
+    """Return zeros under the first names of each weight."""
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in table:
         for part in spec.layouts[0] if spec.layouts else ():
@@ -84,9 +85,9 @@ def stored(table: ParamTable) -> dict[str, Any]:
 
 
 def written(path: Path, layout: str, *, with_target: bool = False, **changes: Any) -> Path:
-    """A checkpoint of all layers that the layout's config has, its target's beside them if asked.
+    """Write all layers of the layout's config, with the target's tensors if `with_target`.
 
-    changes: of its config.json, after the tensors were made.
+    changes: to its config.json, after the tensors were made.
     """
     path.mkdir()
     config, target = LAYOUTS[layout], target_of(layout)
@@ -103,7 +104,7 @@ def written(path: Path, layout: str, *, with_target: bool = False, **changes: An
 
 
 def change(path: Path, **shapes: tuple[int, ...] | None) -> None:
-    """Other tensors of these shapes in its file, or none where there is None."""
+    """Replace tensors of the file by others of these shapes; None removes one."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     for name, shape in shapes.items():
@@ -114,7 +115,7 @@ def change(path: Path, **shapes: tuple[int, ...] | None) -> None:
 
 
 def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[HeadSpec, HeadNames]:
-    """As an engine has it before it reads the target."""
+    """Read a draft like an engine, before its target."""
     config, names = load_mtp_config(path, target=target_of(layout), num_layers=num_layers)
     check_mtp(path, config, names)
     return config, names
@@ -123,7 +124,8 @@ def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[HeadSpec, Hea
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("with_target", [False, True])
 def test_what_is_published_is_taken(layout: str, with_target: bool, tmp_path: Path) -> None:
-    """With copies of what is the target's among the layers, and fewer layers used than there."""
+    """Copies of the target's tensors are among the layers, and fewer layers are used than
+    stored."""
     has_target = with_target and layout in CONFIGS
     path = written(tmp_path / "draft", layout, with_target=has_target)
     own = {} if layout == "step3p5" else {f"{FIRST[layout]}shared_head.head.weight": (320, WIDTH)}
@@ -159,7 +161,7 @@ def test_what_is_published_is_taken(layout: str, with_target: bool, tmp_path: Pa
 def test_a_tensor_that_nobody_reads_is_refused(
     layout: str, name: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Beside a target's, too."""
+    """The layers are alone, or in their target's file."""
     path = written(tmp_path / "draft", layout, with_target=layout in CONFIGS)
     change(path, **{name: shape})
     with pytest.raises(CheckpointError, match=rf"draft: unknown tensor {name} of shape"):
@@ -168,7 +170,7 @@ def test_a_tensor_that_nobody_reads_is_refused(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_a_target_its_other_tensors_are_not_looked_at(layout: str, tmp_path: Path) -> None:
-    """Alone they are refused: of a target nobody else reads the file."""
+    """Alone they are refused: no other reader checks them."""
     alone = written(tmp_path / "alone", layout)
     change(alone, foo=(3,))
     with pytest.raises(CheckpointError, match="alone: unknown tensor foo"):
@@ -194,7 +196,7 @@ def test_a_further_layer_is_whole_or_refused(tmp_path: Path) -> None:
 
 
 def test_published_layers_say_no_number_and_may_be_fewer(tmp_path: Path) -> None:
-    """MiMo-V2-Flash's config.json does not state one, and how many it stores was not seen."""
+    """MiMo-V2-Flash's config.json has no number of layers, and the number stored is unknown."""
     assert "num_nextn_predict_layers" not in MIMO_V2_FLASH_JSON
     path = written(tmp_path / "draft", "mimo_v2")
     last = {name for name in load_file(path / "model.safetensors") if "layers.2." in name}
@@ -273,7 +275,7 @@ def test_how_many_layers_there_are_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "layernorm_epsilon"])
 def test_mimo_v2_s_layers_have_the_eps_of_their_own_config(name: str, tmp_path: Path) -> None:
-    """Under transformers' key or the published one; the target's where it states none."""
+    """It is under transformers' key or the published one; default: the target's."""
     none: dict[str, Any] = {"rms_norm_eps": None}
     path = written(tmp_path / "draft", "mimo_v2", **(none | {name: 1e-3}))
     config, _ = read(path, "mimo_v2")
@@ -317,7 +319,7 @@ def test_how_many_layers_a_config_says_its_target_has_is_bounded(
 def test_whether_the_first_embedding_is_zero_can_be_said(
     layout: str, published: bool, tmp_path: Path
 ) -> None:
-    """For a layer that every level runs again: SGLang's way where nothing is said."""
+    """This applies to a layer that every level runs again; the default is SGLang's."""
     path = written(tmp_path / "draft", layout)
     assert read(path, layout)[0].zeroes_first == published
     for said in (False, True):
@@ -334,7 +336,7 @@ def test_of_several_layers_it_cannot(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_order_that_a_config_says_is_the_layers(layout: str, tmp_path: Path) -> None:
-    """transformers' key: of a model without one it is what the family does."""
+    """The key is transformers'; the default is the family's order."""
     is_first = layout == "mimo"
     read(written(tmp_path / "same", layout, mtp_hidden_states_first=is_first), layout)
     path = written(tmp_path / "other", layout, mtp_hidden_states_first=not is_first)
@@ -347,7 +349,7 @@ def test_the_order_that_a_config_says_is_the_layers(layout: str, tmp_path: Path)
 def test_a_masked_first_embedding_says_nothing(
     position: int, is_masked: bool, tmp_path: Path
 ) -> None:
-    """The row at position 0 alone, and only if asked for, is the same for every token."""
+    """Only the row at position 0, and only if requested, is equal for every token."""
     path = written(tmp_path / "draft", "nextn", **{MASKS_FIRST: is_masked})
     config, names = read(path, "nextn")
     head = FeatureHead(config, Ops(), names=names)
@@ -386,7 +388,7 @@ def test_step3p5_s_infix_may_stand_before_every_name(has_infix: bool, tmp_path: 
 
 
 def test_layers_alone_may_have_deepseek_s_own_number(tmp_path: Path) -> None:
-    """That after the last of the target's, which is num_hidden_layers in the same config.json."""
+    """It follows the target's last layer: num_hidden_layers in the same config.json."""
     path = written(tmp_path / "draft", "nextn", num_hidden_layers=61)
     file = path / "model.safetensors"
     numbered = {name.replace(".0.", ".61."): x for name, x in load_file(file).items()}
@@ -411,7 +413,7 @@ def test_layers_alone_may_have_deepseek_s_own_number(tmp_path: Path) -> None:
 
 
 def test_a_nested_config_is_read_for_all_of_the_layer(tmp_path: Path) -> None:
-    """Of a model that reads images, too: the language model's sizes stand in text_config alone."""
+    """In a model that also reads images, the language model's sizes are in text_config alone."""
     path = written(tmp_path / "draft", "qwen")
     outer = {"architectures": QWEN["architectures"]}
     inner = {name: value for name, value in QWEN.items() if name != "architectures"}

@@ -1,4 +1,4 @@
-"""FP8 caches in checkpoints: their scheme, their scales, and what serving makes of them."""
+"""FP8 caches in checkpoints: their scheme, their scales, and their use in serving."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_config(path: Path, **quantization: Any) -> None:
 def with_scales(
     pair: TinyPair, form: str, *, first: float = 0.5, shape: tuple[int, ...] = ()
 ) -> None:
-    """Layer 1 has none; layer i has first / (i + 1), and twice that for V."""
+    """Write scales: none for layer 1, first / (i + 1) for layer i, and twice that for V."""
     file = pair.target_path / "model.safetensors"
     tensors = load_file(file)
     for i in (0, 2):

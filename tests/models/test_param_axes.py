@@ -39,7 +39,9 @@ def tables() -> Iterator[tuple[str, ParamTable]]:
 
 
 def described(name: str, spec: ParamSpec) -> str:
-    """In:  the qkv product [64, 96] of layer 3, 2 kv heads of 16
+    """Describe a weight's sharding.
+
+    In:  the qkv product [64, 96] of layer 3, 2 kv heads of 16
     Out: "llama layers.*.attention.qkv.kernel - tensor | 64x96 64x96 64x128"
     """
     path = re.sub(r"\.\d+\.", ".*.", ".".join(map(str, spec.path)))

@@ -77,7 +77,7 @@ def test_a_file_of_something_else_is_refused(name: str, message: str) -> None:
 
 
 class Attack:
-    """Pickles to a call."""
+    """An object that pickles to a call."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call

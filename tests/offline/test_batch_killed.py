@@ -24,7 +24,7 @@ CREATED = re.compile(rb'"created": (\d+)')
 
 
 def request_line(number: int) -> dict[str, Any]:
-    """Unseeded, at the model's own temperature, of one to four tokens; one in fifty is refused."""
+    """Return a request without seed, at the model's own temperature; one in fifty is invalid."""
     limit = -1 if number % 50 == 0 else 1 + number % 4
     url, body = "/v1/completions", {"prompt": f"x{number} = ", "max_tokens": limit}
     if number % 3 == 0:
