@@ -1,4 +1,4 @@
-"""Compiling for an H200 that is not there, from a test: in a process of its own, or skipped."""
+"""Compilation for an absent H200 from a test: in a separate process, or skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ needs_cuda_compiler = pytest.mark.skipif(
 
 
 def output_of(module: str) -> str:
-    """What `python -m module` prints, with XLA's compiler and ptxas for sm_90a but no GPU."""
+    """Return the output of `python -m module`, with XLA's compiler and ptxas for sm_90a but no
+    GPU."""
     done = subprocess.run(
         [sys.executable, "-m", module],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},

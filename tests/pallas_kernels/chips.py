@@ -1,5 +1,5 @@
-"""What a kernel's test may need and not find, as marks that skip it: a GPU, a Hopper GPU, a jax;
-and which cases of a cross CI runs."""
+"""Marks that skip a kernel's test without its GPU, Hopper GPU or jax version, and CI's case
+choice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ needs_older_jax = pytest.mark.skipif(has_mosaic_gpu(), reason="this jax has the 
 
 
 def in_turns(names: Iterable[str], tunings: Sequence[Any], *, fast: Collection[str]) -> list[Any]:
-    """Parameters (name, tuning) of the whole cross, of which CI runs each name with one tuning, but
-    for those that the fast suite runs."""
+    """Return parameters (name, tuning) of the whole cross product.
+
+    CI runs each name with one tuning, except for those in the fast suite.
+    """
     names = sorted(names, key=lambda name: name in fast)
     return [
         pytest.param(name, tuning, id=f"{name}-{tuning}", marks=marks)

@@ -1,4 +1,4 @@
-"""What the tests of the experts' kernels share: small MoEs, and routings of every skew."""
+"""Shared code of the tests of the experts' kernels: small MoEs, and routings of every skew."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIXTURES = (ONE, SOME, MANY)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A mixture's arguments."""
+    """An MoE's arguments."""
 
     x: jax.Array
     ids: jax.Array
@@ -49,7 +49,7 @@ class Drawn:
 
     @property
     def untouched(self) -> np.ndarray:
-        """Whether no token goes to an expert, bool[X]."""
+        """Return bool[X]: True for experts without tokens."""
         num_experts = self.params["down"].shape[0]
         return ~np.isin(np.arange(num_experts), np.asarray(self.ids))
 
@@ -62,7 +62,7 @@ class Drawn:
 
 
 def draw(moe: Mixture, *, seed: int, skew: float) -> Drawn:
-    """skew 0: any experts; 1: every token to the same ones."""
+    """Draw arguments. skew 0: any experts; 1: every token to the same ones."""
     rng = np.random.default_rng(seed)
     X, E, inner = moe.num_experts, moe.size, moe.inner
     height = rng.random(X)
@@ -89,8 +89,10 @@ drawn_moes = st.tuples(
 
 
 def check_against_xla(run: Any, moe: Mixture, drawn: Drawn) -> None:
-    """run(x, ids, weights, params, gate) is run_experts of the same, also where experts that no
-    token goes to hold NaN: float32 within the order of the sums, bf16 within a few roundings."""
+    """Compare run(x, ids, weights, params, gate) with XLA, also with NaN in experts without tokens.
+
+    float32 agrees within the order of the sums, bf16 within a few roundings.
+    """
     expected = XLA(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=moe.gate)
     params = drawn.with_nan_in_untouched()
     out = run(drawn.x, drawn.ids, drawn.weights, params, gate=moe.gate)
@@ -101,7 +103,7 @@ def check_against_xla(run: Any, moe: Mixture, drawn: Drawn) -> None:
 
 
 def check_a_poisoned_token(run: Any, moe: Mixture, drawn: Drawn, *, token: int) -> None:
-    """NaN in one token's row changes no bit of another's."""
+    """Check that NaN in one token's row changes no bit of another's."""
     gate = moe.gate
     clean = run(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=gate)
     x = drawn.x.at[token].set(jnp.nan)
@@ -112,8 +114,10 @@ def check_a_poisoned_token(run: Any, moe: Mixture, drawn: Drawn, *, token: int) 
 
 
 def rounded_case() -> tuple[Drawn, np.ndarray]:
-    """A product of 1 + 2**-9 that bf16 rounds to 1, and a bias of -1: the gate is 0, and so is
-    what is expected, if each product is rounded before its bias is added."""
+    """Return a case whose result is 0 only if each product is rounded before its bias is added.
+
+    bf16 rounds the product 1 + 2**-9 to 1, and the bias is -1: the gate is 0.
+    """
     x = jnp.zeros((1, 16), jnp.bfloat16).at[0, :2].set(1.0)
     gate_up = jnp.ones((1, 16, 32), jnp.bfloat16).at[:, 1].set(2.0**-9)
     params = {

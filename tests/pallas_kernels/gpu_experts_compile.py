@@ -1,7 +1,7 @@
-"""Compiles the experts' kernels for an H200 that is not there; in a process of its own.
+"""Compile the experts' kernels for an absent H200, in a separate process.
 
-Run by test_experts_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip in
-place of it, and ptxas; prints one line a shape.
+Run by test_experts_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip,
+and ptxas. Prints one line per shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by toke
 
 
 def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
-    """A mixture with its norms, as a layer runs it."""
+    """Compile an MoE with its norms, as a layer runs it."""
     spec, size = SHAPES[name].ffn, SHAPES[name].hidden_size
     assert isinstance(spec, MoESpec)
     params = {

@@ -1,6 +1,6 @@
-"""Compiles the fp8 products, and the XLA programs around them, for an absent H200.
+"""Compile the fp8 products, and the XLA programs around them, for an absent H200.
 
-Run by test_fp8_product_gpu.py in a process of its own, see gpu_gated_compile.py. Prints one line a
+Run by test_fp8_product_gpu.py in a separate process, see gpu_gated_compile.py. Prints one line per
 program, each of which must be one kernel that spills no register.
 """
 
@@ -35,7 +35,7 @@ TOKENS = (1, 8, 64, 256, 4096)
 
 
 def compiled(run: Callable[..., jax.Array], x: Any, k: int, n: int, *, by_blocks: bool) -> str:
-    """The program of run(x, weight), in which nothing copies weights."""
+    """Compile the program of run(x, weight), and check that it copies no weight."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

@@ -1,7 +1,7 @@
-"""Compiles the gated Hopper kernels, and the XLA programs around them, for an absent H200.
+"""Compile the gated Hopper kernels, and the XLA programs around them, for an absent H200.
 
-Run by test_gated_mlp_gpu.py in a process of its own, see gpu_kernel_compile.py. ptxas is run a
-second time, on what Mosaic leaves in a folder, to say what spills. Prints one line a tuning.
+Run by test_gated_mlp_gpu.py in a separate process, see gpu_kernel_compile.py. ptxas is run a second
+time, on the PTX that Mosaic writes to a folder, to report spills. Prints one line per tuning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FEW_PROGRAMS = ((1, ONE), (1, SEVERAL), (4, SEVERAL), (16, SEVERAL), (32, MORE))
 
 
 def assembler() -> str:
-    """ptxas, from the path or from where the CUDA wheels have it."""
+    """Return the path of ptxas: of the system, or of the CUDA wheels."""
     found = shutil.which("ptxas")
     if found is not None:
         return found
@@ -55,7 +55,7 @@ def assembler() -> str:
 
 
 def spilled_bytes(folder: Path) -> int:
-    """Of the one kernel whose PTX lies in `folder`."""
+    """Return the bytes that the one kernel with PTX in `folder` spills."""
     (source,) = folder.rglob("*.ptx")
     done = subprocess.run(
         [assembler(), "-v", "-arch=sm_90a", "-o", str(folder / "kernel.cubin"), str(source)],
@@ -71,7 +71,7 @@ def spilled_bytes(folder: Path) -> int:
 
 
 def compiled(m: int, product: Callable[..., jax.Array], *, column_major: bool) -> str:
-    """The program for so many tokens, which must be the kernel alone: nothing copies weights."""
+    """Compile the program for M tokens, which must be the kernel alone: it copies no weight."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
@@ -91,7 +91,7 @@ def compiled(m: int, product: Callable[..., jax.Array], *, column_major: bool) -
 
 
 def main() -> None:
-    """Each tuning at another M."""
+    """Compile each tuning at another M."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
         for m, tuning in PROGRAMS:

@@ -1,7 +1,7 @@
-"""Compiles the Hopper kernel, and the XLA program around it, for an H200 that is not there.
+"""Compile the Hopper kernel, and the XLA program around it, for an absent H200.
 
-Run by test_attention_gpu_target.py in a process of its own. Needs the jax-cuda13 plugin,
-which accepts a description of the chip in place of it, and ptxas; prints one line a shape.
+Run by test_attention_gpu_target.py in a separate process. Needs the jax-cuda13 plugin, which
+accepts a description of the chip, and ptxas. Prints one line per shape.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ device_description_str: "NVIDIA H200"
 
 
 def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning: Tuning) -> str:
-    """The optimised program of one call with a tree mask, at the sizes of Llama-3.1-8B."""
+    """Return the optimised program of one call with a tree mask, at the sizes of Llama-3.1-8B."""
     pages, total = 8192 // page_size + 1, batch * queries
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -87,7 +87,7 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
 
 
 def after_the_kernel(text: str) -> list[str]:
-    """Instructions of the whole program that read what the Mosaic kernel wrote, but for views."""
+    """Return the instructions that read the Mosaic kernel's output, except views."""
     entry = text[text.index("\nENTRY") :]
     (kernel,) = re.findall(r'%(\S+) = [^\n]*custom_call_target="mosaic_gpu_v2"', entry)
     readers = [line for line in entry.splitlines() if re.search(rf"\(.*%{kernel}\b", line)]
@@ -95,7 +95,7 @@ def after_the_kernel(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Three shapes: decode in shares, verification, and a producer with two consumers."""
+    """Compile three shapes: decode in shares, verification, and a producer with two consumers."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

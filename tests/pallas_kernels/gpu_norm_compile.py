@@ -1,7 +1,7 @@
-"""Compiles the fused add and norm for an H200 that is not there; in a process of its own.
+"""Compile the fused add and norm for an absent H200, in a separate process.
 
-Run by test_add_norm_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip
-in place of it, and ptxas; prints one line a shape.
+Run by test_add_norm_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip,
+and ptxas. Prints one line per shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.pallas_kernels.gpu_kernel_compile import H200
 
 
 def main() -> None:
-    """One row, verification, prefill; a row of 4096, and one that is no power of two."""
+    """Compile one row, verification, prefill; widths of 4096, and one that is no power of two."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

@@ -1,8 +1,8 @@
-"""Compiles the compaction of all layers for an H200 that is not there; in a process of its own.
+"""Compile the compaction of all layers for an absent H200, in a separate process.
 
-Run by test_compaction_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip
-in place of it, and ptxas. Prints one JSON line a shape: seconds, launches, pools and how many of
-them the launches write in place, lines that copy a pool, and the bytes of what lies beside them.
+Run by test_compaction_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip,
+and ptxas. Prints one JSON line per shape: seconds, launches, pools and how many of them the
+launches write in place, lines that copy a pool, and the bytes of other arrays.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def report(
 
 
 def aliases(launch: str) -> int:
-    """How many results of a custom call stand in its `output_to_operand_aliasing`."""
+    """Return how many results of a custom call are in its `output_to_operand_aliasing`."""
     found = re.search(r"output_to_operand_aliasing=\{(.*?)\}(, [a-z_]+=|$)", launch)
     return found.group(1).count("(") if found else 0
 

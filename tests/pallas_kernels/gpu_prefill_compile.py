@@ -1,7 +1,7 @@
-"""Compiles the packed Hopper kernel, and the XLA program around it, for an H200 that is not there.
+"""Compile the packed Hopper kernel, and the XLA program around it, for an absent H200.
 
-Run by test_prefill_gpu.py in a process of its own, see gpu_kernel_compile.py; prints one
-line a shape. With MOSAIC_GPU_DUMP_TO and MOSAIC_GPU_DUMP_PTX set, `ptxas -v` says what spills.
+Run by test_prefill_gpu.py in a separate process, see gpu_kernel_compile.py. Prints one line per
+shape. With MOSAIC_GPU_DUMP_TO and MOSAIC_GPU_DUMP_PTX set, `ptxas -v` reports spills.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ H, G, D = LLAMA_3_1_8B.heads
 def llama_shapes(
     batch: int, queries: int, page_size: int, *, context: int = 8192, sharding: Any = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
+    """Return abstract q, pool and fields of AttentionMetadata, at the sizes of Llama-3.1-8B."""
     pages = -(-context // page_size)
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -43,7 +43,8 @@ def llama_shapes(
 
 
 def main() -> None:
-    """Chunks of three sizes over pages of two, and what the default leaves out."""
+    """Compile chunks of three sizes over two page sizes, and options that the default leaves
+    out."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

@@ -1,7 +1,7 @@
-"""Compiles the kernel that rotates and writes, after its projection, for an absent H200.
+"""Compile the kernel that rotates and writes, after its projection, for an absent H200.
 
-Run by test_kv_write_gpu.py in a process of its own; see gpu_kernel_compile.py for what it
-needs. Prints one line a number of tokens, at the sizes of Llama-3.1-8B.
+Run by test_kv_write_gpu.py in a separate process; gpu_kernel_compile.py lists its needs. Prints one
+line per number of tokens, at the sizes of Llama-3.1-8B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS = 2  # so that what is the same for all of them can be seen to be shared
 
 
 def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
-    """The optimised program of some layers' projection, rotation and write."""
+    """Return the optimised program of some layers' projection, rotation and write."""
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -56,7 +56,7 @@ def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
 
 
 def main() -> None:
-    """One token, a verification, a prefill; the last with a pool beyond 32-bit offsets."""
+    """Compile one token, a verification, a prefill; the last with a pool beyond 32-bit offsets."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

@@ -1,7 +1,7 @@
-"""Compiles attention over shared prefixes for an H200 that is not there.
+"""Compile attention over shared prefixes for an absent H200.
 
-Run by test_attention_gpu_shared.py in a process of its own, see gpu_kernel_compile.py; prints one
-line a shape: how often the kernel of rows is launched, and what else is.
+Run by test_attention_gpu_shared.py in a separate process, see gpu_kernel_compile.py. Prints one
+line per shape: how often the kernel of rows is launched, and other launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.pallas_kernels.gpu_kernel_compile import H200
 
 
 def compile_one(sharding: Any, batch: int, queries: int) -> str:
-    """The optimised program of one call, at the sizes of Llama-3.1-8B."""
+    """Return the optimised program of one call, at the sizes of Llama-3.1-8B."""
     pages, total = 8192 // PAGE_SIZE + 1, batch * queries
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -60,7 +60,7 @@ def compile_one(sharding: Any, batch: int, queries: int) -> str:
 
 
 def main() -> None:
-    """A chain's rows, four a pack, and single queries, sixteen a pack."""
+    """Compile a chain's rows, four a pack, and single queries, sixteen a pack."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

@@ -1,4 +1,4 @@
-"""What the tests of whole MoEs on a GPU share: small ones, and the same layer over XLA."""
+"""Shared code of the tests of whole MoEs on a GPU: small ones, and the same layer over XLA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_SOFTMAX = [r for r in Routing if not r.name.startswith("SIGMOID")]
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens of a mixture of E inputs."""
+    """T tokens of an MoE with E inputs."""
 
     tokens: int
     size: int
@@ -39,7 +39,7 @@ def spec_of(num_experts: int, top_k: int, inner: int, routing: Routing, *, bias:
 
 
 def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, jax.Array]]:
-    """(the stream, params of the moe, params of the norm before it)."""
+    """Return (the stream, params of the MoE, params of the norm before it)."""
     rng, spec = np.random.default_rng(seed), case.spec
     X, E, inner = spec.num_experts, case.size, spec.inner
 
@@ -61,7 +61,7 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
 def run(
     stream: Residual, params: Any, scale: Any, *, spec: MoESpec, ops: str
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's mixture and the norm after it: (the stream's sum, its norm)."""
+    """Run a layer's MoE and the norm after it: (the stream's sum, its norm)."""
     out = moe_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
     return norm_of_sum(scale, out, eps=EPS, ops=OPS[ops])
 
@@ -71,13 +71,13 @@ XLA = jax.jit(partial(run, ops="xla"), static_argnames="spec")
 
 
 def chosen(stream: Residual, params: Any, scale: Any, spec: MoESpec) -> np.ndarray:
-    """The ids of every token, by the layer over XLA."""
+    """Return the ids of every token, by the layer over XLA."""
     _, normed = norm_of_sum(scale, stream, eps=EPS, ops=OPS["xla"])
     return np.asarray(route(params["router"], normed, spec=spec)[0])
 
 
 def with_nan_in_untouched(params: Any, ids: np.ndarray) -> Any:
-    """NaN in all that belongs to experts that no token chose."""
+    """Put NaN into the params of experts that no token chose."""
     hidden = ~np.isin(np.arange(params["experts"]["down"].shape[0]), ids)
 
     def poison(w: jax.Array) -> jax.Array:
@@ -87,14 +87,15 @@ def with_nan_in_untouched(params: Any, ids: np.ndarray) -> Any:
 
 
 def served_by(case: Case) -> str:
-    """The program of a layer's moe, by the GPU's bundle: the names of its kernels are in it."""
+    """Return the program of a layer's MoE by the GPU's bundle, which contains the kernels'
+    names."""
     stream, params, scale = drawn(case, 0)
     program = jax.make_jaxpr(partial(run, spec=case.spec, ops="gpu_interpret"))
     return str(program(stream, params, scale))
 
 
 def check_against_xla(case: Case, seed: int) -> None:
-    """Also where experts that no token goes to hold NaN."""
+    """Compare with XLA, also with NaN in experts without tokens."""
     stream, params, scale = drawn(case, seed)
     expected = XLA(stream, params, scale, spec=case.spec)
     poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
@@ -105,7 +106,7 @@ def check_against_xla(case: Case, seed: int) -> None:
 
 
 def check_a_row_that_is_not_finite(case: Case, *, token: int, value: float) -> None:
-    """It changes no bit of another one."""
+    """Check that it changes no bit of another one."""
     stream, params, scale = drawn(case, 1)
     clean = MINE(stream, params, scale, spec=case.spec)
     poisoned = replace(stream, x=stream.x.at[token].set(value))
@@ -117,8 +118,11 @@ def check_a_row_that_is_not_finite(case: Case, *, token: int, value: float) -> N
 
 
 def on_the_chip(model: str, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(by the kernels, by XLA) of the stream's sum and of its norm, at a model's real widths with
-    few experts, so that XLA's dense form stays small."""
+    """Return (by the kernels, by XLA) of the stream's sum and of its norm, at a model's real
+    widths.
+
+    There are few experts, so that XLA's dense form stays small.
+    """
     shape, num_experts = (GPT_OSS_20B, 8) if model == "gpt-oss" else (QWEN3_30B_A3B, 16)
     assert isinstance(shape.ffn, MoESpec)
     spec = replace(shape.ffn, num_experts=num_experts)

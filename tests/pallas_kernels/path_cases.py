@@ -1,4 +1,4 @@
-"""Accepted paths, and pools that hold a number only where one lies: for both kernels' tests."""
+"""Accepted paths, and pools with numbers only in their slots, for both kernels' tests."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def random_case(
     dtype: Any,
     layers: int = 2,
 ) -> tuple[Pools, tuple[jax.Array, ...]]:
-    """(pools, NaN but for the rows on a path; table, seq_lens, path, num_accepted).
+    """Return (pools, NaN except for the rows on a path; table, seq_lens, path, num_accepted).
 
-    Row 0 is a padding row (all its pages are the dummy), row 1 has nothing to move, and what lies
-    after a path is -1 or far outside.
+    Row 0 is a padding row (all its pages are the dummy), row 1 has no moves, and the entries after
+    a path are -1 or far outside.
     """
     rng = np.random.default_rng(seed)
     nodes, longest = 3 * num_path, 40
@@ -80,7 +80,7 @@ def random_case(
 
 
 def check_equals_the_reference(run: Compact, kv: Pools, rows: tuple[jax.Array, ...]) -> None:
-    """Bit for bit but for the dummy page, which the kernels leave alone."""
+    """Compare bit for bit, except for the dummy page, which the kernels leave alone."""
     for pool, pages, before in zip(run(kv, *rows), reference(kv, *rows), kv, strict=True):
         np.testing.assert_array_equal(as_float32(pool)[1:], pages[1:])
         np.testing.assert_array_equal(as_float32(pool)[0], as_float32(before[0]))
@@ -105,7 +105,7 @@ def check_a_path_of_the_root_alone_launches_nothing(run: Compact) -> None:
 
 
 def check_layers_may_differ_in_their_kv_heads(run: Compact) -> None:
-    """As MiMo-V2-Flash's do, in no order."""
+    """MiMo-V2-Flash's layers do, in no order."""
     sizes = {"batch": 3, "page_size": 16, "num_path": 4, "dtype": jnp.float32}
     (a, b), rows = random_case(5, row=(2, 128), **sizes)
     (c, d), same_rows = random_case(5, row=(4, 128), **sizes)

@@ -2,8 +2,8 @@
 H200, run where there is a GPU; and a whole forward with it against one without.
 
 The sum has one right answer. The norm differs from the reference only by the order in which the
-squares are added: by a few units in the last place of the float32 mean (what the assertion on
-float32 allows), which can tip the one final rounding to bfloat16 to the neighbouring value.
+squares are added: by a few units in the last place of the float32 mean (the bound of the float32
+assertion), which can move the one final rounding to bfloat16 to the neighbouring value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 
 
 def inputs(num_rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, delta, scale; rows of very different sizes, as a residual stream's are."""
+    """Return x, delta, scale; rows of very different sizes, like a residual stream's."""
     keys = jax.random.split(jax.random.key(num_rows * size), 3)
     x, delta = (jax.random.normal(key, (num_rows, size)) for key in keys[:2])
     x = x * 4.0 ** (jnp.arange(num_rows) % 5)[:, None]
@@ -48,14 +48,14 @@ def inputs(num_rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, 
 
 
 def run(function: Callable[..., Pair], *arrays: jax.Array, **static: Any) -> Pair:
-    """Compiled such that XLA may not leave out the rounding of the sum, which it is free to do."""
+    """Compile with a barrier, so that XLA may not skip the rounding of the sum."""
     lowered = jax.jit(partial(function, eps=EPS, **static)).lower(*arrays)
     pair: Pair = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays)
     return pair
 
 
 def units_apart(got: jax.Array, wanted: jax.Array) -> np.ndarray:
-    """How many representable values lie between, for finite arrays of one dtype."""
+    """Return how many representable values are between finite arrays of one dtype."""
     assert got.dtype == wanted.dtype
     bits = {2: np.int16, 4: np.int32}[got.dtype.itemsize]
     left, right = (np.asarray(x).view(bits).astype(np.int64) for x in (got, wanted))
@@ -102,7 +102,7 @@ def test_every_size_equals_the_reference(num_rows: int, size: int, dtype: Any) -
 
 
 def test_the_sum_is_rounded_before_it_is_normalised() -> None:
-    """256 + 1 is 256 in bfloat16: a row of it normalises as a row of 256 does, next to one 0."""
+    """256 + 1 is 256 in bfloat16: such a row normalises like a row of 256 with one 0."""
     x = jnp.full((1, 64), 256.0, jnp.bfloat16).at[0, 1:].set(255.0)
     delta = jnp.zeros_like(x).at[0, 0].set(1.0)
     scale = jnp.full((64,), 2.0**7, jnp.float32)
@@ -129,7 +129,7 @@ def test_a_row_is_one_pass_of_registers(size: int, warps: int) -> None:
 def test_a_forward_with_the_kernel_is_the_forward_without() -> None:
     """Every site of a float32 stack whose input has two summands; attention is XLA's in both.
 
-    Layers 0 and 2 of 3 are captured, so they are given one summand; all have two after attention.
+    Layers 0 and 2 of 3 are captured, so they get one summand; all have two after attention.
     """
     fused = forward(InterpretedNorms())
     plain = forward(OPS["xla"])
@@ -141,7 +141,7 @@ def test_a_forward_with_the_kernel_is_the_forward_without() -> None:
 
 
 def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
-    """And, bit for bit, what the kernel would have made of the two summands."""
+    """It is, bit for bit, also the sum that the kernel would have computed."""
     x, delta, scale = inputs(3, 96, jnp.bfloat16)
     given: list[Residual] = []
 
@@ -158,7 +158,7 @@ def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
 
 
 def test_only_a_gpu_s_bundle_fuses() -> None:
-    """And only it leaves a layer's last sum to the kernel."""
+    """Only that bundle leaves a layer's last sum to the kernel."""
     arrays = inputs(2, 64, jnp.bfloat16)
     for name, ops in OPS.items():
         program = str(jax.make_jaxpr(partial(ops.add_norm, eps=EPS))(*arrays))
@@ -179,7 +179,8 @@ class InterpretedNorms(Ops):
 
 
 def forward(ops: Ops) -> tuple[Any, str]:
-    """Hidden, aux features and pool of 2 rows of 3 new tokens over a pool; and the program."""
+    """Return hidden, aux features and pool of 2 rows of 3 new tokens over a pool; and the
+    program."""
     config, float32 = tiny_target_config(), jnp.float32
     model = Decoder(config, ops, aux_layer_ids=(0, 2))
     params = init_params(table_of(config), seed=1)
@@ -201,7 +202,7 @@ def forward(ops: Ops) -> tuple[Any, str]:
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200() -> None:
-    """XLA's compiler for sm_90a, in a process of its own, on a machine without a GPU."""
+    """XLA's compiler for sm_90a, in a separate process, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_norm_compile")
     assert output.count("compiled") == 6
 
@@ -217,7 +218,7 @@ def test_equals_the_reference_on_the_chip(num_rows: int, size: int, dtype: Any) 
 
 @needs_gpu
 def test_columns_after_a_row_are_not_read_on_the_chip() -> None:
-    """NaN in the rows around: what is masked lies there."""
+    """The rows around have NaN where masked columns are."""
     x, delta, scale = inputs(3, 96, jnp.float32)
     poisoned = x.at[jnp.asarray([0, 2])].set(jnp.nan)
     got, wanted = (run(add_and_norm, a, delta, scale) for a in (poisoned, x))

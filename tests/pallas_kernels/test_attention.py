@@ -1,7 +1,7 @@
 """Paged attention against a dense oracle in float64, with NaN in all that must not be read.
 
-The oracle sees rows as plain lists of keys and never a page. Pages that no row owns, slots after
-the written rows, padding queries' K and V, and the dummy page 0 all hold NaN.
+The oracle uses rows as plain lists of keys, without pages. Pages that no row owns, slots after the
+written rows, padding queries' K and V, and the dummy page 0 are all NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTEND = {name: jax.jit(OPS[name].attend, static_argnames="call") for name in ("
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One compiled shape. `queries` is R with rows of equal length, else T of a packed call."""
+    """One compiled shape. queries: R with rows of equal length, else T of a packed call."""
 
     page_size: int
     batch: int
@@ -83,7 +83,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sequence as the oracle sees it."""
+    """One sequence as the oracle uses it."""
 
     prefix: np.ndarray  # f64[prefix, G, 2, D], K and V of the rows before this call
     new: np.ndarray  # f64[rows, G, 2, D]
@@ -131,7 +131,7 @@ def draw_row(rng: np.random.Generator, case: Case, *, num_rows: int, prefix: int
 def attend_densely(
     row: Row, *, scale: float, sinks: np.ndarray | None, window: int | None, soft_cap: float | None
 ) -> np.ndarray:
-    """f64[rows, H, D]: query by query, head by head, over the keys that it sees."""
+    """Return f64[rows, H, D]: query by query, head by head, over the keys that it sees."""
     keys = np.concatenate((row.prefix, row.new))
     num_prefix, num_rows = len(row.prefix), len(row.q)
     heads, groups, width = row.q.shape[1], keys.shape[1], keys.shape[3]
@@ -160,7 +160,7 @@ def attend_densely(
 
 
 def row_lengths(rng: np.random.Generator, case: Case) -> list[int]:
-    """Queries of each row: unequal, and with padding after them wherever padding is allowed."""
+    """Draw the queries of each row: unequal, with padding after them where it is allowed."""
     if case.tail is not None:
         return [case.queries] * case.batch
     if not case.packed:
@@ -170,7 +170,7 @@ def row_lengths(rng: np.random.Generator, case: Case) -> list[int]:
 
 
 def draw_rows(rng: np.random.Generator, case: Case) -> list[Row]:
-    """Rows that own pages of their own, but for a shared prefix page; page 0 belongs to nobody."""
+    """Draw rows with separate pages, except for a shared prefix page; no row owns page 0."""
     lengths = row_lengths(rng, case)
     least = 0 if case.tail is None else case.tail - case.queries
     prefixes = [int(n) for n in rng.integers(least, case.longest + 1, case.batch)]
@@ -196,7 +196,7 @@ def draw_rows(rng: np.random.Generator, case: Case) -> list[Row]:
 
 
 def pool_of(case: Case, rows: list[Row], *, with_new: bool) -> np.ndarray:
-    """f32 pool, NaN wherever no row has written."""
+    """Return an f32 pool, NaN wherever no row has written."""
     _, groups = case.heads
     num_pages = case.batch * case.pages_per_row + 3
     pool = np.full((num_pages, case.page_size, groups, 2, case.widths[2]), np.nan, np.float32)
@@ -208,7 +208,7 @@ def pool_of(case: Case, rows: list[Row], *, with_new: bool) -> np.ndarray:
 
 
 def words_of(mask: np.ndarray) -> np.ndarray:
-    """bool[rows, W] -> u32[rows, ceil(W / 32)]."""
+    """Pack bool[rows, W] into u32[rows, ceil(W / 32)]."""
     words = np.zeros((len(mask), -(-mask.shape[1] // 32)), np.uint32)
     for j, w in zip(*np.nonzero(mask), strict=True):
         words[j, w // 32] |= np.uint32(1 << (w % 32))
@@ -216,7 +216,7 @@ def words_of(mask: np.ndarray) -> np.ndarray:
 
 
 def query_places(case: Case, rows: list[Row]) -> list[np.ndarray]:
-    """Indices in [0, T) of each row's queries."""
+    """Return indices in [0, T) of each row's queries."""
     lengths = [len(row.q) for row in rows]
     starts = np.append(0, np.cumsum(lengths))
     if not case.packed:
@@ -233,7 +233,7 @@ def call(
     pool: np.ndarray | None = None,
     scales: KVScales | None = None,
 ) -> Any:
-    """Runs one bundle; whatever is padding holds NaN (K, V) or 7 (q). pool: another than f32."""
+    """Run one bundle; padding is NaN (K, V) or 7 (q). pool: another than f32."""
     (heads, groups), (k_width, v_width, _) = case.heads, case.widths
     q = np.full((case.num_queries, heads, k_width), 7, np.float32)
     k = np.full((case.num_queries, groups, k_width), np.nan, np.float32)
@@ -293,7 +293,7 @@ def test_equals_the_dense_oracle_and_reads_no_poison(name: str, ops: str) -> Non
 
 @pytest.mark.parametrize("ops", ATTEND)
 def test_rows_without_queries_and_padding_rows_change_nothing(ops: str) -> None:
-    """A padding row of a batch has no pages and no length; its own output is nobody's business."""
+    """A padding row of a batch has no pages and no length, and its output is not read."""
     case = CASES["tree"]
     rng = np.random.default_rng(0)
     rows = draw_rows(rng, case)
@@ -320,7 +320,7 @@ FOUR_EACH = AttentionCall(queries_per_row=4, scale=1.0)
 
 
 def test_rows_past_the_page_table_go_to_the_dummy_page() -> None:
-    """A write outside the reservation must not reach anybody's page."""
+    """A write outside the reservation must not reach another row's page."""
     pool = np.zeros((8, 4, 4, 8), np.float32)
     ones = jnp.ones((8, 2, 8))
     rows = AttentionMetadata(

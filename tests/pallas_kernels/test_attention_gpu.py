@@ -1,8 +1,7 @@
 """The Hopper kernel against the dense oracle: in GPU interpret mode, and on a GPU where one is.
 
-Interpret mode checks for races and fills memory that nobody has written with NaN; pools and
-padding hold NaN as well. It takes no matrix operand from registers, so P lies in shared memory
-there.
+Interpret mode checks for races and fills unwritten memory with NaN; pools and padding are NaN as
+well. It takes no matrix operand from registers, so P is in shared memory there.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ FAST = (
 
 
 def rounded(row: Row, dtype: Any) -> Row:
-    """What the pool and the queries can hold."""
+    """Round to the dtypes of the pool and the queries."""
 
     def narrow(x: np.ndarray) -> np.ndarray:
         return np.asarray(jnp.asarray(x, jnp.float32).astype(dtype).astype(jnp.float32), np.float64)
@@ -128,7 +127,7 @@ def rounded(row: Row, dtype: Any) -> Row:
 
 
 def arrays_of(gpu: GPUCase, rows: list[Row]) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
-    """q, pool and rows of one call; padding queries hold 7, unwritten slots NaN."""
+    """Return q, pool and rows of one call; padding queries are 7, unwritten slots NaN."""
     case = gpu.case
     q = np.full((case.num_queries, case.heads[0], case.widths[0]), 7, np.float32)
     positions = np.zeros(case.num_queries, np.int32)
@@ -156,7 +155,7 @@ def arrays_of(gpu: GPUCase, rows: list[Row]) -> tuple[jax.Array, jax.Array, Atte
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:
-    """Interpret mode simulates the GPU on the host, also where there is one."""
+    """Use the CPU, which simulates the GPU, even where there is a GPU."""
     return jax.default_device(jax.devices("cpu")[0])
 
 

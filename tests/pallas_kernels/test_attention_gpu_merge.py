@@ -1,4 +1,4 @@
-"""One softmax from its shares, against the definition; poisoned where nothing is stored."""
+"""One softmax from its shares, against the definition; unwritten memory is poisoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {  # parts, rows, queries, heads, kv heads
 
 
 def problem(name: str, dtype: Any, *, sinks: bool) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Shares of which some have no keys; a last query that is padding, and NaN after the rows."""
+    """Return shares, some without keys; the last query is padding, and NaN follows the rows."""
     num_parts, batch, queries, heads, num_kv = SHAPES[name]
     rng = np.random.default_rng(len(name))
     rows = queries * heads // num_kv

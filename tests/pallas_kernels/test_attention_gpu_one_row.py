@@ -1,4 +1,4 @@
-"""One row's attention in one launch, interpreted, against the definition; NaN in all else."""
+"""One row's attention in one launch, interpreted, against the definition; all else is NaN."""
 
 from __future__ import annotations
 

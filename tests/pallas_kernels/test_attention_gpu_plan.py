@@ -27,7 +27,7 @@ from jspec.pallas_kernels.attention.gpu_plan import (
 
 
 def seen_by_plan(plan: BlockPlan, b: int, *, num_rows: int, block: int) -> np.ndarray:
-    """bool[num_rows, slots]: whole blocks, then bits, nothing outside the bounds."""
+    """Return bool[num_rows, slots]: whole blocks, then bits, none outside the bounds."""
     first, edge, last, *_ = (int(x) for x in np.asarray(plan.bounds)[b])
     assert first <= edge < last
     slot = np.arange(last * block)

@@ -1,6 +1,6 @@
-"""Rows that begin alike: how they are packed, and that reading their prefix once gives the same.
+"""Rows that start alike: their packing, and equal results when their prefix is read once.
 
-The kernel runs in GPU interpret mode (NaN where nobody has written), and on a GPU where one is.
+The kernel runs in GPU interpret mode (unwritten memory is NaN), and on a GPU where one is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
 
 def shared_of(groups: list[int], lens: list[int]) -> SharedPrefixes:
-    """groups[i]: whose prefix row i begins with; lens[g]: its units, 0 for none."""
+    """Return shared prefixes. groups[i]: the row whose prefix row i has; lens[g]: units, 0 for
+    none."""
     leaders = [groups.index(group) for group in groups]
     keys = [lens[group] * UNIT for group in groups]
     return SharedPrefixes(
@@ -102,7 +103,7 @@ def test_a_tile_holds_rows_as_its_queries_allow() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCase:
-    """groups, units: as in `shared_of`. own[b]: keys after the prefix and before the call's."""
+    """groups, units: as in `shared_of`. own[b]: keys between the prefix and the call's."""
 
     groups: tuple[int, ...]
     units: tuple[int, ...]
@@ -138,7 +139,7 @@ CASES = {
 
 
 def problem(case: SharedCase) -> tuple[jax.Array, jax.Array, AttentionMetadata, jax.Array | None]:
-    """q, pool, rows and sinks; slots that nobody wrote hold NaN, padding queries 7."""
+    """Return q, pool, rows and sinks; unwritten slots are NaN, padding queries 7."""
     rng = np.random.default_rng(len(case.groups) + case.queries)
     batch, size = len(case.groups), case.page_size
     prefix = [case.units[group] * UNIT for group in case.groups]

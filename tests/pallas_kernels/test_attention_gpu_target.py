@@ -1,7 +1,7 @@
 """The Hopper kernel at serving sizes: lowered and compiled for the real target, run where it is.
 
-Lowering runs Mosaic GPU's own layout inference, for compute capability 9.0 unless another GPU is
-there. Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
+Lowering runs Mosaic GPU's own layout inference, for compute capability 9.0 without a GPU. Compiling
+ahead of time needs the CUDA plugin and ptxas, but no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def llama_shapes(
     pool_dtype: Any = jnp.bfloat16,
     width: int = D,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """q, pool and the fields of AttentionMetadata, abstract, in the sizes of Llama-3.1-8B."""
+    """Return abstract q, pool and fields of AttentionMetadata, at the sizes of Llama-3.1-8B."""
     array = jax.ShapeDtypeStruct
     pages, total = -(-(context + queries) // page_size), batch * queries
     fields = {
@@ -118,7 +118,7 @@ def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
-    """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
+    """XLA's compiler and ptxas for sm_90a, in a separate process, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_kernel_compile")
     assert output.count("compiled") == 3
 
@@ -126,7 +126,7 @@ def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
 def ragged_rows(
     batch: int, queries: int, page_size: int, *, heads: tuple[int, int], width: int, longest: int
 ) -> tuple[jax.Array, jax.Array, AttentionMetadata]:
-    """q, pool and rows of a call with 0 to R queries a row; NaN wherever nothing is written."""
+    """Return q, pool and rows of a call with 0 to R queries per row; unwritten memory is NaN."""
     pages = -(-(longest + queries) // page_size)
     lens = np.arange(batch) % (queries + 1)
     lens[-1] = queries
@@ -163,7 +163,7 @@ def check_direct(
     longest: int = 1168,
     interpret: bool = False,
 ) -> None:
-    """Without shares, so that the kernel itself places its results, against the reference."""
+    """Compare with the reference without shares, so that the kernel itself writes its results."""
     q, pool, rows = ragged_rows(
         batch, queries, page_size, heads=heads, width=width, longest=longest
     )
@@ -202,7 +202,7 @@ def test_ragged_rows_equal_the_reference_on_the_chip(queries: int) -> None:
 def test_ragged_rows_of_any_group_equal_the_reference_on_the_chip(
     heads: tuple[int, int], width: int, page_size: int
 ) -> None:
-    """A copy begins anywhere in the pattern of the shared memory's banks: 128 bytes to 2 KiB."""
+    """A copy starts anywhere in the pattern of shared memory banks: 128 bytes to 2 KiB."""
     check_direct(8, 16, page_size, heads=heads, width=width, window=300)
 
 

@@ -1,8 +1,8 @@
 """The TPU's row-wise attention against the reference, in TPU interpret mode.
 
-Whatever must not be read is poison: NaN in unwritten slots, in pages nobody owns, in page 0 and in
-padding queries' K and V. Page table entries that need not be followed name a page that does not
-exist, which the interpreter refuses to read. Its copies run as late as their waits allow.
+All memory that must not be read is poisoned: NaN in unwritten slots, in pages without an owner, in
+page 0 and in padding queries' K and V. Unused page table entries name a page that does not exist,
+which the interpreter refuses to read. Copies run as late as their waits allow.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ TREE = Case(queries=8, rows=((0, 0),) * 2, tail=8)
 
 @cache
 def compiled(case: Case, kind: str) -> Any:
-    """The kernel or the reference, jitted for the shapes of a case."""
+    """Return the kernel or the reference, jitted for the shapes of a case."""
     options = {"window": None, "soft_cap": None, **dict(case.options)}
     shared = {"scale": SCALE, "queries_per_row": case.queries, **options}
     if kind == "kernel":
@@ -113,7 +113,7 @@ def compiled(case: Case, kind: str) -> Any:
 
 
 def draw_rows(rng: np.random.Generator, case: Case) -> AttentionMetadata:
-    """Rows with pages of their own, in any order; ids that need not be read lead nowhere."""
+    """Draw rows with separate pages, in any order; unused ids are invalid."""
     batch, queries, size = len(case.rows), case.queries, case.page_size
     ids = 1 + rng.permutation(batch * case.pages_per_row)
     table = ids.reshape(batch, -1)
@@ -154,7 +154,7 @@ def draw_rows(rng: np.random.Generator, case: Case) -> AttentionMetadata:
 
 
 def draw_call(rng: np.random.Generator, case: Case) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of attend_rows, with poison wherever nothing may be read."""
+    """Draw arguments of attend_rows, poisoned wherever they must not be read."""
     rows = draw_rows(rng, case)
     (heads, groups), (k_width, v_width, width) = case.heads, case.widths
     batch, num_queries = len(case.rows), len(case.rows) * case.queries
@@ -245,7 +245,7 @@ def test_any_tree(prefixes: tuple[int, ...], seed: int) -> None:
 
 
 def test_rows_past_the_page_table_are_written_nowhere() -> None:
-    """A write outside the reservation must not reach anybody's page; its queries stay finite."""
+    """A write outside the reservation must not reach another row's page; queries stay finite."""
     case = replace(CHAIN, rows=((286, 4), (288, 4), (0, 0), (0, 0)))  # 2 slots left, and none
     args, options = draw_call(np.random.default_rng(0), case)
     before = np.asarray(args[3])
@@ -258,7 +258,8 @@ def test_rows_past_the_page_table_are_written_nowhere() -> None:
 
 
 def test_a_word_holds_k_low_and_v_high() -> None:
-    """The compiled kernel loads heads as words, which the interpreter cannot: here, by value."""
+    """The compiled kernel loads heads as words, which the interpreter cannot; this checks
+    values."""
     keys, heads, lanes = 8, 3, 128
     kv = jnp.asarray(np.random.default_rng(0).normal(size=(keys, 2 * heads, lanes)), jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""What a verification emits: a gather along the path, row by row."""
+"""The output of a verification: a gather along the path, row by row."""
 
 from __future__ import annotations
 

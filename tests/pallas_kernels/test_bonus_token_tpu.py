@@ -1,4 +1,4 @@
-"""The TPU's gathering of what a verification emits, in interpret mode, against the reference."""
+"""The TPU's gather of a verification's output, in interpret mode, against the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ gather_tpu = jax.jit(bonus_token_tpu.gather_emitted)
 
 
 def random_rows(seed: int, batch: int, nodes: int, most: int, width: int, dtype: Any) -> Rows:
-    """(target_ids, hidden, node_path, num_accepted): NaN off the path, -1 or far off after it."""
+    """Return (target_ids, hidden, node_path, num_accepted): NaN off the path, invalid nodes
+    after it."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 2**31 - 1, (batch, nodes))
     num_accepted = rng.integers(0, most, batch)
@@ -72,7 +73,7 @@ def test_the_kernel_is_the_reference(
 
 
 def test_paths_that_do_not_ascend_and_rows_of_any_sign() -> None:
-    """Nodes in any order, tiles fetched again after another, minus zero kept."""
+    """Nodes come in any order, tiles are fetched again after others, and minus zero stays."""
     ids = jnp.arange(64, dtype=jnp.int32).reshape(2, 32)
     hidden = -jnp.zeros((2, 32, 128), jnp.float32).at[:, 9].set(3.0)
     path = jnp.asarray([[0, 31, 9, 30, 1], [17, 2, 9, 9, 16]], jnp.int32)

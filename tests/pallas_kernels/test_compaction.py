@@ -62,7 +62,7 @@ def test_all_sources_are_read_before_any_is_written() -> None:
 
 
 def test_compaction_at_the_end_of_a_table_stays_inside() -> None:
-    """Destinations past the table go to page 0, not to the row's own or a neighbour's last page."""
+    """Destinations past the table go to page 0, not to the row's own or another row's last page."""
     pool = np.arange(24, dtype=np.float32).reshape(3, 8, 1, 1)
     after = _compact(
         jnp.asarray(pool),

@@ -100,8 +100,10 @@ law_rows = st.tuples(
 def test_law_whatever_the_path_it_is_the_reference(
     drawn: tuple[list[int], list[int], list[list[int]], list[int]],
 ) -> None:
-    """Any table, length and path, also unordered, doubled or past the table; and what is no target
-    keeps its bits, NaN and negative zeros too."""
+    """Any table, length and path, also unordered, doubled or past the table.
+
+    Slots that are not targets keep their bits, NaN and negative zeros too.
+    """
     order, seq_lens, path, num_accepted = drawn
     table = np.asarray(order).reshape(BATCH, PAGES)
     rng = np.random.default_rng(0)

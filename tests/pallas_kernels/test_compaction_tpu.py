@@ -46,14 +46,14 @@ def test_the_kernel_is_the_reference(
 
 @pytest.mark.parametrize("buffer_bytes", [1, 3 * 2048, 1 << 20])
 def test_any_size_of_the_buffer_gives_the_same(buffer_bytes: int) -> None:
-    """From one row of the batch a block to all of them, also where the last block is not full."""
+    """Blocks have one row of the batch up to all of them; the last block may not be full."""
     kv, rows = random_case(7, batch=5, page_size=16, num_path=4, row=(2, 128), dtype=jnp.float32)
     check_equals_the_reference(partial(compact, buffer_bytes=buffer_bytes), kv, rows)
 
 
 @pytest.mark.parametrize("path", [[0, 2, 3, 4], [0, 3, 1, 2]], ids=str)
 def test_all_sources_are_read_before_any_is_written(path: list[int]) -> None:
-    """Also for a path that no tree has, where no order of single moves would do."""
+    """This holds also for a path that no tree has, where no order of single moves would do."""
     check_sources_are_read_before_targets_are_written(compact, path)
 
 

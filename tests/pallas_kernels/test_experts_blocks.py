@@ -1,4 +1,4 @@
-"""Pairs dealt out in blocks, by XLA and by the GPU's kernels, against a loop over experts."""
+"""Pairs assigned to blocks, by XLA and by the GPU's kernels, against a loop over experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEAL = jax.jit(partial(gpu_blocks.deal, interpret=True), static_argnames=("num_e
 
 
 def check_blocks(found: ExpertBlocks, ids: np.ndarray, *, num_experts: int) -> None:
-    """All that holds of both: blocks in the order of the experts, rows in that of the pairs."""
+    """Check the laws of both: blocks in the order of the experts, rows in that of the pairs."""
     expert, num_pairs, token, place = (
         np.asarray(x) for x in (found.expert, found.num_pairs, found.token, found.place)
     )
@@ -73,7 +73,7 @@ def test_pairs_of_several_rounds_are_dealt_in_their_order(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("pairs", "num_experts"), [(1, 128), (8, 128), (48, 3), (50, 3)])
 def test_as_many_blocks_as_the_worst_routing_needs(pairs: int, num_experts: int) -> None:
-    """One pair each, and all that is left to the first."""
+    """One pair for each expert, and all others for the first."""
     touched = min(pairs, num_experts)
     most = 0
     for alone in range(touched):  # experts with one pair; the rest of the pairs go to the next
@@ -89,7 +89,7 @@ def test_no_pairs_are_refused() -> None:
 
 
 def test_the_sum_is_in_float32_and_takes_only_rows_of_pairs() -> None:
-    """1 + 2**-8 + 2**-8 is 1 in bf16 if it is rounded on the way. The padding row is NaN."""
+    """1 + 2**-8 + 2**-8 would be 1 if intermediate sums were rounded to bf16. Padding is NaN."""
     rows = jnp.asarray([[1.0], [jnp.nan], [2.0**-8], [2.0**-8]], jnp.bfloat16)
     ids, weights = jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3))
     total = Mixed(rows=rows, weights=weights, ids=ids, place=jnp.asarray([3, 0, 2])).sum()

@@ -1,4 +1,4 @@
-"""The GPU's kernels of a whole mixture for few tokens, interpreted: against the layers over XLA."""
+"""The GPU's kernels of a whole MoE for few tokens, interpreted: against the layers over XLA."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
 
 @pytest.mark.parametrize("routing", BY_SOFTMAX)
 def test_equal_logits_go_to_the_lower_expert(routing: Routing) -> None:
-    """Logits of small integers, which no order of summing can change."""
+    """The logits are small integers, which no summation order can change."""
     spec = spec_of(20, 4, 16, routing, bias=True)
     rng = np.random.default_rng(5)
     logits = rng.integers(-2, 3, (3, 4, 20)).astype(np.float32)  # shares; their sum ties often
@@ -132,7 +132,7 @@ def test_any_logits_give_different_experts(logits: list[float]) -> None:
 
 @pytest.fixture
 def on_the_cpu() -> Iterator[None]:
-    """Even where there is a GPU: it rounds bfloat16 otherwise, and bits are compared."""
+    """Use the CPU even where there is a GPU, which rounds bfloat16 otherwise; bits are compared."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 

@@ -1,4 +1,4 @@
-"""The GPU's kernels of a whole mixture for any number of tokens: against the layers over XLA."""
+"""The GPU's kernels of a whole MoE for any number of tokens: against the layers over XLA."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
 def test_the_scores_are_the_routers_product(
     tokens: int, size: int, num_experts: int, shares: int
 ) -> None:
-    """Sizes that no tile divides; as few shares as keep the multiprocessors busy."""
+    """The sizes are no multiples of tiles, with few shares that keep the multiprocessors busy."""
     rng = np.random.default_rng(size)
     x = jnp.asarray(rng.standard_normal((tokens, size)), jnp.float32)
     router = jnp.asarray(rng.standard_normal((size, num_experts)), jnp.float32)

@@ -38,13 +38,14 @@ def routed(tokens: int, X: int, top_k: int, size: int) -> tuple[jax.Array, jax.A
 
 
 def assert_close(found: jax.Array, expected: jax.Array) -> None:
-    """bf16 within a few roundings."""
+    """Compare bf16 within a few roundings."""
     got, wanted = (np.asarray(x, np.float32) for x in (found, expected))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max())
 
 
 def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool) -> None:
-    """The kernels for any number of tokens, and those for few, against XLA's over bf16 weights."""
+    """Compare the kernels for any number of tokens, and those for few, with XLA over bf16
+    weights."""
     params = packed_experts(X, size, inner, seed=tokens)
     assert sizes_of(params) == (X, size, inner, True)
     x, ids, weights = routed(tokens, X, 2, size)
@@ -76,12 +77,12 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [5, 100])  # of the last an expert has 67
 def test_packed_experts_are_as_good_as_unpacked_ones(tokens: int) -> None:
-    """E of a group and a quarter, I of three quarters of one."""
+    """E is one group and a quarter, I three quarters of one."""
     check_kernels(3, 160, 96, tokens=tokens, interpret=True)
 
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 700])
 def test_packed_experts_on_a_gpu(tokens: int) -> None:
-    """At gpt-oss's widths, by the assembly that makes bfloat16 of the codes."""
+    """gpt-oss's widths, with the assembly that converts the codes to bfloat16."""
     check_kernels(6, 2880, 2880, tokens=tokens, interpret=False)

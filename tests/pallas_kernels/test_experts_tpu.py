@@ -37,7 +37,7 @@ def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, floa
 
 
 def test_several_tiles_of_columns_and_weights_that_lie_turned() -> None:
-    """The last tile hangs over; [2, 256, 160] lies as [2, 160, 256]."""
+    """The last tile is partial; [2, 256, 160] is stored as [2, 160, 256]."""
     moe = Mixture(5, 2, 2, 160, 64, dtype=jnp.bfloat16)
     assert experts_tpu.lies_turned(256, 160)
     assert not experts_tpu.lies_turned(160, 128)

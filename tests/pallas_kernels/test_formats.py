@@ -1,4 +1,4 @@
-"""The table of weight formats and products: it is total, and its decisions are said in words."""
+"""The table of weight formats and products: it is total, and explains its decisions."""
 
 from __future__ import annotations
 

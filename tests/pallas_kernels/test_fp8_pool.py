@@ -1,4 +1,5 @@
-"""FP8 pools: what is written is the reference's rounding, and attention reads just that."""
+"""FP8 pools: writes equal the reference's rounding, and attention reads exactly the stored
+values."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SCALES = KVScales(k=jnp.full(1, 0.013, jnp.float32), v=jnp.full(1, 0.0071, jnp.f
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """float64 values of the nearest numbers of e4m3, found by distance; ties to even codes."""
+    """Return the float64 values of the nearest e4m3 numbers, by distance; ties to even codes."""
     codes = np.arange(127)  # 0 to 448; 127 is NaN
     numbers = codes.astype(np.uint8).view(E4M3).astype(np.float64)
     size = np.minimum(np.abs(x.astype(np.float64)), 448)
@@ -55,7 +56,7 @@ def test_values_are_rounded_to_the_nearest_and_saturate() -> None:
 
 
 def as_stored(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what the pool holds, f64 what it stands for) of K and V [.., 2, D] in their last axes."""
+    """Return (the stored values, f64 their meaning) of K and V [.., 2, D] in their last axes."""
     scales = np.stack([np.asarray(SCALES.k), np.asarray(SCALES.v)])
     held = np.asarray((kv.astype(np.float32) / scales).clip(-448, 448)).astype(E4M3)
     return held, held.astype(np.float64) * scales.astype(np.float64)
@@ -73,7 +74,7 @@ def as_stored(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_every_query_sees_the_stored_values_and_no_poison(name: str, ops: str) -> None:
-    """Also of the call's own tokens; unwritten slots and page 0 hold NaN."""
+    """This holds also for the call's own tokens; unwritten slots and page 0 are NaN."""
     case = CASES[name]
     rng = np.random.default_rng(len(name))
     rows = draw_rows(rng, case)
@@ -124,7 +125,7 @@ PACKED = replace(ONE_EACH, queries_per_row=None)
 
 
 def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
-    """Bit by bit; and the bundle says for which operations it does."""
+    """The results are equal bit by bit, and the bundle lists these operations."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, n, 64)), jnp.bfloat16) for n in (4, 2, 2))
     pool = jnp.zeros((2, 64, 4, 64), E4M3)
@@ -152,7 +153,7 @@ def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
     ],
 )
 def test_the_gpus_kernels_are_xlas_path(queries_per_row: int | None, rotary: int) -> None:
-    """A chain and a prompt; fused with RoPE, and not where RoPE turns a part of each head."""
+    """A chain and a prompt; fused with RoPE, but not where RoPE rotates a part of each head."""
     rng = np.random.default_rng(5)
     heads = jnp.asarray(rng.normal(0, 1, (3, 8, 64)), jnp.bfloat16)
     angle = jnp.asarray(rng.normal(0, 1, (3, rotary // 2)), jnp.float32)

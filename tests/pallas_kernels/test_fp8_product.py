@@ -1,4 +1,4 @@
-"""Products of fp8 weights: near the product of their numbers, and a row is its own alone."""
+"""Products of fp8 weights: close to the exact product, and each row depends only on itself."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def tokens(seed: int) -> Any:
 def test_a_product_is_that_of_the_numbers_but_for_the_rounding_of_the_tokens(
     has_blocks: bool,
 ) -> None:
-    """A code has 4 significant bits: half a unit in the last is 1/16 of a number at most, and 2^-10
-    of the largest for those below the smallest normal one."""
+    """A code has 4 significant bits: half a unit in the last place is at most 1/16 of a number, and
+    2^-10 of the largest for those below the smallest normal one.
+    """
     weight, x = random_weight(0, has_blocks=has_blocks), tokens(1)
     numbers = np.asarray(weight.dense(jnp.float32), np.float64)
     most = np.abs(x).max(axis=-1, keepdims=True)
@@ -66,7 +67,7 @@ def test_a_product_is_that_of_the_numbers_but_for_the_rounding_of_the_tokens(
 @settings(max_examples=20)
 @given(data=st.data())
 def test_a_row_depends_on_no_other(has_blocks: bool, data: st.DataObject) -> None:
-    """Bit for bit, whatever the others are: zeros, no numbers, or far larger ones."""
+    """Rows are equal bit for bit whatever the others are: zeros, NaN, or far larger ones."""
     weight = random_weight(2, has_blocks=has_blocks)
     x = tokens(data.draw(st.integers(0, 99)))
     other = x.copy()

@@ -1,5 +1,6 @@
 """Products of quantised tokens and fp8 weights on Hopper: interpreted with race detection, lowered
-and compiled for CUDA, and run where there is a GPU. Memory that nobody wrote is NaN."""
+and compiled for CUDA, and run where there is a GPU. Unwritten memory is NaN.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ E, INNER = LLAMA_3_1_8B.widths
 
 
 def operands(m: int, k: int, columns: int, *, by_blocks: bool) -> tuple[jax.Array, FP8Weight]:
-    """Tokens and weights whose products are of about one; scales differ by a factor of 4."""
+    """Return tokens and weights whose products are about one; scales differ by a factor of 4."""
     rng = np.random.default_rng(m + k + columns)
     x = rng.standard_normal((m, k)) * 10.0 ** rng.integers(-2, 3, (m, 1))
     shape = (-(-k // 128), -(-columns // 128)) if by_blocks else (columns,)
@@ -68,7 +69,8 @@ def expected(x: jax.Array, weight: FP8Weight, *, is_gated: bool) -> jax.Array:
 
 
 def assert_close(got: jax.Array, wanted: jax.Array, *, share: float = 2**-7) -> None:
-    """But for sums in another order, which may round to the next bf16; of each token's largest."""
+    """Compare except for summation order, which may round to the next bf16 of each token's
+    largest."""
     wide, right = (np.asarray(x, np.float32) for x in (got, wanted))
     assert wide.shape == right.shape
     error = np.abs(wide - right) / (np.abs(right) + np.abs(right).max(axis=-1, keepdims=True))
@@ -82,7 +84,7 @@ def poisoned() -> Any:
 
 
 def padded(tokens: QuantisedTokens) -> QuantisedTokens:
-    """With NaN wherever nobody may look."""
+    """Pad with NaN, which must not be read."""
     rows = jnp.arange(tokens.codes.shape[0])[:, None] < tokens.num
     columns = jnp.arange(tokens.scales.shape[1])[None] < tokens.num
     nan = jnp.full((), jnp.nan, E4M3)
@@ -173,7 +175,7 @@ def test_every_count_of_tokens_has_tiles_that_fit(
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
-    """On an H200, of out, down, qkv, gate and up, and those with SiLU."""
+    """Measured on an H200 for out, down, qkv, gate and up, and those with SiLU."""
     sizes = ((4096, 4096, 1), (14336, 4096, 1), (4096, 6144, 1), (4096, 28672, 1), (4096, 28672, 2))
 
     def tiles(m: int, by_blocks: bool) -> list[tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """The gated product on Hopper: in the GPU interpreter with its race detector, lowered and compiled
-for CUDA, and run where there is a GPU. Poison: what lies outside M, and memory that nobody wrote,
-is NaN."""
+for CUDA, and run where there is a GPU. Memory outside M and unwritten memory are NaN.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ K, N = LLAMA_3_1_8B.widths
 
 
 def operands(m: int, k: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens and weights whose products are of about one."""
+    """Return tokens and weights whose products are about one."""
     keys = jax.random.split(jax.random.key(m + k + columns))
     x = jax.random.normal(keys[0], (m, k), jnp.float32).astype(jnp.bfloat16)
     w = jax.random.normal(keys[1], (k, columns), jnp.float32) * k**-0.5
@@ -76,8 +76,10 @@ def operands(m: int, k: int, columns: int) -> tuple[jax.Array, jax.Array]:
 
 
 def assert_close(got: jax.Array, expected: jax.Array) -> None:
-    """But for sums that lie between two bf16 values and were added in another order: a gate, an
-    up and their product may each be one value off. Compared where they lie: they may be large."""
+    """Compare on the device, except for sums between two bf16 values added in another order.
+
+    A gate, an up and their product may each be one value off.
+    """
     expected = expected.astype(jnp.float32)
     error = jnp.abs(got.astype(jnp.float32) - expected) / (2**-8 + 2**-5 * jnp.abs(expected))
     worst = float(jnp.max(error))  # NaN where one is NaN
@@ -110,7 +112,7 @@ def test_interpreted_product_equals_the_reference_without_a_race(name: str) -> N
 
 @needs_mosaic_gpu
 def test_a_row_of_nan_stays_alone() -> None:
-    """Padding tokens hold whatever they hold."""
+    """Padding tokens have arbitrary values."""
     x, w = operands(136, 128, 128)
     x = x.at[130:].set(jnp.nan)
     got = gated_product(x, w, tuning=SMALL, interpret=interpreter_params())
@@ -173,7 +175,7 @@ def test_every_tile_is_computed_once(
 
 @pytest.mark.parametrize(("m", "on_chip"), [(1, 8), (16, 16), (21, 24), (64, 64), (100, 104)])
 def test_a_chip_writes_whole_eights_and_nothing_beyond(m: int, on_chip: int) -> None:
-    """The interpreter cannot leave rows out, so it writes whole tiles."""
+    """The interpreter cannot mask rows, so it writes whole tiles."""
     tuning = replace(SMALL, tile_m=64, num_consumers=1)
     plans = [
         gated_matmul_gpu._Plan(tuning, m, 64, 128, interpreted=interpreted)
@@ -185,7 +187,7 @@ def test_a_chip_writes_whole_eights_and_nothing_beyond(m: int, on_chip: int) -> 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("m", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 def test_lowers_for_cuda(m: int) -> None:
-    """Layouts are inferred and shared memory is counted; no GPU takes part."""
+    """Layouts are inferred and shared memory is counted, without a GPU."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, K), (K, 2 * N)))
     lowered = jax.jit(gated_product).trace(x, w).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu_v2") == 1
@@ -195,7 +197,7 @@ def test_lowers_for_cuda(m: int) -> None:
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_spills_no_register() -> None:
-    """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
+    """XLA's compiler and ptxas for sm_90a, in a separate process, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_gated_compile")
     assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 11
 
@@ -207,7 +209,7 @@ def chosen(
     dtype: Any = jnp.bfloat16,
     of_prompts: bool = False,
 ) -> list[Any]:
-    """Of weights by rows, and by columns."""
+    """Return the tunings for row-major and for column-major weights."""
     return [
         choose_gated(m, k, n2, dtype=dtype, column_major=turned, of_prompts=of_prompts)
         for turned in (False, True)

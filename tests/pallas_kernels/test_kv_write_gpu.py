@@ -43,7 +43,7 @@ REFERENCE = jax.jit(rotate_and_write, static_argnames="num_heads")
 def draw(
     num_heads: int, num_kv: int, width: int, *, tokens: int, page_size: int, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(heads, positions, a pool of `tokens` + 2 pages, all NaN: nothing of it may be read)."""
+    """Return (heads, positions, a pool of `tokens` + 2 pages, all NaN, which must not be read)."""
     rng = np.random.default_rng(0)
     heads = rng.standard_normal((tokens, num_heads + 2 * num_kv, width))
     positions = rng.integers(0, 5000, tokens)
@@ -76,7 +76,7 @@ def in_steps(
     *,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the kernel replaces."""
+    """Run the separate operations that the kernel replaces."""
     first_v = (heads.shape[1] + num_heads) // 2
     q, k, v = jnp.split(heads, (num_heads, first_v), axis=1)
     q, k = (turned(x, positions) for x in (q, k))
@@ -128,7 +128,7 @@ def norms_of(width: int, *, dtype: Any) -> HeadNorms:
 def test_norms_of_q_and_k_are_those_of_a_norm_of_its_own(
     num_heads: int, num_kv: int, width: int, dtype: Any
 ) -> None:
-    """v is not normed; the heads differ in size, so that a head takes its own factor."""
+    """v is not normed; the heads differ in size, so that each needs its own factor."""
     heads, positions, pool = draw(num_heads, num_kv, width, tokens=5, page_size=8, dtype=dtype)
     heads = heads * jnp.arange(1, heads.shape[1] + 1, dtype=dtype)[:, None]
     page, norms = jnp.asarray([3, 1, 6, 2, 5], jnp.int32), norms_of(width, dtype=dtype)
@@ -153,7 +153,7 @@ def test_norms_of_q_and_k_are_those_of_a_norm_of_its_own(
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: Any) -> None:
-    """Any slots, some of them padding: no row but those and page 0 changes by a bit."""
+    """Any slots, some of them padding: only those and page 0 change."""
     slots = data.draw(st.permutations(range(1 * 4, 8 * 4)))[:6]
     padding = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
     page = np.where(padding, 0, np.asarray(slots) // 4).astype(np.int32)
@@ -169,7 +169,7 @@ def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: An
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_is_not_finite_enters_no_pool(dtype: Any) -> None:
-    """q is left as it is: it is of one token, and is seen by nobody else."""
+    """q stays as it is: it is of one token, and no other query reads it."""
     heads, positions, pool = draw(6, 2, 64, tokens=5, page_size=4, dtype=dtype)
     heads = heads.at[1, 3, 5].set(jnp.inf).at[1, 6, 7].set(jnp.nan).at[1, 7, 40].set(-jnp.inf)
     heads = heads.at[3, 8, 0].set(jnp.nan).at[3, 9, 63].set(jnp.inf).at[4, 9, 1].set(-jnp.inf)
@@ -188,7 +188,7 @@ def test_what_is_not_finite_enters_no_pool(dtype: Any) -> None:
 
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_an_fp8_pool_holds_what_the_reference_stores(has_norms: bool) -> None:
-    """Bit by bit; q is in f16, times K's scale. What is not finite enters no pool."""
+    """Equal bit by bit; q is in f16, times K's scale. Values that are not finite are not stored."""
     heads, positions, pool = draw(6, 2, 64, tokens=5, page_size=4, dtype=jnp.bfloat16)
     heads = heads.at[1, 6, 7].set(jnp.nan).at[1, 7, 40].set(-jnp.inf).at[3, 9, 63].set(jnp.inf)
     heads = heads.at[4, 8].multiply(99)  # beyond 448 of its scale
@@ -230,7 +230,8 @@ def test_what_the_kernel_serves() -> None:
 def paged(
     ops: str, *, packed: bool, wide: int, normed: bool = False
 ) -> tuple[Callable[..., Any], Any]:
-    """(attend of two rows with 4 and 3 new tokens, its arguments); heads 64 wide, 4 over 2."""
+    """Return (attend of two rows with 4 and 3 new tokens, its arguments); heads 64 wide, 4 over
+    2."""
     rng = np.random.default_rng(1)
     prefix, lens = np.asarray([21, 3]), np.asarray([4, 3])
     positions = (prefix[:, None] + np.arange(4)).reshape(-1)
@@ -262,7 +263,7 @@ def paged(
     [(False, 64, False), (True, 64, True), (False, 128, False)],
 )
 def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool) -> None:
-    """Also where the pool is wider than a head, and the kernel gives way."""
+    """This holds also where the pool is wider than a head, and the kernel is not used."""
     attend, args = paged("gpu_interpret", packed=packed, wide=wide, normed=normed)
     assert ("rotate_and_write" in str(jax.make_jaxpr(attend)(*args))) == (wide == 64)
     out, pages = jax.jit(attend)(*args)
@@ -295,7 +296,7 @@ def test_an_overflow_in_one_token_changes_no_other_rows_attention() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_slots_are_those_of_the_new_rows(packed: bool) -> None:
-    """Row 0 goes on at token 21, page 2, offset 5; row 1 at token 3, its fourth query padding."""
+    """Row 0 continues at token 21, page 2, offset 5; row 1 at token 3, its fourth query padding."""
     _, (_, rows, _) = paged("xla", packed=packed, wide=64)
     page, offset = new_slots(rows, 8, page_size=16, queries_per_row=None if packed else 4)
     np.testing.assert_array_equal(page, [2, 2, 2, 2, 3, 3, 3, 0])
@@ -315,7 +316,7 @@ def test_no_other_bundle_uses_the_kernel() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 @pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 8, 128), (3, 1, 64)])
 def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, tokens: int) -> None:
-    """bf16 may differ in its last bit where a product and a sum were fused in one program only."""
+    """bf16 may differ in its last bit where only one program fuses a product and a sum."""
     heads, positions, pool = draw(
         num_heads, num_kv, width, tokens=tokens, page_size=16, dtype=jnp.bfloat16
     )

@@ -1,7 +1,7 @@
 """NaN and infinities in K and V: they reach no query that does not see their row, and no pool.
 
-The dense oracle multiplies only what a query sees. So poison is laid into rows that some queries
-see and others do not, and every query whose oracle is finite must equal it.
+The dense oracle multiplies only the keys that a query sees. So poison is put into rows that some
+queries see and others do not, and every query whose oracle is finite must equal it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POISON = (np.nan, np.inf, -np.inf)
 
 
 def check_queries_that_see_no_poison(case: Case, rows: list[Row], out: Any) -> bool:
-    """Whether a row with poison had such a query, so that it was a mask that hid it."""
+    """Return True if a poisoned row had such a query, so that a mask kept the poison out."""
     options = {"window": None, "soft_cap": None, **case.options}
     hidden_by_a_mask = False
     for row, places in zip(rows, query_places(case, rows), strict=True):
@@ -51,7 +51,7 @@ def check_queries_that_see_no_poison(case: Case, rows: list[Row], out: Any) -> b
 
 
 def all_nan_where_poisoned(row: Row) -> Row:
-    """So that the oracle of a query is NaN if it sees the row, whatever the poison would do."""
+    """Make whole rows NaN, so that the oracle of a query is NaN exactly if it sees the row."""
 
     def spread(kv: np.ndarray) -> np.ndarray:
         is_poisoned = ~np.isfinite(kv).all(axis=(1, 2, 3), keepdims=True)
@@ -61,21 +61,21 @@ def all_nan_where_poisoned(row: Row) -> Row:
 
 
 def poison(rng: np.random.Generator, kv: np.ndarray, slots: Any) -> None:
-    """One number each, in K or in V."""
+    """Poison one number of each, in K or in V."""
     for slot in slots:
         head, which = rng.integers(kv.shape[1]), rng.integers(2)
         kv[slot, head, which, rng.integers(4)] = rng.choice(POISON)
 
 
 def poison_some_new_rows(rng: np.random.Generator, rows: list[Row]) -> None:
-    """About a third of them, never a row's first."""
+    """Poison about a third of them, never a row's first."""
     for row in rows:
         poison(rng, row.new, [slot for slot in range(1, len(row.new)) if rng.random() < 0.3])
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_poison_in_a_pool_reaches_nobody_who_does_not_see_it(name: str) -> None:
-    """In the reference: all others rely on it that nothing but finite numbers is written."""
+    """Only in the reference: all others rely on writes of finite values only."""
     case = replace(MASKS[name], writes=False, sinks=False)
     hidden = []
     for seed in range(3):
@@ -116,7 +116,7 @@ def as_finite(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_finite_keeps_every_bit_of_what_is_finite(dtype: Any) -> None:
-    """All 65536 numbers of 16 bits, and as many of 32; the stand-ins are of the sign they had."""
+    """All 65536 numbers of 16 bits, and as many of 32; replacements keep the sign."""
     words = np.arange(1 << 16, dtype=np.uint16)
     if dtype == jnp.float32:
         words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)

@@ -1,4 +1,4 @@
-"""Which bundle of kernels runs where, and that each keeps the contract's door."""
+"""The bundle of kernels for each platform, and that each bundle fulfils the contract."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_only_the_tpu_kernels_widen_the_pool() -> None:
 
 
 def test_bundles_are_compared_by_what_they_run() -> None:
-    """So that engines share compiled programs, and two bundles never one."""
+    """Equal bundles share compiled programs, and different ones never do."""
     assert len(set(OPS.values())) == len(OPS)
     assert choose_ops("gpu") == OPS["gpu"]
     assert hash(choose_ops("gpu")) == hash(OPS["gpu"])
@@ -115,7 +115,7 @@ def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
 def written_and_seen(
     ops: Ops, *, packed: bool, without_queries: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Four tokens on each of two rows, K and V written by the call, or before it."""
+    """Run four tokens on each of two rows, with K and V written by the call or before it."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -158,7 +158,7 @@ def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
     "name", ["xla", "tpu_interpret", pytest.param("gpu_interpret", marks=needs_mosaic_gpu)]
 )
 def test_k_and_v_written_without_queries_are_those_of_a_call(name: str, packed: bool) -> None:
-    """A kernel may add up this call's keys apart from those in the pool."""
+    """A kernel may sum this call's keys separately from those in the pool."""
     out, pages = written_and_seen(OPS[name], packed=packed, without_queries=True)
     expected, expected_pages = written_and_seen(OPS[name], packed=packed)
     np.testing.assert_array_equal(pages, expected_pages)
@@ -166,8 +166,11 @@ def test_k_and_v_written_without_queries_are_those_of_a_call(name: str, packed: 
 
 
 def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
-    """Heads as a projection leaves them, through a layer like gpt-oss's: sinks that take about as
-    much as the keys do, a window, and a rotation that lengthens q and k."""
+    """Run projected heads through a layer like gpt-oss's.
+
+    It has sinks that weigh about as much as the keys, a window, and a rotation that lengthens q and
+    k.
+    """
     rng = np.random.default_rng(1)
     num_heads, num_kv_heads, width = 4, 2, 64
     prefix = jnp.asarray([21, 3], jnp.int32)
@@ -211,7 +214,7 @@ def test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation(name: str, packed
 
 
 def test_an_engine_imports_no_kernels_of_another_platform() -> None:
-    """Mosaic GPU alone is a quarter of the time that the import takes."""
+    """Importing Mosaic GPU takes a quarter of the import time."""
     code = (
         "import sys, jspec.engine.building as b; from jspec.pallas_kernels.bundles import OPS; "
         "others = {'jax.experimental.pallas.mosaic_gpu', 'jspec.pallas_kernels.ops_tpu'}; "

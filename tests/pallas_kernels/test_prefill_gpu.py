@@ -1,9 +1,8 @@
 """The packed Hopper kernel against the reference: in GPU interpret mode, and on a GPU where one is.
 
-Interpret mode checks for races and fills memory that nobody has written with NaN; page 0, pages
-that nobody owns, slots that nobody wrote and padding queries hold NaN as well. It takes no matrix
-operand from registers and no running accumulator: what it cannot show is compiled, and shown by a
-chip alone.
+Interpret mode checks for races and fills unwritten memory with NaN; page 0, pages without an owner,
+unwritten slots and padding queries are NaN as well. It takes no matrix operand from registers and
+no running accumulator; those paths are only compiled, and run on a chip.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:
-    """Interpret mode simulates the GPU on the host, also where there is one."""
+    """Use the CPU, which simulates the GPU, even where there is a GPU."""
     return jax.default_device(jax.devices("cpu")[0])
 
 
@@ -230,7 +229,7 @@ def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: 
 @needs_mosaic_gpu
 @pytest.mark.slow
 def test_no_key_lies_past_the_page_table() -> None:
-    """Queries whose own slot is outside of the table see what is inside, and no other page."""
+    """Queries whose own slot is outside of the table see the keys inside, and no other page."""
     case = Case(queries=30, batch=2, widths=(64, 64, 64), dtype=jnp.bfloat16, writes=False)
     slots = case.slots_per_row
     with on_cpu():

@@ -1,4 +1,5 @@
-"""The plan of packed prefill in blocks: every seen key is walked once, and no other is unmasked."""
+"""The plan of packed prefill in blocks: every seen key is visited once, and no other is
+unmasked."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.pallas_kernels.packed_rows import row_lengths
 
 
 def rows_of(lengths: Sequence[int], prefixes: Sequence[int], *, queries: int) -> AttentionMetadata:
-    """Rows of 20 pages of 16, positions as slots."""
+    """Return rows of 20 pages of 16, positions as slots."""
     positions = np.zeros(queries, np.int32)
     start = 0
     for length, prefix in zip(lengths, prefixes, strict=True):

@@ -1,7 +1,7 @@
 """The packed Hopper kernel at serving sizes: lowered and compiled for it, run where it is.
 
-Lowering runs Mosaic GPU's own layout inference, for compute capability 9.0 unless another GPU is
-there. Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
+Lowering runs Mosaic GPU's own layout inference, for compute capability 9.0 without a GPU. Compiling
+ahead of time needs the CUDA plugin and ptxas, but no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_fp8_pools_lower_for_hopper(width: int) -> None:
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
-    """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
+    """XLA's compiler and ptxas for sm_90a, in a separate process, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_prefill_compile")
     assert output.count("compiled") == 6
 

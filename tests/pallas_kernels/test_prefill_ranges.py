@@ -1,4 +1,4 @@
-"""The plan of a packed prefill: the ranges are the contract's visibility, brute force says so."""
+"""The plan of a packed prefill: its ranges are the contract's visibility, by brute force."""
 
 from __future__ import annotations
 

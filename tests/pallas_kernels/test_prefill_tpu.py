@@ -1,7 +1,7 @@
 """The packed prefill kernel against the reference, in TPU interpret mode.
 
-Page 0, pages that nobody owns, slots that nobody wrote and padding K and V hold NaN. What interpret
-mode cannot show is the strided read of the landed pairs (it takes another view) and any timing.
+Page 0, pages without an owner, unwritten slots and padding K and V are NaN. Interpret mode cannot
+show the strided read of the landed pairs (it takes another view) or any timing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
 
 @functools.cache
 def _programs(case: Case) -> tuple[Any, Any]:
-    """(kernel, reference), both (q, k, v, pool, rows, sinks) -> (out, pool)."""
+    """Return (kernel, reference), both (q, k, v, pool, rows, sinks) -> (out, pool)."""
     options: dict[str, Any] = {"scale": 0.1, "window": case.window, "soft_cap": case.soft_cap}
 
     def kernel(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
@@ -78,7 +78,8 @@ def _programs(case: Case) -> tuple[Any, Any]:
 def draw(
     case: Case, rng: np.random.Generator, lengths: list[int], prefixes: list[int]
 ) -> tuple[Any, ...]:
-    """(q, k, v, pool, rows, sinks) with rows of these lengths and prefixes, poison elsewhere."""
+    """Return (q, k, v, pool, rows, sinks) with rows of these lengths and prefixes, poison
+    elsewhere."""
     (heads, groups), (k_width, v_width, width) = case.heads, case.widths
     total = sum(lengths)
     assert total <= case.queries
@@ -241,7 +242,7 @@ def test_no_queries_at_all_write_nothing() -> None:
 
 
 def test_rows_past_the_page_table_write_to_no_page() -> None:
-    """A write outside the reservation must not reach anybody's page, nor be seen."""
+    """A write outside the reservation must not reach another row's page, nor be seen."""
     kernel, specified = _programs(PACKED)
     slots = PACKED.slots_per_row
     drawn = list(draw(PACKED, np.random.default_rng(0), [20, 3, 5, 2, 1], [slots - 20, 0, 3, 1, 9]))

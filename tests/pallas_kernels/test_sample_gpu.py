@@ -1,5 +1,6 @@
 """Fused sampling on GPUs: bit-equal to the reference and to sampling/choose.py, interpreted, and
-run where there is a GPU."""
+run where there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SMALL = SampleTuning(chunk=256)
 
 
 def inputs(num_rows: int, width: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
-    """logits, temperature (every other row greedy), seed, positions."""
+    """Return logits, temperature (every other row greedy), seed, positions."""
     keys = jax.random.split(jax.random.key(width), 3)
     logits = (3 * jax.random.normal(keys[0], (num_rows, width), jnp.float32)).astype(dtype)
     temperature = jnp.where(jnp.arange(num_rows) % 2 == 0, 0.0, 0.8).astype(jnp.float32)
@@ -111,7 +112,8 @@ _reference = jax.jit(sample_reference)
 
 
 def test_the_rough_noise_bounds_the_exact_one() -> None:
-    """Never 2e-5 below it, and within 1e-4 above it where tokens win by noise (g > 2)."""
+    """Never more than 2e-5 below it, and at most 1e-4 above it where tokens win by noise (g >
+    2)."""
     edges = np.array([0, 1, 2, 2**32 - 1, 2**32 - 300, 2**31, 2**24, 2**24 + 1], np.uint32)
     drawn = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint32)
     bits = jnp.asarray(np.concatenate((edges, drawn >> np.uint32(7), drawn)))
@@ -122,7 +124,8 @@ def test_the_rough_noise_bounds_the_exact_one() -> None:
 
 
 def test_tokens_that_rough_noise_would_confuse_are_compared_exactly() -> None:
-    """Two live tokens a row: both may draw noise near the lower end, where the bound is loose."""
+    """Two possible tokens per row: both may draw noise near the lower end, where the bound is
+    loose."""
     keys = jax.random.split(jax.random.key(5), 2)
     logits = jnp.full((200, 256), -1e4).at[:, 70].set(0.3).at[:, 200].set(0.0)
     seed = jax.random.bits(keys[0], (200, 2), jnp.uint32)
@@ -136,7 +139,7 @@ def test_tokens_that_rough_noise_would_confuse_are_compared_exactly() -> None:
 
 
 def test_nan_is_not_chosen_where_anything_else_is() -> None:
-    """Whatever the noise. A row of NaN alone has the first id, as a row of -infinity."""
+    """Whatever the noise is. A row of NaN alone gets the first id, like a row of -infinity."""
     logits, _, seed, positions = inputs(32, 256)
     logits = logits.at[:, 40].set(jnp.nan).at[:8, 90].set(jnp.nan).at[:, 255].set(1e4)
     logits = logits.at[31].set(jnp.nan)
@@ -166,7 +169,7 @@ def test_the_nodes_of_a_batch_row_share_its_temperature_and_seed() -> None:
 
 
 def rows_of(top_k: list[int]) -> SamplingBatch:
-    """One row greedy, one at 1.3."""
+    """Return one greedy row and one at temperature 1.3."""
     return dataclasses.replace(
         empty_sampling(2, vocab_size=512),
         seed=jnp.asarray([[1, 2], [3, 4]], jnp.uint32),

@@ -1,5 +1,6 @@
-"""The best candidate of a draft on GPUs: the definition's, interpreted, and run where there is a
-GPU."""
+"""The best candidate of a draft on GPUs: equal to the definition, interpreted, and run where there
+is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ defined = jax.jit(partial(rank_reference, **FIXED))
 
 
 def assert_close(got: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> None:
-    """Score and column to the bit, the sum but for its order."""
+    """Compare score and column to the bit, the sum except for its order."""
     for left, right in zip(got[:2], wanted[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     np.testing.assert_allclose(got[2], wanted[2], rtol=2e-6)
@@ -42,7 +43,7 @@ def assert_close(got: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> N
 
 
 def inputs(num_rows: int, width: int, per_row: int = 1) -> tuple[jax.Array, ...]:
-    """Every other batch row is greedy; ids as a draft vocabulary has them, with holes."""
+    """Return inputs: every other batch row is greedy; ids have gaps, like a draft vocabulary's."""
     rng = np.random.default_rng(width)
     batch = num_rows // per_row
     return (
@@ -78,7 +79,7 @@ def test_any_row_has_the_best_that_the_definition_has(
     odd: list[tuple[int, float]],
     all_odd: float | None,
 ) -> None:
-    """Flat, peaked and tied rows, infinities and NaN; one row of nothing else."""
+    """Flat, peaked and tied rows, infinities and NaN; one row of NaN alone."""
     rng = np.random.default_rng(key)
     logits = (rng.integers(-40, 40, (4, WIDTH)) * step).astype(np.float32)
     for column, value in odd:

@@ -1,4 +1,4 @@
-"""Every kernel for TPUs compiles for chips that are not there, and nothing large is copied."""
+"""Every kernel for TPUs compiles for absent chips without a large copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import pytest
 def test_every_kernel_compiles_for_a_tpu_and_copies_nothing(
     topology: str, words: list[str], number: int
 ) -> None:
-    """The largest shapes; every shape for one chip, by hand."""
+    """The largest shapes; by hand, every shape for one chip."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.tpu_compile", topology, *words],
         capture_output=True,

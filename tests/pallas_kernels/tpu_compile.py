@@ -1,10 +1,9 @@
-"""Compiles the TPU's kernels with the real TPU compiler, all in one process of its own.
+"""Compile the TPU's kernels with the real TPU compiler, all in one separate process.
 
     python -m tests.pallas_kernels.tpu_compile TOPOLOGY [few | PATTERN ...]
 
-Prints one JSON line a shape: of FEW, of those that a pattern matches, or of all. There is no TPU
-here: this shows that Mosaic accepts the shapes and that XLA copies nothing large around a kernel,
-not that they run.
+Prints one JSON line per shape: of FEW, of those that a pattern matches, or of all. This shows that
+Mosaic accepts the shapes and that XLA copies no large array around a kernel, not that they run.
 """
 
 from __future__ import annotations
@@ -48,8 +47,11 @@ array = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One call at a shape of one shard. Where the name says `copied`, XLA lays `large` otherwise
-    than the kernel reads it: right, but copied."""
+    """One call at a shape of one shard.
+
+    If its name has `copied`, XLA stores `large` in another layout than the kernel reads: correct,
+    but copied.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -1,7 +1,7 @@
-"""The walk down the tree, against a walk in plain Python, and what it does to the emitted text.
+"""The walk down the tree, against a walk in plain Python, and its effect on the emitted text.
 
-With shared noise the text of a request is what plain sampling gives, token for token, whatever
-was drafted; here on a model that is a table of logits by previous token.
+With shared noise the text of a request equals plain sampling's, token for token, whatever was
+drafted; here with a model that is a table of logits by previous token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _accept = jax.jit(accept_tree, static_argnames="num_levels")
 
 
 def walk(tokens: list[int], parents: list[int], target_ids: list[int]) -> list[int]:
-    """Nodes accepted, the root first."""
+    """Return the accepted nodes, the root first."""
     path = [0]
     while True:
         wanted = target_ids[path[-1]]
@@ -49,7 +49,7 @@ def walk(tokens: list[int], parents: list[int], target_ids: list[int]) -> list[i
 
 @st.composite
 def random_tree(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """(tokens, parents, target ids), at most LEVELS deep; siblings may even share a token."""
+    """Return (tokens, parents, target ids), at most LEVELS deep; siblings may share a token."""
     parents = draw(shallow_parents(nodes=N, levels=LEVELS))
     ids = st.lists(st.integers(0, V - 1), min_size=N, max_size=N)
     return draw(ids), parents, draw(ids)
@@ -85,7 +85,8 @@ TABLE = np.random.default_rng(8).normal(0, 1.2, (VOCABULARY, VOCABULARY)).astype
 
 @dataclass(frozen=True)
 class Guess:
-    """What a drafter guesses after the root, whatever the seed: wrong for some, right for some."""
+    """A drafter's guesses after the root, the same for all seeds: wrong for some, right for
+    some."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -119,7 +120,7 @@ def sampling(name: str) -> SamplingBatch:
 def choose_after(
     tree: DraftTree, seq_lens: jax.Array, rows: SamplingBatch, counts: jax.Array, *, num_levels: int
 ) -> jax.Array:
-    """The model's token after every node, chosen as verification chooses it."""
+    """Return the model's token after every node, chosen like a verification does."""
     ids = jnp.arange(VOCABULARY, dtype=jnp.int32)
     positions = indexing.chosen_position(seq_lens[:, None], tree.depths)
     logits = penalize(
@@ -139,9 +140,9 @@ def choose_after(
 def generate(
     rows: SamplingBatch, *, tokens: tuple[int, ...], parents: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(ids[SEEDS, LENGTH], num_accepted and last node of each row's first step).
+    """Return (ids[SEEDS, LENGTH], num_accepted and last node of each row's first step).
 
-    As many steps as plain decoding needs; each drafts the same guess after its own root.
+    It runs as many steps as plain decoding needs; each drafts the same guess after its own root.
     """
     num_nodes = len(tokens)
     depths = [0]
@@ -189,7 +190,7 @@ def generated(guess: str, setting: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def true_distribution(setting: str) -> np.ndarray:
-    """P of each sequence of LENGTH ids, f64[VOCABULARY ** LENGTH], by enumeration."""
+    """Return P of each sequence of LENGTH ids, f64[VOCABULARY ** LENGTH], by enumeration."""
     options = {"temperature": 1.0, "top_k": VOCABULARY, "top_p": 1.0, "min_p": 0.0}
     options |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, **SETTINGS[setting]}
     odds: Counter[tuple[int, ...]] = Counter({(): 1.0})
@@ -218,7 +219,7 @@ def true_distribution(setting: str) -> np.ndarray:
 
 
 def code(ids: np.ndarray) -> np.ndarray:
-    """Each row of ids[n, LENGTH] as one number."""
+    """Encode each row of ids[n, LENGTH] as one number."""
     return ids @ VOCABULARY ** np.arange(LENGTH)
 
 
@@ -228,7 +229,7 @@ def code(ids: np.ndarray) -> np.ndarray:
     [("tree", "free"), ("tree", "penalized"), ("tree", "filtered"), ("lopsided", "hot")],
 )
 def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -> None:
-    """Token for token, for every one of the seeds."""
+    """Texts are equal token for token, for each of the seeds."""
     plain, _, _ = generated("plain", setting)
     ids, num_accepted, last = generated(guess, setting)
     np.testing.assert_array_equal(ids, plain)
@@ -240,7 +241,7 @@ def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -
 
 @pytest.mark.parametrize("setting", ["free", "filtered", "penalized", "hot"])
 def test_plain_sampling_has_the_distribution_of_the_target(setting: str) -> None:
-    """So has speculation, which emits the same tokens."""
+    """So does speculation, which emits the same tokens."""
     ids, _, _ = generated("plain", setting)
     counts = np.bincount(code(ids), minlength=VOCABULARY**LENGTH)
     assert_fits(counts, true_distribution(setting))

@@ -62,7 +62,7 @@ def _choose(
 
 
 def draw(rows: SamplingBatch, *, filtered: bool) -> np.ndarray:
-    """i32[draws]: one token per row, all at position 31."""
+    """Return i32[draws]: one token per row, all at position 31."""
     n = rows.temperature.shape[0]
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (n, 1, V))
     return np.asarray(
@@ -71,7 +71,7 @@ def draw(rows: SamplingBatch, *, filtered: bool) -> np.ndarray:
 
 
 def kept(p: np.ndarray, *, top_k: int = V, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
-    """The joint definition, token by token."""
+    """Apply the joint definition, token by token."""
     return np.array(
         [
             (p > own).sum() < top_k
@@ -122,7 +122,7 @@ def test_temperature_0_is_argmax_and_ties_take_the_lowest_id(filtered: bool) -> 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37])
 def test_tiny_temperatures_are_greedy(temperature: float) -> None:
-    """Dividing logits by them may overflow; filters must not mistake that for nothing kept."""
+    """Dividing logits by them may overflow; filters must not drop all tokens then."""
     logits = jnp.asarray(np.stack((LOGITS, LOGITS - 60.0)))[:, None]
     rows = rows_of(np.arange(2, dtype=np.uint64), temperature=temperature, top_p=0.9)
     for filtered in (False, True):
@@ -149,7 +149,7 @@ def test_a_choice_depends_on_its_own_row_and_position_only() -> None:
 def test_nan_is_not_chosen_and_filters_that_keep_all_change_nothing(
     ops: str, temperature: float
 ) -> None:
-    """Whether a batch is filtered depends on its other rows, so a row's choice must not."""
+    """A batch is filtered if one of its rows needs it, but that must not change a row's choice."""
     logits = np.broadcast_to(LOGITS, (6, 1, V)).copy()
     logits[1, 0, [0, 3]] = np.nan
     logits[2, 0, :] = np.nan

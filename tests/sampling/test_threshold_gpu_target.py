@@ -1,7 +1,4 @@
-"""Each pass of the threshold search on an H200 reads the logits once, and nothing else.
-
-Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
-"""
+"""Each pass of the threshold search on an H200 reads the logits once, and no other large array."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_every_way_keeps_what_halving_keeps(
     ("num_ids", "temperature"), [(4096, 0.7), pytest.param(5000, 0.0, marks=pytest.mark.slow)]
 )
 def test_a_long_vocabulary_chooses_the_same_tokens(num_ids: int, temperature: float) -> None:
-    """Bit for bit."""
+    """They are equal bit for bit."""
     rng = np.random.default_rng(num_ids)
     logits = jnp.asarray(rng.normal(0, 3, (8, 2, num_ids)), jnp.float32)
     rows = rows_of([1, 50, num_ids, 5] * 2, [1.0, 0.9, 0.95, TINY] * 2, [0.0] * 7 + [0.05])

@@ -1,7 +1,7 @@
-"""Compiles the choice of tokens, filters included, for an H200 that is not there.
+"""Compile the choice of tokens, filters included, for an absent H200.
 
-Run by test_threshold_gpu_target.py in a process of its own, see gpu_kernel_compile.py. Prints what
-each operation inside the loop over passes reads and writes of size [B, N, V].
+Run by test_threshold_gpu_target.py in a separate process, see gpu_kernel_compile.py. Prints the
+arrays of size [B, N, V] that each operation inside the loop over passes reads and writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ B, N = 64, 4
 
 
 def compiled_choice(sharding: jax.sharding.Sharding, num_ids: int) -> str:
-    """The optimised program."""
+    """Return the optimised program."""
 
     def run(logits: jax.Array, rows: SamplingBatch, positions: jax.Array) -> jax.Array:
         ids = jnp.arange(num_ids, dtype=jnp.int32)
@@ -50,7 +50,7 @@ def compiled_choice(sharding: jax.sharding.Sharding, num_ids: int) -> str:
 
 
 def large_arrays(text: str, num_ids: int) -> list[tuple[list[str], list[str]]]:
-    """(read, written) large arrays of every operation of the loop's body that has any."""
+    """Return (read, written) large arrays of every operation of the loop's body that has any."""
     text = re.sub(r"/\*.*?\*/", "", text)
     loop = re.search(r"body=(%[\w.\-]+)", text)
     if loop is None:
@@ -69,7 +69,7 @@ def large_arrays(text: str, num_ids: int) -> list[tuple[list[str], list[str]]]:
 
 
 def main() -> None:
-    """Llama-3's vocabulary, half of it (one of two shards), and Qwen's."""
+    """Compile Llama-3's vocabulary, half of it (one of two shards), and Qwen's."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]

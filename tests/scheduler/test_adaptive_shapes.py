@@ -50,7 +50,7 @@ def result(card: str, rows: int, *dials: float, num_steps: int = 4000) -> dict[s
 def test_never_much_slower_than_the_best_shape_held_fixed(
     card: str, rows: int, dial: float
 ) -> None:
-    """The first steps and mistaken costs included."""
+    """This includes the first steps and wrong costs."""
     found = result(card, rows, dial)
     assert found["of_best"] >= LEAST, found
     assert found["expected_of_emitted"] == pytest.approx(1, abs=0.03)
@@ -60,7 +60,7 @@ def test_never_much_slower_than_the_best_shape_held_fixed(
 
 @pytest.mark.parametrize("dials", [(0.0, 1.0), (1.0, 0.0)])
 def test_a_change_of_acceptance_is_followed(dials: tuple[float, ...]) -> None:
-    """Faster than any shape that does not change."""
+    """It is then faster than any fixed shape."""
     found = result("H200 chain", 64, *dials, num_steps=2000)
     assert found["of_best"] > 1.05, found
     assert min(found["steps"]["0/1/1"], found["steps"]["3/1/4"]) > 500
@@ -92,8 +92,8 @@ def chosen(
     largest: SpeculativeConfig = TREE,
     is_prompt_between: bool = False,
 ) -> list[str]:
-    """The shapes of so many steps. measured: milliseconds of the shapes at so many rows, as the
-    runner has measured them."""
+    """Return the shapes of `steps` steps. measured: milliseconds of shapes by rows, from the
+    runner."""
     limits = limits_of(largest, emitted)
 
     def step_costs(num_rows: int, _: object) -> dict[SpeculativeConfig, float]:
@@ -119,7 +119,7 @@ def chosen(
 
 
 def test_a_shape_without_a_measured_cost_is_not_chosen() -> None:
-    """Its program is not there yet; and without the largest one's there is nothing to compare."""
+    """Its program is missing; without the largest shape's there is no comparison."""
     cell = Cell(card=CARDS["H100 chain"], rows=8, dials=(0.0,), num_steps=200)
     plain, _, chain = cell.card.shapes
     for ready in ({}, {plain: 0.004}, {chain: 0.005}):
@@ -133,7 +133,7 @@ def test_a_shape_without_a_measured_cost_is_not_chosen() -> None:
 def test_a_cost_that_was_measured_wrongly_is_corrected(
     rows: int, dial: float, mistake: float
 ) -> None:
-    """Of the tree, which is best where one row accepts 0.6 and never where 64 accept 0.3."""
+    """The tree is best where one row accepts 0.6 and never where 64 accept 0.3."""
     card = CARDS["H200 tree"]
     cell = Cell(card=card, rows=rows, dials=(dial,), num_steps=4000)
     costs = {s: cell.cost(s) / 1e3 * (mistake if s == TREE else 1) for s in card.shapes}
@@ -146,7 +146,7 @@ def test_a_cost_that_was_measured_wrongly_is_corrected(
 def test_costs_that_were_measured_while_a_compiler_ran_are_corrected(
     rows: int, dial: float
 ) -> None:
-    """The largest shape is measured before others are built; on a CPU theirs seem twice as long."""
+    """The largest shape is measured before others are built; on a CPU theirs then seem doubled."""
     card = CARDS["H100 chain"]
     cell = Cell(card=card, rows=rows, dials=(dial,), num_steps=4000)
     costs = {s: cell.cost(s) / 1e3 * (1 if s == CHAIN else 2) for s in card.shapes}
@@ -156,7 +156,7 @@ def test_costs_that_were_measured_while_a_compiler_ran_are_corrected(
 
 
 def test_probes_of_a_plain_phase_cost_less_than_one_percent() -> None:
-    """However much a change of programs costs; and they go on for ever."""
+    """However much a change of programs costs; and they never stop."""
     for switch in (0.0, 5.5):
 
         def milliseconds(_: int, name: str, before: str, switch: float = switch) -> float:
@@ -172,15 +172,16 @@ def test_probes_of_a_plain_phase_cost_less_than_one_percent() -> None:
 
 
 def test_a_probe_that_finds_much_ends_a_plain_phase() -> None:
-    """Nothing was accepted for long, and then everything is."""
+    """No draft was accepted for long, and then every draft is."""
     cell = Cell(card=CARDS["H200 tree"], rows=8, dials=(0.0, 1.0), num_steps=4000)
     _, used = cell.run(AdaptiveShapes(cell.card.limits, step_costs=lambda *_: cell.measured()))
     assert used["0/1/1"] < 2700, used
 
 
 def test_a_shape_that_seems_as_good_is_not_probed_for_ever() -> None:
-    """By a few verifications the chain seems worth as much as the tree, which is worth 16% more:
-    what is never run again is never known better."""
+    """After a few verifications the chain seems worth as much as the tree, which is worth 16% more:
+    a shape that never runs again is never measured better.
+    """
     card = CARDS["H200 tree"]
     found = Cell(card=card, rows=1, dials=(0.3,), num_steps=4000, seed=3).result()
     assert found["of_best"] > LEAST, found
@@ -201,7 +202,7 @@ def test_looking_at_what_costs_five_times_as_much_loses_little() -> None:
 
 
 def test_where_prompts_run_between_all_steps_the_measured_costs_serve() -> None:
-    """A step after a prompt's chunk says nothing of its shape."""
+    """A step after a prompt's chunk tells nothing about its shape."""
     names = chosen(
         64,
         FEW_ACCEPTED,
@@ -246,7 +247,7 @@ def test_a_slow_moment_does_not_drive_away_from_the_best_shape(at: int) -> None:
 
 
 def test_a_shape_that_alone_becomes_slow_is_left_and_comes_back() -> None:
-    """Another process takes the device for a while, or texts grow that only it reads twice."""
+    """Another process takes the device for a while, or the texts grow that only it reads twice."""
     at = 800
 
     def cost(step: int, name: str, _: str) -> float:
@@ -262,7 +263,7 @@ def test_a_shape_that_alone_becomes_slow_is_left_and_comes_back() -> None:
 
 
 def test_shapes_that_pay_alike_do_not_alternate_while_texts_grow() -> None:
-    """Of 64 rows on an H100: at acceptance 0.5 1/1/2 is worth 4% more than 3/1/4."""
+    """For 64 rows on an H100 at acceptance 0.5, 1/1/2 is worth 4% more than 3/1/4."""
     costs = {(64, s): ms for s, ms in zip(shapes_for(CHAIN), (7.2, 7.9, 10.42), strict=True)}
     card = Card(shapes=shapes_for(CHAIN), milliseconds=costs)
     found = Cell(card=card, rows=64, dials=(0.5,), num_steps=2500).result()
@@ -271,7 +272,7 @@ def test_shapes_that_pay_alike_do_not_alternate_while_texts_grow() -> None:
 
 
 def accepting(*counts: int) -> StepResult:
-    """Of one step: how many drafts each row accepted."""
+    """Return a step's counts of rows by number of accepted drafts."""
     emitted = np.array(counts, np.int32) + 1
     return StepResult(
         step=0, rounds=(RoundResult(num_emitted=emitted, ids=np.zeros((len(counts), 1), np.int32)),)
@@ -321,7 +322,7 @@ def test_what_others_accept_is_the_guess_of_what_was_never_tried() -> None:
 def test_expected_tokens_lie_between_1_and_all(
     steps: list[tuple[SpeculativeConfig, list[int]]],
 ) -> None:
-    """Hope never makes them fewer; fewer verifications leave more of it."""
+    """Hope never lowers them; fewer verifications leave more of it."""
     chooser = AdaptiveShapes(limits_of(TREE, EMITTED), step_costs=lambda *_: {})
     for shape, counts in steps:
         accepted = [min(count, shape.num_steps) for count in counts]

@@ -1,6 +1,6 @@
-"""Cache spaces and the prefix tree against a naive model: a dict from prefix to page a space.
+"""Cache spaces and the prefix tree against a naive model: a dict from prefix to page per space.
 
-The same laws hold for the full space and for windows: who finds, uses and loses which page.
+The same laws hold for the full space and for windows: which row finds, uses and loses which page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = tuple[object, Ids]  # namespace, and the tokens that a page and its lookah
 
 @dataclass
 class Records:
-    """The cached pages of one space as they should be."""
+    """The expected cached pages of one space."""
 
     space: PageSpace
     pages: dict[Key, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Records:
     sought: set[Key] = field(default_factory=set)
 
     def unused(self, in_use: set[int]) -> list[Key]:
-        """Keys of unused pages, in the order in which they are evicted."""
+        """Return keys of unused pages, in the order in which they are evicted."""
         keys = [key for key, page in self.pages.items() if page not in in_use]
         return sorted(keys, key=lambda key: (key in self.sought, self.released[self.pages[key]]))
 
@@ -113,7 +113,7 @@ class Spaces(RuleBasedStateMachine):
         )
 
     def evict_for(self, i: int, missing: int) -> None:
-        """Space i allocates so many pages."""
+        """Model the eviction for `count` pages of space i."""
         model, in_use = self.models[i], self.in_use(i)
         unused = model.unused(in_use)
         num_free = model.space.num_pages - len(in_use) - len(unused)
@@ -164,7 +164,7 @@ class Spaces(RuleBasedStateMachine):
                 model.sought.add(key)
 
     def dropped(self, i: int, pages: list[int]) -> None:
-        """A row released these pages, in this order."""
+        """Model a row's release of these pages, in this order."""
         for page in pages:
             if page not in self.in_use(i):
                 self.clock += 1
@@ -233,7 +233,7 @@ class Spaces(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rows) < 3)
     @rule(texts=st.lists(st.tuples(KEYS, ALIKE), min_size=1, max_size=4), chunk=st.integers(1, 6))
     def serve(self, texts: list[tuple[str | None, Ids]], chunk: int) -> None:
-        """One row after the other, from admission to end."""
+        """Serve one row after the other, from admission to end."""
         for key, ids in texts:
             row = self.admit_row(key, ids, most=len(ids))
             if row is not None:
@@ -268,7 +268,7 @@ class Spaces(RuleBasedStateMachine):
         self.trim_model(row)
 
     def trim_model(self, row: Tenancy) -> None:
-        """The row has released what no later query sees, and nothing else."""
+        """Release what no later query sees, and no other page."""
         length = row.drafted_len - self.limits.draft_shape.lag
         for i, (space, pages) in enumerate(zip(self.spaces.spaces, row.pages, strict=True)):
             table = self.tables[row.row.slot][i]
@@ -356,7 +356,8 @@ class Spaces(RuleBasedStateMachine):
         assert self.spaces.num_leaked(self.rows.values()) == 0
 
     def alive(self) -> set[Key]:
-        """Prefixes that the tree has nodes of: up to a cached page, or to the end of a row."""
+        """Return the prefixes with nodes in the tree: up to a cached page, or to the end of a
+        row."""
         size, ahead = self.limits.pool.page_size, self.limits.draft_shape.tokens_ahead
         ends = [key for model in self.models for key in model.pages]
         ends += [self.key(row, self.depth_of(row)) for row in self.rows.values()]

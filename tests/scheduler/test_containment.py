@@ -1,6 +1,6 @@
-"""An invariant that does not hold costs one request at most: others go on with the same text.
+"""A broken invariant costs at most one request: others go on with the same text.
 
-The fake runner refuses whatever is planned wrongly after that.
+The fake runner refuses any wrong plan after that.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def breaks(
     error: Exception,
     is_late: bool = False,
 ) -> None:
-    """Raises at a call for which when(request id, number of the call for it) holds; is_late: after
-    what it does, so that the books were changed."""
+    """Make calls raise for which when(request id, number of the call for it) is true.
+
+    is_late: raise after the call's work, so that the state has changed.
+    """
     kind, name = place
     real: Callable[..., Any] = getattr(kind, name)
     counts: dict[str, int] = {}
@@ -80,14 +82,14 @@ def breaks(
 async def outcomes(
     loop: EngineLoop, requests: list[Request]
 ) -> dict[str, list[StreamChunk] | BaseException]:
-    """The chunks of each request, or its error."""
+    """Return the chunks of each request, or its error."""
     streams = [read(loop.submit([request])[0]) for request in requests]
     found = await asyncio.gather(*streams, return_exceptions=True)
     return {each.request_id: got for each, got in zip(requests, found, strict=True)}
 
 
 async def check_idle(loop: EngineLoop) -> SchedulerStats:
-    """Nothing is held, and the engine takes a request."""
+    """Check that no page or slot is in use, and that the engine serves a request."""
     after = make_request("after")
     check_output(after, await read(loop.submit([after])[0]))
     while (stats := loop.stats).num_steps_in_flight:
@@ -169,7 +171,8 @@ def test_a_request_whose_every_call_fails_ends(
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("num_lost", [12, 31, 40])
 def test_pages_that_are_lost_are_found_again_and_nobody_ends(num_lost: int, depth: int) -> None:
-    """Too few are left for one request: who runs alone misses some, or nobody is admitted."""
+    """Too few pages remain for one request: a row that runs alone lacks some, or none is
+    admitted."""
 
     async def main() -> None:
         limits = with_limits(LIMITS, overlap_depth=depth)
@@ -191,7 +194,7 @@ def test_pages_that_are_lost_are_found_again_and_nobody_ends(num_lost: int, dept
 def test_an_error_that_names_no_request_and_comes_again_ends_who_ran_and_then_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not an endless loop."""
+    """It must not become an endless loop."""
 
     def plan(_: Scheduler) -> StepPlan | None:
         raise InvariantError("planted")

@@ -1,4 +1,4 @@
-"""Watched trees: which nodes there were, which path was walked; a grammar is still asked."""
+"""Watched trees: their nodes, the path that was walked, and a grammar that is still used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake runner refuses what a device could not run; each rule is broken once here."""
+"""The fake runner refuses plans that a device could not run; each rule is broken once here."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SECOND_ROW = RowRef(2, 1)
 
 
 def started() -> FakeRunner:
-    """A runner with one row, prefilled and collected: L = 5, 12 positions owned."""
+    """Return a runner with one row, prefilled and collected: L = 5, 12 positions owned."""
     runner = FakeRunner(LIMITS, accepted_at=lambda _request, _seq_len: 3)
     runner.collect(runner.dispatch(FIRST))
     return runner

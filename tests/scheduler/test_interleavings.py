@@ -1,6 +1,6 @@
-"""Whatever the order of submits, aborts, dispatches and collects, the output is the same.
+"""The output is the same whatever the order of submits, aborts, dispatches and collects.
 
-The fake runner checks every plan; this machine checks what comes out.
+The fake runner checks every plan; this machine checks the output.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 
 
 def smaller(spec: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Shapes beside this one: plain steps, and one level."""
+    """Return the other shapes: plain steps, and one level."""
     steps, topk, nodes = spec
     one = (1, topk, min(1 + topk, nodes))
     return ((0, 1, 1), one) if steps > 1 else ((0, 1, 1),) if steps else ()
 
 
 def with_windows(limits: ServeLimits, windows: list[int], *, spare_pages: int) -> ServeLimits:
-    """With window spaces of the fewest pages that are allowed, and a few more."""
+    """Add window spaces with the fewest pages that are allowed, and a few more."""
     of_chunks = limits.pages_of_chunks(limits.programs.chunk_size) + spare_pages
     return with_limits(
         limits,
@@ -183,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
         prompt_len=st.integers(1, 8),
     )
     def submit_long(self, priorities: list[int], prompt_len: int) -> None:
-        """Requests that only the length ends: together they outgrow the pool."""
+        """Submit requests that only their length ends: together they exceed the pool."""
         for priority in priorities:
             self.submit(
                 prompt_len=prompt_len,
@@ -202,7 +202,7 @@ class Interleavings(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
     )
     def submit_twins(self, lengths: list[int], prompt_len: int, seed: int, priority: int) -> None:
-        """Requests that say the same: each computes what another one has in the cache, too."""
+        """Submit equal requests: each may compute what another one has in the cache."""
         for max_new_tokens in lengths:
             self.submit(
                 prompt_len=prompt_len,
@@ -217,7 +217,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.chunks)
     @rule(data=st.data(), more=st.lists(st.integers(0, 25), max_size=3))
     def submit_next_turn(self, data: st.DataObject, more: list[int]) -> None:
-        """A prompt that begins with another request and what it has said so far."""
+        """Submit a prompt that starts with another request and its output so far."""
         before = data.draw(st.sampled_from(sorted(self.chunks)))
         said = tuple(i for chunk in self.chunks[before] for i in chunk.new_ids)
         self.submit(
@@ -262,7 +262,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def lose(self) -> None:
-        """The device fails: what was not read is lost, with the prefix cache, and nothing more."""
+        """The device fails: unread results and the prefix cache are lost, and no more."""
         assert self.scheduler.lose(most=1000) == []
         assert self.scheduler.stats.num_cached_pages == 0
         self.in_flight.clear()
@@ -271,7 +271,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def update_weights(self) -> None:
-        """Between steps; what runs is filled again, and finds nothing of the former weights."""
+        """Update between steps; running rows are filled again and find no KV of the former
+        weights."""
         while self.in_flight:
             self.collect()
         self.num_updates += 1
@@ -338,7 +339,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert chunks[-1].counters == self.counted(request, num_out=len(ids))
 
     def counted(self, request: Request, *, num_out: int) -> SpecCounters:
-        """Counters of rounds run one at a time until num_out tokens are out."""
+        """Return the counters of rounds run one at a time until num_out tokens are out."""
         tally, out = Tally(self.limits.draft_shape), 1
         while out < num_out:
             num_emitted = self.accepted_at(request, len(request.prompt_ids) + out - 1) + 1

@@ -1,4 +1,4 @@
-"""One page space and the prefix tree: who finds a page, who uses it, and which goes first."""
+"""One page space and the prefix tree: finding, using and evicting pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def space_of(num_pages: int, *, keep: int | None = None) -> PageSpace:
 
 
 def cached(space: PageSpace, *texts: Ids, lookahead: int = 0) -> tuple[PrefixCache, list[int]]:
-    """Texts that were each written by a row that ended, and the pages that they got."""
+    """Write texts by rows that end; return their pages."""
     cache = PrefixCache((space,), page_size=2, lookahead=lookahead)
     pages: list[int] = []
     for ids in texts:

@@ -1,4 +1,4 @@
-"""Scratch costs no token: what the pool is said to hold, every shape of speculation can fill."""
+"""Scratch costs no token: every draft shape can use all tokens that the pool reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 64
 def limits_of(
     shape: tuple[int, int, int], *, total: int | None = CONTEXT, slots: int = 1, **more: int
 ) -> ServeLimits:
-    """What an engine with `max_total_tokens` of `total` plans with."""
+    """Return the limits of an engine with `max_total_tokens` of `total`."""
     steps, topk, nodes = shape
     speculation = {
         "speculative_algorithm": "EAGLE3",
@@ -52,7 +52,7 @@ def limits_of(
 
 
 def num_tokens(limits: ServeLimits, *requests: Request) -> list[int]:
-    """Tokens of each request, which are the right ones; the pool is whole afterwards."""
+    """Return the tokens of each request, which are correct, with no page leaked."""
     accepted_at = random_acceptance(0.6, limits.draft_shape.num_steps)
     bench = Bench(limits, FakeRunner(limits, accepted_at=accepted_at))
     bench.submit(*requests)

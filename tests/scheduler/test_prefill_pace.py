@@ -1,4 +1,4 @@
-"""Prompts within a time: how many tokens fit it, and that decode steps come as often."""
+"""Prompts within a time: the tokens that fit it, and the rate of decode steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BUCKETS = (128, 256, 512, 768, 1024, 2048)
 
 
 def seen(*steps: tuple[int, float]) -> PrefillPace:
-    """Of steps of so many tokens and seconds, after their programs' cold runs."""
+    """Return a pace after steps of these tokens and seconds, and after their programs' cold
+    runs."""
     pace = PrefillPace(BUCKETS)
     for bucket in BUCKETS:
         for _ in range(COLD_RUNS):
@@ -82,8 +83,10 @@ def test_a_time_holds_in_a_burst_too() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_decode_steps_come_within_the_time(depth: int) -> None:
-    """A prefill takes a millisecond a token, padding included; 10 ms may pass between decodes. The
-    text is the same."""
+    """A prefill takes a millisecond per token, padding included; 10 ms may pass between decodes.
+
+    The text is the same.
+    """
     limits = small_limits(
         chunk_size=32, num_pages=400, context_length=400, overlap_depth=depth, prefill_rows=4
     )

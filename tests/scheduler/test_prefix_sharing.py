@@ -1,4 +1,4 @@
-"""Who begins after whose pages, who waits for whom, and what becomes of a failed step's pages."""
+"""Which row starts after whose pages, which row waits, and the fate of a failed step's pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.flat_limits import with_limits
 
 
 def limits_of(**changes: object) -> ServeLimits:
-    """Pages of 4, chunks of 16, two rows a prefill."""
+    """Return limits with pages of 4, chunks of 16, two rows per prefill."""
     return with_limits(small_limits(num_pages=64, prefix_cache=True), **changes)  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def test_without_it_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 def test_the_whole_pool_is_one_requests_again(page_size: int) -> None:
-    """What fits alone runs alone, whatever is cached and however it begins."""
+    """A request that fits alone runs alone, whatever is cached."""
     roomy = limits_of(page_size=page_size, num_pages=1000)
     num_pages = 64 // page_size + roomy.draft_shape.num_scratch_pages(page_size)
     bench = Bench(with_limits(roomy, num_pages=num_pages))

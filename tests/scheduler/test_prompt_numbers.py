@@ -1,4 +1,4 @@
-"""Numbers of a prompt that comes in chunks: all are of the weights that choose its first token."""
+"""Values of a prompt that comes in chunks: all are of the weights that choose its first token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_A_WEIGHT = 1000.0
 
 
 class WeighingRunner(FakeRunner):
-    """Numbers of a token are its position, plus OF_A_WEIGHT for each update before the step."""
+    """A token's values are its position, plus OF_A_WEIGHT for each update before the step."""
 
     num_updates = 0
 
@@ -67,7 +67,7 @@ def asking(name: str, prompt_len: int) -> Request:
 
 
 def update(bench: Bench) -> None:
-    """As the loop does between two steps."""
+    """Update the weights like the loop does between two steps."""
     while bench.in_flight:
         bench.collect()
     assert isinstance(bench.runner, WeighingRunner)
@@ -77,7 +77,7 @@ def update(bench: Bench) -> None:
 
 
 def check_prompt(chunks: list[StreamChunk], prompt_len: int, *, updates: int) -> None:
-    """All numbers of a prompt are there once, and of the weights after so many updates."""
+    """Check that each value of a prompt appears once, with the weights after `updates` updates."""
     (first,) = [chunk for chunk in chunks if chunk.prompt_logprobs]
     known = [None if known is None else known.logprob for _, known in first.prompt_logprobs]
     of_weights = OF_A_WEIGHT * updates
@@ -108,7 +108,7 @@ def test_an_update_in_the_middle_of_a_prompt_leaves_no_number_of_the_old_weights
 
 
 def test_a_row_that_was_retracted_before_the_update_keeps_nothing_either() -> None:
-    """It waits for pages while the weights change, with half of its prompt's numbers."""
+    """It waits for pages while the weights change, with half of its prompt's values."""
     bench = bench_of(overlap_depth=0)
     bench.submit(asking("a", 64))
     for _ in range(16):

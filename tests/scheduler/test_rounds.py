@@ -1,4 +1,4 @@
-"""Several rounds a step: what comes out is what single rounds give, chunk for chunk."""
+"""Several rounds per step: the output equals that of single rounds, chunk for chunk."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_result_of_another_number_of_rounds_raises() -> None:
 
 
 def started(*, max_new_tokens: int) -> FakeRunner:
-    """One row, prefilled and collected: L = 5, 12 positions owned; each round emits 4."""
+    """Return one row, prefilled and collected: L = 5, 12 positions owned; each round emits 4."""
     limits = with_limits(walk.LIMITS, num_rounds=3)
     runner = FakeRunner(limits, accepted_at=lambda _r, _l: 3)
     sampling = replace(walk.REQUEST.sampling, max_new_tokens=max_new_tokens)

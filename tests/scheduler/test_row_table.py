@@ -1,4 +1,4 @@
-"""Columns against the rules of single rows: which rows decode, and which pages they miss."""
+"""Columns against the rules of single rows: which rows decode, and which pages they lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler step by step: what is planned, what is dropped, what is counted."""
+"""The scheduler step by step: plans, dropped results, counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hash_seed(name: str) -> int:
 
 
 def check_rows_have_slots(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Of a step's rows each has its slot and pages: none gave way while the step was planned."""
+    """Check that each row of a step has its slot and pages: none was retracted meanwhile."""
     for row in plan.rows:
         assert not scheduler._tenancies[row].ended, row
 
@@ -75,7 +75,7 @@ class Bench:
         return chunks
 
     def run_all(self) -> None:
-        """Dispatches as far ahead as the scheduler plans, then collects one step at a time."""
+        """Dispatch as far ahead as the scheduler plans, then collect one step at a time."""
         while self.dispatch() or self.in_flight:
             if self.dispatch() is None:
                 self.collect()
@@ -280,8 +280,9 @@ def test_a_sequence_alone_grows_until_the_pool_is_full() -> None:
 
 
 def test_stats_may_be_read_while_rows_come_and_go() -> None:
-    """From another thread. Here one comes whenever one is counted, which no thread can be made to
-    do at will."""
+    """Another thread may read them. Here a row comes whenever one is counted, which a real thread
+    cannot do reliably.
+    """
     scheduler = Bench(small_limits()).scheduler
     tenancies: dict[Any, Any] = scheduler._tenancies
 
@@ -359,7 +360,7 @@ def test_a_plan_has_the_features_of_all_its_rows_and_no_others() -> None:
 
 
 def result(step: int, *rounds: tuple[tuple[int, ...], ...]) -> StepResult:
-    """A result from each round's ids by row."""
+    """Return a result from each round's ids by row."""
     return StepResult(step=step, rounds=tuple(RoundResult.of(ids) for ids in rounds))
 
 
@@ -391,7 +392,7 @@ def test_plain_decoding_is_one_token_a_step_and_no_verification() -> None:
 
 
 class Heard(FixedShape):
-    """What a chooser is told: rows and tokens of each decode."""
+    """A chooser that records its calls: rows and tokens of each decode."""
 
     def __init__(self, limits: ServeLimits) -> None:
         super().__init__(limits.draft_shape)

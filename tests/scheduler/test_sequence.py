@@ -170,7 +170,7 @@ def test_the_cut_does_not_depend_on_the_steps(
 
 
 class LateStream:
-    """Text that becomes final only at the flush, as a run of byte tokens does; stops at "b"."""
+    """Text that becomes final only at the flush, like a run of byte tokens; stops at "b"."""
 
     def watch(self) -> None:
         pass

@@ -1,5 +1,5 @@
-"""Counters of an engine whose shape changes while steps are unread: those of each step's own shape,
-whatever is planned meanwhile."""
+"""Counters of an engine whose shape changes while steps are unread: those of each step's own
+shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEW_TOKENS = dict(zip("abcdefgh", (110, 40, 7, 100, 61, 90, 33, 105), strict=Tru
 
 
 class Recording(FakeRunner):
-    """Keeps what came of the last step that was collected."""
+    """A runner that keeps the result of the last step that was collected."""
 
     last: StepResult
 
@@ -32,7 +32,7 @@ class Recording(FakeRunner):
 
 
 class Expected:
-    """What should be counted, from the steps as they were dispatched and what came of each."""
+    """The expected counters, from the dispatched steps and their results."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._left = {each.request_id: each.sampling.wanted_tokens for each in requests}

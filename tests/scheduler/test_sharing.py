@@ -52,7 +52,8 @@ def test_no_choice_of_branches_saves_more(tables: list[list[int]], capacity: int
         assert pages > 0
 
     def most(rows: list[list[int]]) -> int:
-        """All of these read together what they have in common, or those that go on alike do."""
+        """Return the best saving: all rows read their common part together, or each branch its
+        own."""
         if len(rows) < 2:
             return 0
         pages = common_length(rows[0], rows[-1])
@@ -72,7 +73,7 @@ def test_the_groups_of_the_worked_example() -> None:
 
 
 def sharing_of(tables: dict[int, list[int]], **changes: Any) -> PrefixSharing:
-    """tables: page ids by slot; pages of 64."""
+    """Return the sharing of tables: page ids by slot; pages of 64."""
     limits = with_limits(small_limits(num_slots=8), page_size=64)
     settings = {"rows_a_pack": 2, "pays_from": 1, "least_rows": 1, **changes}
     sharing = PrefixSharing(limits.pool, SharingLimits(**settings))
@@ -118,7 +119,7 @@ def test_rows_that_left_are_forgotten() -> None:
 
 
 def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
-    """Rows come after one prompt of 132 tokens, one of them with log-probabilities."""
+    """Rows follow one prompt of 132 tokens; one of them has log-probabilities."""
     limits = small_limits(num_pages=256, context_length=256, chunk_size=64, prefix_cache=True)
     sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
     bench = Bench(with_limits(limits, sharing=sharing, logprobs=True))
@@ -153,8 +154,9 @@ def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
 
 
 def test_whoever_comes_and_goes_rows_are_told_what_is_true() -> None:
-    """Requests of three families come, share, wait for pages, end and are aborted; the fake
-    runner compares the pages of all that is told."""
+    """Requests of three families come, share, wait for pages, end and are aborted; the fake runner
+    compares the pages of all rows that share.
+    """
     num_told = 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -190,8 +192,7 @@ def test_whoever_comes_and_goes_rows_are_told_what_is_true() -> None:
 
 
 def drawn_request(rng: np.random.Generator, i: int) -> Request:
-    """A prompt of one of three families, with a beginning that it shares and an end that is its
-    own."""
+    """Return a prompt of one of three families, with a shared start and its own end."""
     family, own = int(rng.integers(3)), rng.integers(0, 40, int(rng.integers(1, 6)))
     common = tuple(range(family, family + int(rng.choice([8, 16, 24]))))
     request = make_request(f"r{i}", max_new_tokens=int(rng.integers(1, 30)))

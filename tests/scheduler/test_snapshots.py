@@ -1,4 +1,5 @@
-"""Snapshots of recurrent states: where a prompt is cut, who starts where, and which slot goes."""
+"""Snapshots of recurrent states: chunk ends of a prompt, starting points of rows, and reused
+slots."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ class Snapshots(RuleBasedStateMachine):
         self.step = 0
 
     def last_saved(self, ids: Ids) -> Ids:
-        """The longest saved prefix; () if there is none."""
+        """Return the longest saved prefix; () without one."""
         return next((ids[:n] for n in range(len(ids), 0, -1) if ids[:n] in self.slots), ())
 
     def path(self, ids: Ids) -> list[Node]:

@@ -1,4 +1,4 @@
-"""The queue: by rank, then by the rows of each caller, then by arrival, and nobody starves."""
+"""The queue: by rank, then by the rows of each caller, then by arrival, without starvation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_retracted_one_goes_before_all_of_its_rank_and_no_other() -> None:
 
 
 def test_patience_begins_anew_when_a_sequence_gives_way() -> None:
-    """As many of a higher rank as any other sees may go before it, and no more."""
+    """As many sequences of a higher rank as for any other may go before it, and no more."""
     queue = WaitingQueue(HIGH)
     queue.push(waiting(0, 0))
     assert queue.pop().arrival == 0
@@ -78,8 +78,9 @@ def test_patience_begins_anew_when_a_sequence_gives_way() -> None:
 
 
 def test_a_retracted_sequence_outlasts_the_limit_of_the_queue() -> None:
-    """Pages are short, so one gives way; it waits, and has run, so it does not expire, nor does the
-    other one of its call. Nobody is ended who is not there."""
+    """Pages are short, so one is retracted. It has run, so neither it nor the other one of its call
+    expires. Unknown sequences are not ended.
+    """
     bench = Bench(small_limits(num_slots=2, num_pages=160, page_size=1, overlap_depth=0))
     requests = [make_request(name, prompt_len=2, max_new_tokens=100) for name in "ab"]
     bench.submit(*requests)
@@ -115,7 +116,7 @@ def test_who_ends_while_it_waits_is_gone() -> None:
     priorities=st.lists(st.integers(1, 9), min_size=40, max_size=60),
 )
 def test_nobody_starves(before: int, priorities: list[int]) -> None:
-    """However many of higher ranks come, one for each that goes."""
+    """However many of higher ranks come, one for each that leaves."""
     queue = WaitingQueue(HIGH)
     for arrival in range(before):
         queue.push(waiting(arrival, 9))
@@ -129,7 +130,7 @@ def test_nobody_starves(before: int, priorities: list[int]) -> None:
 
 
 def test_a_long_queue_of_low_rank_gets_one_turn_after_another() -> None:
-    """A hundred of them wait, and one of a high rank comes for each that goes."""
+    """A hundred of them wait, and one of a high rank comes for each that leaves."""
     queue = WaitingQueue(HIGH)
     for arrival in range(100):
         queue.push(waiting(arrival, 0))
@@ -142,7 +143,7 @@ def test_a_long_queue_of_low_rank_gets_one_turn_after_another() -> None:
 
 
 class Crowd:
-    """A queue beside the simplest account of who waits and who has a slot."""
+    """A queue, and the simplest model of who waits and who has a slot."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue(OFF)
@@ -280,7 +281,7 @@ def test_the_scheduler_admits_by_priority_and_writes_the_same_text() -> None:
 
 
 def test_of_two_rows_the_lower_rank_gives_way() -> None:
-    """Pages for one of them; the one that came first is the less urgent."""
+    """There are pages for one of them; the one that came first is the less urgent."""
     limits = with_limits(HIGH, num_pages=28, page_size=4, context_length=80, overlap_depth=0)
     bench = Bench(limits)
     bench.submit(urgent("a", 0, max_new_tokens=60), urgent("b", 1, max_new_tokens=60))
@@ -293,8 +294,9 @@ def test_of_two_rows_the_lower_rank_gives_way() -> None:
 @pytest.mark.parametrize("num_pages", [24, 30])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_step_has_a_row_that_gave_way_for_another_of_it(num_pages: int, depth: int) -> None:
-    """The less urgent row came first, so it is older; the other one misses a page while both
-    decode. The bench looks at each plan's rows."""
+    """The less urgent row came first, so it is older; the other one lacks a page while both decode.
+    The bench checks each plan's rows.
+    """
     limits = with_limits(
         small_limits(
             num_pages=num_pages,
@@ -331,7 +333,7 @@ def test_a_priority_needs_an_order() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """The long one takes half of each step, until it is all there."""
+    """The long one takes half of each step, until it is filled."""
     limits = small_limits(
         chunk_size=16, num_slots=4, num_pages=200, context_length=400, overlap_depth=0
     )
@@ -352,7 +354,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_decode_steps_come_within_the_budget(depth: int) -> None:
-    """A prompt of 300 beside a row that decodes: at most `prefill_budget` tokens between steps."""
+    """A prompt of 300 while a row decodes: at most `prefill_budget` tokens between steps."""
     limits = small_limits(
         chunk_size=32, num_pages=300, context_length=400, overlap_depth=depth, prefill_rows=4
     )

@@ -1,6 +1,6 @@
-"""Cached prefixes of models with windows: who begins after them, and what pressure takes.
+"""Cached prefixes of models with windows: which rows start after them, and what is evicted.
 
-The fake runner refuses a row whose window holds anything but what the row would have written.
+The fake runner refuses a row whose window has anything but what the row would have written.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LIMITS = small_limits(num_pages=400, num_slots=4, context_length=400, prefix_cac
 
 
 def with_windows(limits: ServeLimits, *windows: int, spare: int = 0) -> ServeLimits:
-    """The fewest pages in each space, and some more."""
+    """Return limits with the fewest pages in each space, and some more."""
     of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
     spaces = [WindowSpace(w, limits.window_pages_per_row(w) + of_chunks + spare) for w in windows]
     return with_limits(limits, windows=tuple(spaces))
 
 
 def cached_of(bench: Bench, request: Request) -> int:
-    """The prompt tokens that were found, of a request that is served alone."""
+    """Serve a request alone; return its cached prompt tokens."""
     bench.submit(request)
     bench.run_all()
     name, most = request.request_id, request.sampling.max_new_tokens
@@ -42,7 +42,7 @@ def cached_of(bench: Bench, request: Request) -> int:
 
 
 def traffic(seed: int, *, count: int) -> list[Request]:
-    """Turns of conversations, other ends of their prompts, and prompts that are new."""
+    """Return turns of conversations, other ends of their prompts, and new prompts."""
     chance = random.Random(seed)
     texts: list[tuple[int, ...]] = []
     requests = []
@@ -84,7 +84,7 @@ def test_with_room_as_much_is_found_as_without_windows(
 
 
 def table_of(plan: StepPlan, slot: int) -> dict[int, int]:
-    """The pages that a row gets in the window space, by index."""
+    """Return the pages that a row gets in the window space, by index."""
     grants = [grant for grant in plan.grants if (grant.slot, grant.space) == (slot, 1)]
     return {i: page for grant in grants for i, page in enumerate(grant.pages, grant.index)}
 
@@ -108,8 +108,9 @@ def test_siblings_wait_and_hold_the_same_window() -> None:
 
 
 def test_the_ends_of_texts_outlast_the_middle_of_a_long_one() -> None:
-    """A text of 300 tokens goes through the space, of which 32 pages were cached, and takes nothing
-    that a next turn would begin after."""
+    """A text of 300 tokens goes through the space, of which 32 pages were cached, and evicts no
+    page that a next turn would start after.
+    """
     bench = Bench(with_windows(LIMITS, 8, spare=20))
     asked = [turn(f"a{i}", i, *range(20), max_new_tokens=1) for i in range(4)]
     assert [cached_of(bench, request) for request in asked] == [0] * 4
@@ -119,7 +120,7 @@ def test_the_ends_of_texts_outlast_the_middle_of_a_long_one() -> None:
 
 
 def test_a_place_where_two_texts_part_is_kept_from_then_on() -> None:
-    """Its window was evicted: the second text computes it anew, the third finds it."""
+    """Its window was evicted: the second text computes it again, the third finds it."""
     bench, common = Bench(with_windows(LIMITS, 8)), tuple(range(24))
     prompts = [(*common, *[number] * 60) for number in (3, 4, 5)]
     found = [cached_of(bench, turn(f"r{i}", *p)) for i, p in enumerate(prompts)]
@@ -127,7 +128,7 @@ def test_a_place_where_two_texts_part_is_kept_from_then_on() -> None:
 
 
 def test_the_end_of_a_prompt_is_kept_while_a_long_answer_is_written() -> None:
-    """The next turn may come without the answer's reasoning, and so part from it at once."""
+    """The next turn may come without the answer's reasoning, and so diverge from it at once."""
     bench, prompt = Bench(with_windows(LIMITS, 8)), tuple(range(24))
     assert cached_of(bench, turn("a", *prompt, max_new_tokens=200)) == 0
     assert cached_of(bench, turn("b", *prompt, *[25] * 9)) == 20
@@ -161,8 +162,9 @@ def test_other_extra_keys_and_other_weights_find_no_window() -> None:
 
 @pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.MULTI_LAYER_EAGLE])
 def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algorithm) -> None:
-    """A short common beginning is not waited for, so rows have pages of their own for it. What
-    comes after it is cached as it leaves the window, for each, wherever pages end."""
+    """Rows do not wait for a short common prefix, so each has its own pages for it. Later pages are
+    cached for each row when they leave the window, wherever pages end.
+    """
     limits = with_limits(LIMITS, page_size=2, num_pages=800, prefill_rows=4, prefill_buckets=(5,))
     limits = with_limits(
         limits, draft_shape=replace(limits.draft_shape, algorithm=algorithm), overlap_depth=2
@@ -187,8 +189,9 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
 
 
 def test_what_a_row_computes_again_takes_the_place_of_what_was_cached() -> None:
-    """A text is cached whole, but in the window space of it hardly anything is left: a row that
-    begins at the beginning has pages of its own, and holds the text once."""
+    """A text is cached whole, but hardly any of it remains in the window space: a row that starts
+    at 0 has its own pages, and caches the text once.
+    """
     limits = with_windows(with_limits(LIMITS, num_pages=32, overlap_depth=0), 8)
     bench, prompt = Bench(limits), tuple(range(24))
     assert cached_of(bench, turn("a", *prompt, max_new_tokens=60)) == 0

@@ -1,4 +1,4 @@
-"""Window spaces: pages are lent chunk by chunk, and come back when no query can see them."""
+"""Window spaces: pages are granted chunk by chunk, and return when no query can see them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(limits: ServeLimits, *requests: Request) -> Bench:
 
 
 def test_the_worked_example_of_a_prompt() -> None:
-    """Chunks of 8 of a prompt of 20: pages 0 1, then 2 3, then 4; 0 and 1 come back, then 2."""
+    """Chunks of 8 of a prompt of 20: pages 0 1, then 2 3, then 4; 0 and 1 return, then 2."""
     limits = limits_of(20, overlap_depth=2)
     scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
     scheduler.enqueue([request_of(20, 1)])
@@ -72,7 +72,7 @@ def test_the_worked_example_of_a_prompt() -> None:
 def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission(
     algorithm: Algorithm, prompt_len: int
 ) -> None:
-    """Its root is never decoded: in no space is there a page for it."""
+    """Its root is never decoded: it has no page in any space."""
     limits = with_limits(
         FULL, page_size=1, draft_shape=replace(FULL.draft_shape, algorithm=algorithm)
     )
@@ -84,7 +84,7 @@ def test_a_row_that_only_its_prompt_extends_gets_no_more_pages_than_at_admission
 
 
 def test_rows_wait_for_what_may_be_promised() -> None:
-    """Two rows fit one after the other; short ones side by side, for they never hold much."""
+    """Two rows fit one after the other; short ones fit together, since they never need much."""
     bench = run(limits_of(), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
     assert max(len(plan.row_refs) for plan in bench.runner.plans) == 1
     both = run(limits_of(2 * FEWEST), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
@@ -114,7 +114,7 @@ def window_grant(index: int, page: int, slot: int = 1) -> PageGrant:
 
 
 def test_the_fake_refuses_what_is_not_owned() -> None:
-    """A page that a query sees must be there, and may not go to another row before its time."""
+    """A page that a query sees must be present, and may not go to another row too early."""
     row = FakeRow(admission=admission(1), page_ids=[], num_filled=20, read_len=20)
     other = FakeRow(admission=admission(2), page_ids=[], steps_in_flight=1)
     rows = {1: row, 2: other}
@@ -140,7 +140,7 @@ def test_the_fake_refuses_what_is_not_owned() -> None:
 
 
 def test_no_row_holds_more_than_it_was_promised() -> None:
-    """A row that is not trimmed is an error, not a pool that runs dry."""
+    """A row that is not trimmed is an error, instead of a pool that runs out."""
     space = PageSpace(limits_of(50), 50, index=1, keep=8)
     row = space.admit((), last=178, end=20)
     assert len(space.grow(row, FEWEST)) == FEWEST
