@@ -109,7 +109,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_an_moe_has_cells_and_a_floor(tmp_path: Path) -> None:
-    """Nothing is claimed about the times of a CPU."""
+    """It checks no times, which mean nothing on a CPU."""
     output = tmp_path / "steps.json"
     words = ["--model", "tiny-moe", "--cells", "chain/*", "--output", str(output)]
     assert main([*words, f"--engine=compilation_cache_dir={tmp_path / 'programs'}"]) == 0

@@ -1,4 +1,4 @@
-"""The house itself: floors, the host half, sizes, docstrings, words. Read from the source."""
+"""Laws of the source itself: layers of imports, the host half, sizes, docstrings, words."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Dotted names of the jspec modules that `path` imports, wherever in the file.
+    """Yield the dotted names of the jspec modules that `path` imports, anywhere in the file.
 
-    What stands under `if TYPE_CHECKING:` counts too; only jspec/__init__ is free to name the top.
+    Imports under `if TYPE_CHECKING:` count too; only jspec/__init__ may name the top.
     """
     known = names_of_modules()
     for node in nodes(path):
@@ -116,7 +116,8 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def in_every_module(check: Callable[[Path], None]) -> Callable[[], None]:
-    """A test of all modules that names all which fail: one a module would be 1,600 tests."""
+    """Return one test of all modules that names all failures: one per module would be 1,600
+    tests."""
 
     def test() -> None:
         faults = []
@@ -182,7 +183,7 @@ def test_a_file_of_an_op_says_which_part_it_is(path: Path) -> None:
 
 @in_every_module
 def test_a_statement_of_three_quotes_is_a_docstring(path: Path) -> None:
-    """Where the program digest leaves it out (jspec/engine/programs/source_digest.py)."""
+    """The program digest leaves docstrings out (jspec/engine/programs/source_digest.py)."""
     lines = path.read_text().splitlines()
     prose = {
         node.body[0].lineno
@@ -358,7 +359,7 @@ def is_indexed_update(call: ast.Call) -> bool:
 
 
 def test_every_gather_and_scatter_states_its_mode() -> None:
-    """What happens to an index outside is decided where it is written, never by a default."""
+    """The treatment of indices outside is decided where they are used, never by a default."""
     for path in modules():
         if room_of(dotted(path)) not in STEP_ROOMS:
             continue

@@ -48,7 +48,7 @@ def inputs(num_rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, 
 
 
 def run(function: Callable[..., Pair], *arrays: jax.Array, **static: Any) -> Pair:
-    """Compile with a barrier, so that XLA may not skip the rounding of the sum."""
+    """Compile without excess precision, so that XLA may not skip the rounding of the sum."""
     lowered = jax.jit(partial(function, eps=EPS, **static)).lower(*arrays)
     pair: Pair = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays)
     return pair

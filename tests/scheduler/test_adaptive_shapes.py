@@ -92,7 +92,7 @@ def chosen(
     largest: SpeculativeConfig = TREE,
     is_prompt_between: bool = False,
 ) -> list[str]:
-    """Return the shapes of `steps` steps. measured: milliseconds of shapes by rows, from the
+    """Return the shapes of num_steps steps. measured: milliseconds of shapes by rows, from the
     runner."""
     limits = limits_of(largest, emitted)
 

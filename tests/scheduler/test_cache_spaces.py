@@ -113,7 +113,7 @@ class Spaces(RuleBasedStateMachine):
         )
 
     def evict_for(self, i: int, missing: int) -> None:
-        """Model the eviction for `count` pages of space i."""
+        """Model the eviction for pages that space i lacks."""
         model, in_use = self.models[i], self.in_use(i)
         unused = model.unused(in_use)
         num_free = model.space.num_pages - len(in_use) - len(unused)

@@ -67,7 +67,7 @@ def engine(engine_arguments: dict[str, Any]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def live_url(engine: Engine) -> Iterator[str]:
-    """The address of a real server on a free port."""
+    """Return the address of a real server on a free port."""
     config = uvicorn.Config(
         create_app(engine, ServerArgs(log_interval=0)), port=0, log_config=None, loop="asyncio"
     )
@@ -93,7 +93,7 @@ def client(live_url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def subprocess_env() -> dict[str, str]:
-    """The environment in which another process finds the programs compiled by this one."""
+    """Return the environment in which another process finds the programs compiled by this one."""
     root = str(Path(__file__).resolve().parents[2])
     return {
         **os.environ,
@@ -110,7 +110,7 @@ def other_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 @pytest.fixture
 def served(engine: Engine, tiny_pair: TinyPair) -> Iterator[Engine]:
-    """The shared engine, which gets its own weights again."""
+    """Return the shared engine, and restore its own weights afterwards."""
     yield engine
     back = {"speculative_draft_model_path": str(tiny_pair.draft_path), "weight_version": "default"}
     engine.update_weights_from_disk(str(tiny_pair.target_path), abort_all_requests=True, **back)

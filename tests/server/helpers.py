@@ -1,4 +1,4 @@
-"""What several tests of the server need: idleness, events, and clients without a socket."""
+"""Shared code of the server's tests: idleness, events, and clients without a socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ENDLESS = {"max_new_tokens": 16000, "ignore_eos": True}
 
 
 def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that this thread stood still at most while another did the work, and all of it."""
+    """Return the seconds of this thread's longest pause while another worked, and of all the
+    work."""
     worst, last = 0.0, (began := time.monotonic())
     working = threading.Thread(target=work)
     working.start()
@@ -30,7 +31,7 @@ def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def wait_idle(engine: Engine, *, seconds: float = 120.0) -> None:
-    """Waits until nothing runs, then asserts that every slot and page came back."""
+    """Wait until no request runs, then assert that every slot and page is free."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         stats = engine.stats
@@ -58,7 +59,7 @@ def wait_taken(engine: Engine, num_taken: int, *, seconds: float = 120.0) -> Non
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
-    """The events of a whole stream, which must end with [DONE]."""
+    """Return the events of a whole stream, which must end with [DONE]."""
     parts = body.split("\n\n")
     assert parts[-1] == ""
     assert parts[-2] == "data: [DONE]"
@@ -67,7 +68,7 @@ def events_of(body: str) -> list[dict[str, Any]]:
 
 
 def ask(app: Starlette, method: str, path: str, **options: Any) -> httpx.Response:
-    """One request to an application, without a socket."""
+    """Send one request to an application, without a socket."""
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

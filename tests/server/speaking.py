@@ -1,5 +1,6 @@
-"""Servers around an engine that says what a test tells it, one for each format; and templates with
-tools, in the manner of the models whose formats they are."""
+"""Servers around an engine that answers with given text, one for each format; and templates with
+tools like those of the formats' models.
+"""
 
 from __future__ import annotations
 

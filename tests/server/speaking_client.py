@@ -1,4 +1,4 @@
-"""OpenAI's own client at a server around an engine that says what it is told."""
+"""OpenAI's own client at a server around an engine that answers with given text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ASK = [{"role": "user", "content": "Weather?"}]
 
 
 class Speaker:
-    """One engine behind OpenAI's client, without a socket."""
+    """One engine for OpenAI's client, without a socket."""
 
     def __init__(self, engine: SpeakingEngine, args: ServerArgs) -> None:
         self.engine = engine
         self._app = create_app(engine, args)
 
     def __call__(self, says: str, **body: Any) -> Any:
-        """The answer to a chat in which the model says this; chunks if it is streamed."""
+        """Return the answer to a chat in which the model writes `says`; chunks if it is
+        streamed."""
         return self.run(
             says,
             "chat.completions",

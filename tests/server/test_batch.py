@@ -1,4 +1,4 @@
-"""`jspec batch` over a real engine: answers in order, bad lines answered, runs that go on."""
+"""`jspec batch` over a real engine: answers in order, bad lines answered, runs that continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = BatchSettings(seed=3, created=1_700_000_000, window=4)
 
 
 class KilledError(Exception):
-    """What the tests end a run with."""
+    """The error by which the tests end a run."""
 
 
 def requests_file(path: Path, *lines: dict[str, Any] | str) -> Path:
@@ -113,7 +113,7 @@ def test_every_line_is_answered_in_order_as_the_server_would(
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_file(engine: Engine, tmp_path: Path) -> None:
-    """Ended after every few answers, the last of them torn; unseeded, at temperature 1."""
+    """It ends after every few answers, the last one incomplete; unseeded, at temperature 1."""
     requests = requests_file(tmp_path / "in", *(line(n, temperature=1.0) for n in range(1, 13)))
     run(engine, requests, tmp_path / "whole")
     path = tmp_path / "torn"

@@ -1,8 +1,8 @@
-"""The requests that public benchmark clients send, and what they read of the answers.
+"""The requests that public benchmark clients send, and the parts of the answers that they read.
 
 Written from the clients' public request code: sglang.bench_serving (SGLang 0.5), vLLM's
 `bench serve` (0.25), guidellm (0.4) and lm-eval's local-completions (0.4). Each row is one body as
-it goes over the wire; the readers below read what those clients read, and no more.
+it is sent; the readers below read exactly the fields that those clients read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Events = list[dict[str, Any]]
 
 
 def bench_serving_native(events: Events) -> int:
-    """SGLang's: cumulative text, and the count of tokens beside it."""
+    """SGLang's reader: cumulative text, and its count of tokens."""
     counts = [e["meta_info"]["completion_tokens"] for e in events if e.get("text")]
     assert counts == sorted(counts)
     texts = [e["text"] for e in events]
@@ -30,7 +30,7 @@ def bench_serving_native(events: Events) -> int:
 
 
 def usage_at_the_end(events: Events) -> int:
-    """vLLM's: text while there are choices; else the usage."""
+    """vLLM's reader: text while there are choices; else the usage."""
     assert any(e["choices"][0].get("text") for e in events if e["choices"])
     (usage,) = [e["usage"] for e in events if not e["choices"] and e.get("usage")]
     assert usage["prompt_tokens"] == 8
@@ -45,7 +45,7 @@ def chat_usage_at_the_end(events: Events) -> int:
 
 
 def usage_in_every_event(events: Events) -> int:
-    """guidellm's: the last usage counts, and it asks for one in each event."""
+    """guidellm's reader: the last usage counts, and it requests one in each event."""
     found = [e["usage"] for e in events]
     counts = [usage["completion_tokens"] for usage in found]
     assert counts == sorted(counts)
@@ -56,7 +56,7 @@ def usage_in_every_event(events: Events) -> int:
 
 
 def text_alone(events: Events) -> int:
-    """SGLang's client of completions asks for no usage: it takes the length that it asked for."""
+    """SGLang's client of completions requests no usage: it assumes the requested length."""
     assert "".join(e["choices"][0]["text"] for e in events)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     return NEW_TOKENS
@@ -177,7 +177,7 @@ def test_usage_that_cannot_be_is_refused(
 
 
 def test_vllm_reads_acceptance_off_the_metrics(client: httpx.Client) -> None:
-    """It adds up the samples of these names before and after a load."""
+    """It sums the samples of these names before and after a load."""
     found: dict[str, float] = {}
     for line in client.get("/metrics").text.splitlines():
         if line.startswith("vllm:spec_decode"):
@@ -197,7 +197,7 @@ CHOICES = ["def fib", "import os", "x"]
 
 
 def select(client: httpx.Client, text: str, choices: list[str]) -> dict[str, list[float]]:
-    """Score the choices as sgl.select does, by the name of each of its three methods."""
+    """Score the choices like sgl.select, by the name of each of its three methods."""
     nothing = {"max_new_tokens": 0, "temperature": 0}
 
     def generate(**body: Any) -> Any:

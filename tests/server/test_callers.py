@@ -56,7 +56,7 @@ def test_anthropics_name_of_the_caller() -> None:
 def test_a_call_of_many_prompts_does_not_keep_others_waiting(
     client: httpx.Client, engine: Engine, path: str, fields: dict[str, Any]
 ) -> None:
-    """Two slots and thirty prompts of one caller; the other one's is among the next to run."""
+    """Two slots and thirty prompts of one caller; the other caller's is among the next to run."""
     body = {"prompt": ["x"] * 30, "max_tokens": 300, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json={**body, "user": "one"}) as many:
         assert many.status_code == 200

@@ -27,7 +27,7 @@ NATIVE = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture
 def official(live_url: str) -> Iterator[openai.OpenAI]:
-    """OpenAI's own client."""
+    """Return OpenAI's own client."""
     with (
         httpx.Client(trust_env=False) as http,
         openai.OpenAI(

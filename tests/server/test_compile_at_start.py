@@ -1,6 +1,6 @@
-"""After a start with `--compile-at-start all` no request of any kind compiles anything.
+"""After a start with `--compile-at-start all` no request of any kind compiles a program.
 
-tests/engine/test_programs.py says without compiling that there is a program for whatever is asked.
+tests/engine/test_programs.py checks without compiling that every request has a program.
 """
 
 from __future__ import annotations

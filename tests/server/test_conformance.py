@@ -87,7 +87,7 @@ def arguments(shape: str, cache: Path) -> dict[str, Any]:
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """The engine behind a port of its own; gives the URL."""
+    """Serve the engine on its own port; return the URL."""
     app = create_app(engine, ServerArgs(log_interval=0))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, loop="asyncio"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -103,7 +103,7 @@ def serving(engine: Engine) -> Iterator[str]:
 
 
 class Served:
-    """One shape behind a socket."""
+    """One draft shape served on a socket."""
 
     def __init__(self, engine: Engine, url: str, shape: str) -> None:
         self.engine, self.url, self.shape = engine, url, shape
@@ -422,7 +422,7 @@ def test_c18_hidden_states(served: Served) -> None:
 
 
 def test_c20_retraction_leaks_nothing(served: Served) -> None:
-    """4 rows of 850 tokens want more than the 2,400 of the pool."""
+    """4 rows of 850 tokens need more than the pool's 2,400."""
     params = {"temperature": 0, "max_new_tokens": 800, "ignore_eos": True}
     before = served.engine.stats.num_retractions
     results = served.generate(text=[*FOUR, *FOUR[:2]], sampling_params=params)
@@ -463,7 +463,7 @@ def test_the_official_client_on_every_route(served: Served) -> None:
 
 @pytest.mark.exhaustive  # fast on a tiny pair
 def test_c15_who_waits_too_long_is_refused(cache: Path) -> None:
-    """One slot and a limit of 1 ms: of what cannot run at once, each gets a 503."""
+    """With one slot and a limit of 1 ms, each request that cannot run at once gets a 503."""
     own = {**arguments("chain", cache), "max_running_requests": 1, "queue_time_limit": 0.001}
     with Engine(**{**own, "disable_logprobs": True}) as engine, serving(engine) as base:
         url = f"{base}/generate"
@@ -480,8 +480,10 @@ def test_c15_who_waits_too_long_is_refused(cache: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_c23_drafts_are_as_deep_as_they_pay(cache: Path, tmp_path: Path) -> None:
-    """1 to 3 levels for a text that repeats itself, 3 to 1 for one that no draft can guess: a bias
-    that only the target knows. By hand, since it follows what steps cost on this machine."""
+    """The depth goes from 1 to 3 levels for a text that repeats itself, and from 3 to 1 for one
+    that no draft can guess: only the target has a bias. By hand, since it depends on this machine's
+    step costs.
+    """
     levels = tmp_path / "levels.json"
     levels.write_text('{"candidate_steps": [1, 3]}')
     own = {

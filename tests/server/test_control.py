@@ -1,4 +1,4 @@
-"""Routes beside generation: tokens, pausing, readiness, profiles; keys, origins, TLS files."""
+"""Routes besides generation: tokens, pausing, readiness, profiles; keys, origins, TLS files."""
 
 from __future__ import annotations
 
@@ -302,7 +302,8 @@ def test_refusals_are_logged_and_requests_if_asked_for(
 def test_lines_that_clients_cause_are_limited_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Twenty a second; the others are counted when the second ends, also if no line follows."""
+    """Twenty per second; the others are counted when the second ends, even without a further
+    line."""
     times = [0.0, *[0.99] * (MOST_LINES + 4), 1.0]
     limit = LineLimit(iter([0.0, *times]).__next__)
 
@@ -345,7 +346,7 @@ def test_a_huge_name_does_not_come_back(engine: Engine) -> None:
 
 
 def test_a_long_prefill_is_progress(engine: Engine) -> None:
-    """Its steps end one by one, and emit nothing."""
+    """Its steps end one by one, and emit no token."""
     service = Service(engine, ServerArgs())
     stream = threading.Thread(
         target=engine.generate, args=(None, {"max_new_tokens": 1}, [[1] * 2000])

@@ -1,5 +1,6 @@
-"""Clients that go away at any moment, that read nothing, and that abort in storms; and what memory
-is left behind."""
+"""Clients that leave at any moment, that read nothing, and that abort in storms; and the memory
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def num_files() -> int:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads Linux's /proc")
 def test_a_client_may_be_gone_at_any_byte(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """Of its request and of its answer, by an end or by a reset."""
+    """It leaves during its request or its answer, by an end or by a reset."""
     whole = json.dumps({"text": "x", "sampling_params": ENDLESS, "stream": True}).encode()
     request = HEAD % len(whole) + whole
     engine.generate("x", {"max_new_tokens": 1})  # what is opened once is open
@@ -64,7 +65,7 @@ def test_a_client_may_be_gone_at_any_byte(engine: Engine, caplog: pytest.LogCapt
 
 @pytest.mark.slow
 def test_what_no_client_reads_ends_and_health_answers(engine: Engine) -> None:
-    """Buffers of the system fill up, then those of the server, which are bounded."""
+    """The system's buffers fill up, then those of the server, which are bounded."""
     wait_idle(engine)
     before = engine.stats.num_slow_readers
     body = {"text": "x", "sampling_params": ENDLESS, "stream": True}
@@ -92,7 +93,7 @@ def test_what_no_client_reads_ends_and_health_answers(engine: Engine) -> None:
 
 
 def test_a_storm_of_aborts_leaves_nothing(engine: Engine) -> None:
-    """Requests that end at random moments of their lives, over and over, and one that stays."""
+    """Requests end at random moments, over and over, while one stays."""
     wait_idle(engine)
     rng = random.Random(0)
     params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0.0}
@@ -143,7 +144,7 @@ def test_hostile_bodies_leave_no_memory_behind(engine: Engine) -> None:
 def served(
     arguments: dict[str, Any], env: dict[str, str], *more: str, port: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL."""
+    """Start a server in a separate process; return its URL."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "jspec.cli.main", "serve", "--port", str(port), *flags, *more],
@@ -255,7 +256,7 @@ def test_a_killed_server_leaves_no_process_and_starts_again_on_its_port(
 
 
 def is_there(process_id: int) -> bool:
-    """Whether it runs; one that nobody waits for is over."""
+    """Return True if the process runs; a zombie does not."""
     try:
         with open(f"/proc/{process_id}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,4 +1,5 @@
-"""Draft trees over HTTP: every verification's is told, and nothing else of the answer changes."""
+"""Draft trees over HTTP: every verification's is returned, and the rest of the answer is the
+same."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def generate(client: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def check(answer: dict[str, Any]) -> None:
-    """The trees and the output are one and the same story."""
+    """Check that the trees and the output agree."""
     meta, ids = answer["meta_info"], answer["output_ids"]
     trees = meta["draft_trees"]
     assert [tree["step"] for tree in trees] == list(range(1, meta["spec_verify_ct"] + 1))

@@ -1,4 +1,5 @@
-"""jspec.Engine called directly: what an interrupt ends, and what is refused before it is queued."""
+"""jspec.Engine called directly: interrupts, and requests that are refused before they are
+queued."""
 
 from __future__ import annotations
 
@@ -154,7 +155,7 @@ def test_a_taken_port_is_a_config_error() -> None:
 
 
 def test_events_do_not_wait_for_acknowledgements() -> None:
-    """With Nagle's algorithm an event is held until the client's delayed ACK, 40 ms."""
+    """With Nagle's algorithm an event would wait for the client's delayed ACK, 40 ms."""
     found: list[int] = []
 
     async def main() -> None:

@@ -1,5 +1,5 @@
-"""Lists of any length, streams of lists, scores and tokens: what `jspec.Engine` offers in Python,
-and what of it has a route."""
+"""Lists of any length, streams of lists, scores and tokens: `jspec.Engine` in Python and its
+routes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_errors_may_stand_in_their_place_and_else_refuse_the_list(engine: Engine
 
 
 def test_each_prompt_has_as_many_places_as_its_n(engine: Engine) -> None:
-    """Also one that is refused, so that a place says which prompt it is of."""
+    """So has a refused one, so that a result's index shows its prompt."""
     params: list[Any] = [{**GREEDY, "n": n} for n in (2, 3, 1)]
     params += [{"n": 0}, {"n": 10**6}, {"n": "x"}]  # none is a number of choices
     prompts: list[Any] = ["a", "b" * 20000, "c", "d", "e", "f"]
@@ -94,7 +94,7 @@ def test_a_stream_refuses_what_is_for_whole_results(engine: Engine, name: str) -
 def test_a_long_list_is_never_there_as_a_whole(
     engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue holds 32: of 150 requests about that many are made before others end."""
+    """The queue has room for 32: of 150 requests about that many are made before others end."""
     most, num_made, make = 0, 0, engine._intake.requests
     before = engine.stats.num_finished
 
@@ -115,7 +115,7 @@ def test_a_long_list_is_never_there_as_a_whole(
 
 
 def test_a_text_is_tokenized_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a list, which is checked as a whole before the first request is made."""
+    """This holds also in a list, which is checked as a whole before the first request is made."""
     tokenized, tokenize = [], Tokenizer.encode
 
     def counting(tokenizer: Tokenizer, text: str, **options: Any) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def test_what_is_no_text_is_named(engine: Engine) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool) -> None:
-    """The queue holds 32; one prompt beside them may be refused, a list is not."""
+    """The queue has room for 32; a single prompt may be refused meanwhile, a list is not."""
     params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     prompts = [f"x{i}" for i in range(40)]
 
@@ -318,7 +318,7 @@ def test_the_docs_name_every_route(client: httpx.Client) -> None:
 
 
 def test_the_document_says_nothing_that_is_refused(engine: Engine) -> None:
-    """Neutral values, null and defaults of each field, as the document has them, are taken."""
+    """Neutral values, null and defaults of each field, as the document has them, are accepted."""
     from jspec.server.app import create_app
 
     app = create_app(engine)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same text, whatever ends that process."""
+"""An engine in a separate process: the same text, however that process ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wait_restarted(engine: Engine, before: int, *, seconds: float = 120.0) -> No
 def kill_while(
     engine: Engine, running: Future[Any], *, after_tokens: int, number: signal.Signals
 ) -> None:
-    """Ends the process once so many more tokens have come; something runs then."""
+    """Kill the process after some more tokens, while requests run."""
     emitted = engine.stats.num_emitted
     while engine.stats.num_emitted < emitted + after_tokens:
         assert not running.done()
@@ -87,7 +87,7 @@ def test_text_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
 
 
 def test_text_goes_on_over_a_lost_state(engine: Engine, engine_arguments: dict[str, Any]) -> None:
-    """In this process: the state is made anew, with the same weights and programs."""
+    """In this process: the state is made again, with the same weights and programs."""
     prompts, params = [f"def {name}(" for name in KINDS], list(KINDS.values())
     expected = ids_of(engine.generate(prompts, params))
     with FailingEngine(**engine_arguments) as failing:
@@ -204,7 +204,7 @@ def test_what_cannot_start_is_said_as_it_is_in_this_process(tmp_path: Path) -> N
 def test_weights_from_disk_come_back_and_given_ones_end_it(
     apart: Engine, engine_arguments: dict[str, Any]
 ) -> None:
-    """The last test of `apart`."""
+    """This must be the last test of `apart`."""
     target = engine_arguments["model_path"]
     ids = ids_of(apart.generate(["def f("], [KINDS["greedy"]]))
     name = "model.norm.weight"

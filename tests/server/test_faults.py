@@ -1,4 +1,4 @@
-"""What the server tells its clients while the engine under it fails: the real loop, no model."""
+"""The server's answers while its engine fails: the real loop, no model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POISON = "poison"
 
 
 class BrokenText:
-    """A text that raises at the third id."""
+    """A text stream that raises at the third id."""
 
     def __init__(self) -> None:
         self._num_ids = 0
@@ -44,11 +44,11 @@ class BrokenText:
         raise ValueError("no such character")
 
     def watch(self) -> None:
-        """Its text alone says where it ends."""
+        """Return None: only the text can tell where it ends."""
 
 
 class BrokenTextEngine(SpeakingEngine):
-    """Prompts that begin with POISON have a BrokenText."""
+    """An engine in which prompts that start with POISON have a BrokenText."""
 
     def _start(self, progress: Any) -> None:
         super()._start(progress)
@@ -145,7 +145,7 @@ def test_who_ran_in_two_failures_is_told_so(texts: Path) -> None:
 
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_text_that_raises_ends_its_own_request_alone(texts: Path, *, cuts: bool) -> None:
-    """cuts: by stop strings, in the engine's turn; else where the answer is written."""
+    """cuts: stop strings are found in the engine's turn; else the reader makes the text."""
     params: dict[str, Any] = {"max_new_tokens": 500, "stop": ["~~~"] if cuts else []}
     with speaking(texts, BrokenTextEngine) as engine:
         app = create_app(engine)

@@ -1,4 +1,4 @@
-"""The table of flags, what argparse makes of it, TOML files, and the docs."""
+"""The table of flags, its argparse parser, TOML files, and the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /generate and its neighbours on a live server: answers, streams, refusals, aborts."""
+"""POST /generate and related routes on a live server: answers, streams, refusals, aborts."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_closing_twice_leaves_a_later_call_of_that_rid(engine: Engine) -> None:
 
 
 def send_and_leave(url: str, path: str, body: dict[str, Any], *, read: int) -> None:
-    """Posts, reads `read` bytes of the answer, and drops the connection."""
+    """Post, read `read` bytes of the answer, and drop the connection."""
     where = urlsplit(url)
     assert where.hostname is not None
     assert where.port is not None

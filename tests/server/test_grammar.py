@@ -1,4 +1,4 @@
-"""Grammars through every door: what is asked for in the peers' words comes out as that."""
+"""Grammars through every API: a request in the peers' fields gets an answer of that form."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ def test_a_list_says_which_grammar_is_wrong_and_a_row_may_do_without_drafts(
 
 @pytest.fixture(scope="module")
 def piece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama 2's arrangement: pieces of text, byte fallback, the space in front put and stripped."""
+    """A tokenizer like Llama 2's: text pieces, byte fallback, a leading space added and
+    stripped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁true", "▁false", "tr", "ue", "x", "{", "▁{", '"', '":', "▁yy", "▁["]
     vocab = {piece: piece_id for piece_id, piece in enumerate(pieces)}

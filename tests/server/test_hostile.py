@@ -1,4 +1,4 @@
-"""What a hostile or broken client may not do: stall others, fill memory, hold connections."""
+"""Hostile or broken clients cannot stall others, fill memory, or occupy connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .helpers import ask, longest_pause
 
 @contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[int]:
-    """A live server with short time-outs; its port."""
+    """Start a live server with short time-outs; return its port."""
     args = options.get("args") or ServerArgs(request_timeout=0.3, log_interval=0)
     protocol = bounded_protocol(
         head_seconds=options.get("head_seconds", 0.3), max_connections=options.get("most", 64)
@@ -65,7 +65,7 @@ ENDLESS_REQUEST = (
 
 
 def send(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
-    """All that the server answers until it closes the connection."""
+    """Return all that the server answers until it closes the connection."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         for part in parts:
@@ -99,7 +99,7 @@ def test_a_body_that_does_not_come_is_a_408(engine: Engine) -> None:
 
 
 def test_unfinished_bodies_are_bounded_together(engine: Engine) -> None:
-    """Each has its length but for a byte, and time; the oldest ones make room for the others."""
+    """Each lacks only its last byte, and has time; the oldest ones make room for the others."""
     args = ServerArgs(request_timeout=60, max_request_bytes=1000, log_interval=0)
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with serving(engine, args=args, head_seconds=60) as port, ExitStack() as stack:
@@ -144,7 +144,7 @@ def test_a_body_may_make_room_in_the_moment_in_which_its_time_ends() -> None:
 def test_a_body_of_a_great_many_tiny_chunks_is_refused(
     engine: Engine, size: int, status: bytes
 ) -> None:
-    """Each is an event of its own for whoever reads them, of 5 us and more."""
+    """Each chunk is an event for its reader and costs 5 us or more."""
     head = (
         b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
@@ -175,8 +175,8 @@ SMUGGLED = b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n"
     ids=["length first", "length last", "two lengths", "http/1.0"],
 )
 def test_a_body_of_two_lengths_smuggles_no_request(engine: Engine, head: bytes) -> None:
-    """A proxy may take one length and the server the other: what is body for one is then a request
-    for the other."""
+    """A proxy may use one length and the server the other: one's body is then the other's next
+    request."""
     with serving(engine) as port:
         answer = send(port, b"POST /abort_request " + head + b"0\r\n\r\n" + SMUGGLED)
     assert answer.startswith(b"HTTP/1.1 400")
@@ -198,7 +198,8 @@ PATIENT = ServerArgs(request_timeout=60, log_interval=0)  # with bodies
 
 
 def ask_for_much(port: int, version: bytes, *, buffer: int) -> socket.socket:
-    """A connection with an answer of 6 MB to come. 1.0: after which the server closes it."""
+    """Open a connection with an answer of 6 MB to come. HTTP/1.0: the server closes it
+    afterwards."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     connection.connect(("127.0.0.1", port))
@@ -270,7 +271,7 @@ def test_who_has_sent_no_head_makes_room(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_others_are_answered_while_a_long_body_is_checked(engine: Engine) -> None:
-    """Sixty thousand requests' settings take two seconds."""
+    """Checking the settings of sixty thousand requests takes two seconds."""
     settings = [{"temperature": 1.0}] * 60_000
     whole = json.dumps({"text": ["x"] * 60_000, "sampling_params": settings}).encode()
     with serving(engine, args=PATIENT, head_seconds=60) as port:

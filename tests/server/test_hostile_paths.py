@@ -1,4 +1,4 @@
-"""A client's text that becomes a path: whatever the system says of it, the answer is a 400."""
+"""A client's text that becomes a path: whatever the system's error is, the answer is a 400."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_path_that_the_system_refuses_is_a_400(
 
 
 def spoilt(what: str, directory: Path) -> None:
-    """Puts something into a checkpoint that is no file to be read."""
+    """Put something into a checkpoint that is not a regular file."""
     name, kind = what.split(": ")
     (directory / name).unlink(missing_ok=True)
     match kind:
@@ -126,7 +126,7 @@ def test_what_the_system_keeps_from_the_server_is_a_400(
     name: str,
     number: int,
 ) -> None:
-    """As permissions and broken file systems do; the test may run as a user who may do all."""
+    """Permissions and broken file systems do this; a patch, since the test may run as root."""
     directory = tmp_path / "checkpoint"
     shutil.copytree(tiny_pair.target_path, directory)
     real = Path.stat

@@ -1,4 +1,4 @@
-"""What a body's structure costs is bounded before it is parsed."""
+"""The cost of a body's structure is bounded before it is parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .helpers import longest_pause
 
 
 def outside(body: bytes) -> bytes:
-    """The same, a byte after the other."""
+    """Return the text outside of strings, byte by byte."""
     found, is_inside, is_escaped = bytearray(), False, False
     for i in range(len(body)):
         byte = body[i : i + 1]

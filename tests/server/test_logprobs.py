@@ -1,7 +1,7 @@
 """Log-probabilities over HTTP, in SGLang's form and in OpenAI's: checks C6 to C11 of its servers.
 
-The engine drafts (EAGLE-3, a chain); what it says of its output equals what it says of the same
-tokens as a prompt.
+The engine drafts (EAGLE-3, a chain); the values of its output equal those of the same tokens as a
+prompt.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ Client = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Calls a method of `client.messages`; returns its answer and the prompt that the model saw."""
+    """Call a method of `client.messages`; return its answer and the prompt that the model saw."""
     directory = tmp_path_factory.mktemp("text") / "qwen"
     write_text_files(directory, special=SPECIAL["qwen"], template=TEMPLATES["qwen"])
     engine = SpeakingEngine(directory)

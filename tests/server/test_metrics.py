@@ -1,4 +1,4 @@
-"""The table of metrics: what is scraped, what the docs say, and what the dashboard asks for."""
+"""The table of metrics: the scrape, the docs, and the dashboard's queries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exposed() -> list[str]:
 
 
 def sample_names() -> set[str]:
-    """As a query may name them."""
+    """Return the names that a query may use."""
     ends = ("_bucket", "_sum", "_count")
     return {
         name + end
@@ -55,7 +55,7 @@ def sample_names() -> set[str]:
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
-    """Values by name and by what labels they have beside the model's."""
+    """Return values by name and by labels other than the model's."""
     found = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

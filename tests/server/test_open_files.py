@@ -1,4 +1,4 @@
-"""A server that may have few files open, and more connections than that."""
+"""A server with more connections than it may have open files."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ with bind(args) as bound:
 def serving(
     subprocess_env: dict[str, str], log_path: Path, *, certificate: Path | None = None
 ) -> Iterator[int]:
-    """A server in a process of its own; its port. What it writes is at log_path in the end.
-    certificate: with its key, for TLS."""
+    """Start a server in a separate process; return its port. Its output is at log_path in the end.
+
+    certificate: with its key, for TLS.
+    """
     command = [sys.executable, "-c", SERVER, str(MAX_FILES), str(certificate or "")]
     with log_path.open("w") as log:  # no pipe, which a server that writes much would wait for
         server = subprocess.Popen(
@@ -88,7 +90,7 @@ needs_files = pytest.mark.skipif(
 def test_more_connections_than_open_files_are_answered(
     subprocess_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """Bodies that do not come make room, the oldest first; nothing is accepted in vain."""
+    """Bodies that do not arrive make room, the oldest first; each accepted connection is served."""
     log_path = tmp_path / "log"
     with serving(subprocess_env, log_path) as port, ExitStack() as stack:
         held = []

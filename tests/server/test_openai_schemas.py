@@ -1,4 +1,4 @@
-"""What POST /v1/completions takes, under OpenAI's names."""
+"""The fields of POST /v1/completions, under OpenAI's names."""
 
 from __future__ import annotations
 

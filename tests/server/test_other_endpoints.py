@@ -1,4 +1,5 @@
-"""Completions, models, health, information, metrics, the page, keys, and what is not served."""
+"""Completions, models, health, information, metrics, the page, keys, and routes that are not
+served."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ def test_rates_are_of_the_window(engine: Engine) -> None:
 
 
 def stats_of(engine: Engine, **totals: Any) -> SchedulerStats:
-    """Statistics of an engine that has one running request and these totals."""
+    """Return statistics of an engine with one running request and these totals."""
     zero = dataclasses.replace(
         engine.stats, num_running=1, num_emitted=0, num_finished=0, counters=SpecCounters()
     )

@@ -1,4 +1,4 @@
-"""The page's colours can be read in light and dark, and it says what its fields mean."""
+"""The page's colours are readable in light and dark, and it explains its fields."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def style() -> str:
 
 
 def colours(scheme: str) -> dict[str, str]:
-    """The variables that hold in a scheme; the dark ones are laid over the light ones."""
+    """Return the variables of a scheme; the dark ones replace the light ones."""
     blocks = re.findall(r":root \{(.*?)\}", style(), re.DOTALL)
     assert len(blocks) == 2
     used = blocks[:1] if scheme == "light" else blocks
@@ -45,7 +45,7 @@ def colours(scheme: str) -> dict[str, str]:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of #rrggbb (WCAG 2.2)."""
+    """Return the relative luminance of #rrggbb (WCAG 2.2)."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -72,7 +72,7 @@ def test_text_can_be_read(scheme: str) -> None:
 
 
 def test_no_colour_stands_outside_the_variables() -> None:
-    """Else the test above would not see it; and no text is paler than its colour."""
+    """Else the test above would miss it; and no text is paler than its colour."""
     rules = re.sub(r":root \{.*?\}", "", style(), flags=re.DOTALL)
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?!\s*\{)(?=[;\s])", rules)
     assert not re.search(r"\b(rgb|hsl|oklch|color-mix)\(", rules)
@@ -90,7 +90,8 @@ def test_fields_take_any_number_and_an_empty_one_is_the_default() -> None:
 
 
 def rule_of(function: str) -> tuple[str, str]:
-    """The pattern and the replacement of the page's function that rewrites JSON, as Python's."""
+    """Return the pattern and the replacement of the page's function that rewrites JSON, in
+    Python."""
     found = re.search(
         rf"function {function}\(.*?\.replace\(/(.+?)/g?, '(.+?)'\)", page(), re.DOTALL
     )

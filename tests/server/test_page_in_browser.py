@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 
 
 def endless(route: Any) -> None:
-    """The tests' model is random and may end by chance; a request goes on as if it could not."""
+    """Make requests endless: the tests' model is random and may end by chance."""
     body = json.loads(route.request.post_data)
     body["sampling_params"]["ignore_eos"] = True
     route.continue_(post_data=json.dumps(body))

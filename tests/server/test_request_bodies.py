@@ -52,7 +52,7 @@ def test_a_huge_body_is_a_413(engine: Engine) -> None:
 
 
 def test_the_limit_counts_the_bytes_that_come(engine: Engine) -> None:
-    """Of a body in chunks, whose length no header tells."""
+    """The body comes in chunks, without a header for its length."""
     app = create_app(engine, ServerArgs(max_request_bytes=1000))
 
     async def sent(num_bytes: int) -> AsyncIterator[bytes]:
@@ -100,7 +100,7 @@ def test_the_413_reaches_a_client_that_sends_everything_first(engine: Engine) ->
 
 
 def post_all_then_read(port: int, body: bytes, *, chunked: bool) -> tuple[str, str]:
-    """Sends the whole body before it reads; returns the status line and the headers."""
+    """Send the whole body before reading; return the status line and the headers."""
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         connection.sendall(f"POST /generate HTTP/1.1\r\nHost: t\r\n{length}\r\n\r\n".encode())

@@ -1,6 +1,6 @@
-"""A served text scored again: the same choices, whatever the sampling; what is altered is found.
+"""A served text scored again: the same choices, whatever the sampling; alterations are found.
 
-Of engine/rescorer; it is here for this folder's engine.
+It tests engine/rescorer, here because of this folder's engine.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_a_text_that_is_too_long_is_refused(rescorer: Rescorer, texts: list[Text
 def test_a_text_under_a_grammar_is_refused(
     engine: Engine, rescorer: Rescorer, texts: list[Text]
 ) -> None:
-    """Its tokens are those that the grammar left; rescoring knows no grammar."""
+    """Its tokens are those that the grammar allowed; rescoring knows no grammar."""
     text = texts[0]
     tied = dataclasses.replace(text.request.sampling, ignore_eos=False, regex="[a-f]{20}")
     with pytest.raises(RequestError, match="the request has a regex; expected none"):

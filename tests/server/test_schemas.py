@@ -1,4 +1,4 @@
-"""What POST /generate takes, and every way in which it says no."""
+"""The fields of POST /generate, and every error."""
 
 from __future__ import annotations
 
@@ -233,8 +233,9 @@ def test_any_json_is_taken_or_refused_and_nothing_else(
 @pytest.mark.parametrize("value", [True, False, {}, {"a": 1}], ids=str)
 @pytest.mark.parametrize("name", ["regex", "ebnf", "structural_tag"])
 def test_a_grammar_that_is_no_text_is_refused(name: str, value: Any) -> None:
-    """true is not the expression "true". An object may be a structural tag, or a JSON schema, which
-    true is too."""
+    """true is not the expression "true". An object may be a structural tag, or a JSON schema, and
+    so may true.
+    """
     bodies: list[tuple[Callable[[Any], object], dict[str, Any]]] = [
         (sampling_params, {name: value}),
         (SamplingParams.from_mapping, {name: value}),

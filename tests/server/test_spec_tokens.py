@@ -76,7 +76,7 @@ def counted(tokenizer: Tokenizer, text: str, counters: SpecCounters) -> StreamCh
 
 
 def test_each_step_says_its_own_drafts(tokenizer: Tokenizer) -> None:
-    """Shapes change: 6 drafts, then 1. What no verification wrote belongs to none."""
+    """The shape changes: 6 drafts, then 1. Text from no verification has neither."""
     told = (
         ("a", SpecCounters()),  # the prompt's first
         ("b", SpecCounters(verify_ct=1, num_proposed=6)),

@@ -47,7 +47,7 @@ def chunk_of(index: int) -> StreamChunk:
 
 
 class Source:
-    """All chunks, one each time the event loop comes round, read or not."""
+    """A source of all chunks, one per turn of the event loop, read or not."""
 
     def __init__(self) -> None:
         self._chunks: list[StreamChunk] = []
@@ -74,7 +74,7 @@ class Source:
 
 
 def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]], Completion]:
-    """The events that a reader sees which is away for so many turns of the loop after each."""
+    """Return the events of a reader that is away for `turns` turns of the loop after each."""
     completion = Completion("r", clock=no_clock)
     written = EventJson(completion, keeps_all=not incremental, index=None)
 
@@ -126,7 +126,7 @@ def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
 
 
 def rich_completion(*, token_text: Callable[[int], str] | None = None) -> Completion:
-    """Of a request that asks for everything of which a stream tells more with each event."""
+    """Return a completion with every option that adds to a stream's events."""
     sampling = SamplingParams(
         return_logprob=True, logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)
     )
@@ -139,7 +139,7 @@ def rich_completion(*, token_text: Callable[[int], str] | None = None) -> Comple
 
 
 def everything_of(number: int, *, is_last: bool = False) -> StreamChunk:
-    """Two ids in every other chunk, with log-probabilities and the tree that they came from."""
+    """Return two ids in every other chunk, with log-probabilities and their tree."""
     known = TokenLogprob(logprob=-0.5, top=((-0.5, 7), (-1.5, number)), watched=(-9.0,))
     has_ids = number % 2 == 1
     tree = VerifiedTree(ids=(1, number), parents=(-1, 0), accepted=(1,))

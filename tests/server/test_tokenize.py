@@ -26,7 +26,7 @@ MAX_SIZE = 2 * LONG  # here; the real one takes seconds to write
 
 
 class SlowTokenizer:
-    """One id for each text; it takes 20 ms, and remembers how many threads were in it at once."""
+    """One id per text; it takes 20 ms, and records the most threads that were in it at once."""
 
     def __init__(self) -> None:
         self.most_at_once = 0

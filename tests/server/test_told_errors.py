@@ -1,4 +1,4 @@
-"""No answer to a client names a file of the server's, or repeats what another library said."""
+"""No answer to a client names a file of the server's, or repeats another library's message."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TEMPLATE = """{% for message in messages %}{% if message.role == "tool" %}
 
 @pytest.fixture(scope="module")
 def plain(engine_arguments: dict[str, Any], tmp_path_factory: Any) -> Iterator[Engine]:
-    """Its template names nothing beyond the messages."""
+    """Return a server whose template uses only the messages."""
     file = tmp_path_factory.mktemp("template") / "plain.jinja"
     file.write_text(TEMPLATE)
     with Engine(**{**engine_arguments, "chat_template": str(file)}) as engine:
@@ -135,7 +135,7 @@ def test_a_profile_that_cannot_be_written_names_no_file(
 
 
 class SaysItsFile(SpeakingEngine):
-    """An engine whose runner fails as a library does, in words that name a file."""
+    """An engine whose runner fails with a library's message, which names a file."""
 
     def __init__(self, directory: Path) -> None:
         def fails(_: object) -> bool:

@@ -1,4 +1,5 @@
-"""Tools and reasoning over HTTP: OpenAI's own client, and an engine that says what it is told."""
+"""Tools and reasoning over HTTP: OpenAI's own client, and an engine that answers with given
+text."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ REASONING = {"qwen": "qwen3", "glm45": "qwen3", "gpt-oss": "gpt-oss"}
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Speaker]]:
-    """A Speaker for a format, made once; `reasons` turns on the family's --reasoning-parser."""
+    """Return the Speaker for a format, made once; `reasons` turns on its --reasoning-parser."""
     engines: dict[str, SpeakingEngine] = {}
 
     def make(name: str, *, reasons: bool = False, **args: Any) -> Speaker:
@@ -160,7 +161,7 @@ def test_reasoning_is_split_off(speaker: Callable[..., Speaker], name: str) -> N
 
 @pytest.mark.parametrize("name", sorted(THOUGHTS))
 def test_tokens_of_reasoning_are_counted(speaker: Callable[..., Speaker], name: str) -> None:
-    """A token is a byte here; the marks and the blanks beside them are no reasoning."""
+    """A token is a byte here; the marks and the blanks around them are not reasoning."""
     speak, said, count = speaker(name, reasons=True), THOUGHTS[name], len("It is é".encode())
     answer = speak(said, n=2, extra_body={"return_meta_info": True})
     assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * count

@@ -1,4 +1,4 @@
-"""--trace-requests: what is refused leaves nothing behind."""
+"""--trace-requests: refused requests leave no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of weights that are refused: nothing changes, and all that is wrong is said."""
+"""Updates of weights that are refused: they change nothing, and the error lists all faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change while an engine serves: what comes after, what runs meanwhile, what fails."""
+"""Weights that change while an engine serves: later and running requests, and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Q, K = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
 
 @pytest.fixture(scope="module")
 def fresh(engine_arguments: dict[str, Any], other_pair: TinyPair) -> Iterator[Engine]:
-    """An engine that was started with the other weights: what an updated one must equal."""
+    """Return an engine started with the other weights, which an updated one must equal."""
     paths = {
         "model_path": str(other_pair.target_path),
         "speculative_draft_model_path": str(other_pair.draft_path),
@@ -44,7 +44,7 @@ def fresh(engine_arguments: dict[str, Any], other_pair: TinyPair) -> Iterator[En
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """What is compiled meanwhile, by any thread of this process."""
+    """Count compilations by any thread of this process."""
     heard: list[str] = []
 
     def hear(event: str, duration_secs: float, **_: str | int) -> None:
@@ -122,7 +122,7 @@ def read(engine: Engine, name: str, **options: Any) -> Any:
 def test_what_runs_goes_on_with_the_new_weights(
     served: Engine, fresh: Engine, other_pair: TinyPair, params: dict[str, Any]
 ) -> None:
-    """As if a fresh engine had been given the prompt and all that was committed."""
+    """It continues like a fresh engine with the prompt and all committed tokens."""
     length = {**params, "max_new_tokens": 100}
     before = ids_of(served, PROMPT, length)
     stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
@@ -164,7 +164,7 @@ def test_requests_that_are_there_can_end_first_or_at_once(
 
 
 def pause_at_prefill(engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the engine plan no step after so many prefills."""
+    """Make the engine plan no step after `count` prefills."""
     plain, left = engine._runner.dispatch, iter(range(count - 1, -1, -1))
 
     def dispatch(plan: StepPlan) -> Any:
@@ -213,7 +213,7 @@ def test_a_prompt_that_is_half_filled_has_all_its_numbers_of_the_new_weights(
 
 
 def numbers_of(value: Any) -> list[float]:
-    """All numbers of nested lists, in order."""
+    """Return all numbers of nested lists, in order."""
     if isinstance(value, list | tuple):
         return [number for each in value for number in numbers_of(each)]
     return [] if value is None else [value]
@@ -222,7 +222,8 @@ def numbers_of(value: Any) -> list[float]:
 def test_requests_that_come_meanwhile_find_whole_weights(
     served: Engine, fresh: Engine, other_pair: TinyPair
 ) -> None:
-    """Each text is that of the old weights, of the new, or goes over from the one to the other."""
+    """Each text is that of the old weights, of the new, or changes once from the one to the
+    other."""
     wanted = [ids_of(served, PROMPT, GREEDY), ids_of(fresh, PROMPT, GREEDY)]
     found: list[list[int]] = []
     is_done = threading.Event()

@@ -1,4 +1,4 @@
-"""The progress of a batch, in words."""
+"""The progress line of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jspec.serving.batch_progress import BatchProgress
 
 
 class Screen(io.StringIO):
-    """Text that claims to be a terminal, or not to be one."""
+    """A text buffer that claims to be a terminal, or not to be one."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Between two steps: what may run there, what it finds, what becomes of requests and streams."""
+"""Work between two steps, and its effect on requests and streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .test_loop import LONG, check_output, make_loop, make_request, read, run, u
 def test_rows_are_filled_anew_and_write_the_same_text(
     depth: int, windows: tuple[WindowSpace, ...]
 ) -> None:
-    """The fake text depends on no weights, so whatever is lost or repeated shows."""
+    """The fake text depends on no weights, so lost or repeated tokens show."""
     trace: list[TraceEvent] = []
 
     async def main() -> None:
@@ -160,7 +160,8 @@ def test_a_visit_that_has_begun_is_waited_for_by_a_caller_that_was_cancelled(fai
 
 
 def test_an_update_that_was_cancelled_changes_nothing() -> None:
-    """A client that gives up while steps are in flight: no switch later, and the next may come."""
+    """A client gives up while steps are in flight: no switch follows, and the next update may
+    come."""
 
     async def main() -> None:
         runner = FakeRunner(small_limits(), step_seconds=0.05)
@@ -215,7 +216,7 @@ def test_a_loop_that_closes_tells_who_waits_for_a_visit() -> None:
 
 @dataclass
 class FakeWeights:
-    """Remembers what it was asked to do. wrong: what `prepare` finds."""
+    """Weights that record their calls. wrong: the error of `prepare`."""
 
     wrong: str = ""
     has_draft: bool = True
@@ -235,7 +236,7 @@ class FakeWeights:
 
 
 class Holder(LiveWeights):
-    """Weights with a thread of their own."""
+    """Weights with their own thread."""
 
     def __init__(self, loop: EngineLoop, weights: FakeWeights) -> None:
         super().__init__(LoopThread(), loop, weights)
@@ -330,7 +331,7 @@ def test_which_models_a_directory_updates() -> None:
 
 
 class SlowWeights(FakeWeights):
-    """Reads for a moment, and notes when."""
+    """Weights that take a moment to read, and record when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +349,7 @@ class SlowWeights(FakeWeights):
 
 
 def test_an_update_that_was_cancelled_while_it_reads_holds_the_next_one_back() -> None:
-    """Its thread cannot be stopped, and would leave its weights where the next one's are."""
+    """Its thread cannot be stopped, and would put its weights where the next one's are."""
 
     async def main() -> None:
         weights = SlowWeights()
@@ -366,7 +367,7 @@ def test_an_update_that_was_cancelled_while_it_reads_holds_the_next_one_back() -
 
 
 class SlowToSwitch(FakeWeights):
-    """Switches once it may."""
+    """Weights that switch once an event is set."""
 
     def __init__(self) -> None:
         super().__init__()

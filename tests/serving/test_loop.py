@@ -61,7 +61,7 @@ async def read(stream: ChunkStream) -> list[StreamChunk]:
 
 
 async def until_idle(loop: EngineLoop) -> None:
-    """Waits until nothing runs, waits or is in flight; then no page is out."""
+    """Wait until no request runs or waits and no step is in flight; then all pages are free."""
     while (stats := loop.stats).num_running or stats.num_queued or stats.num_steps_in_flight:
         await asyncio.sleep(STEP_SECONDS)
     assert loop.stats.num_free_pages == loop.stats.num_pages
@@ -348,8 +348,9 @@ def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
 
 
 def test_a_call_waits_as_one() -> None:
-    """Once one of its sequences runs, the others have no limit; and none is left of one that never
-    ran. One slot."""
+    """Once one of its sequences runs, the others have no limit. A call of which none ran ends as a
+    whole. There is one slot.
+    """
 
     async def main() -> None:
         limits = small_limits(num_slots=1, num_pages=200, context_length=400)

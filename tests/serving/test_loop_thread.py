@@ -93,7 +93,7 @@ def test_every_event_loop_finds_the_same_one() -> None:
 
 
 def ends(target: Callable[[], object], *, seconds: float = 10.0) -> bool:
-    """Whether a call comes back, by a return or by EngineClosedError."""
+    """Return True if a call returns or raises EngineClosedError."""
     came_back = threading.Event()
 
     def run() -> None:
@@ -165,7 +165,7 @@ def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
     found: list[int] = []
 
     class Interrupted(asyncio.SelectorEventLoop):
-        """Garbage is collected at any time: here, once, while a callback is handed over."""
+        """Garbage is collected at any time: here, once, while a callback is submitted."""
 
         def call_soon_threadsafe(  # type: ignore[override]
             self, callback: Any, *args: Any, **options: Any
@@ -223,7 +223,7 @@ def test_an_error_of_the_work_is_the_callers() -> None:
 
 
 class Doubler:
-    """Has a part, and calls in both forms."""
+    """An object with a part, and with calls in both forms."""
 
     def __init__(self) -> None:
         self._loop_thread = LoopThread()

@@ -1,4 +1,4 @@
-"""Mailboxes: nothing is lost between two threads, and an event loop is woken once for all."""
+"""Mailboxes: no chunk is lost between two threads, and an event loop is woken once for all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_piece_is_read_however_the_threads_are_switched() -> None:
 
 @pytest.mark.parametrize("from_own_thread", [True, False])
 def test_one_call_wakes_all_readers_of_a_loop(from_own_thread: bool) -> None:
-    """And none that costs a system call, where the loop is the caller's own."""
+    """On the caller's own loop it costs no system call."""
     calls = 0
 
     class CountingLoop(asyncio.SelectorEventLoop):

@@ -1,4 +1,4 @@
-"""A runner that fails: what ran goes on with the same text, and what cannot go on is told why."""
+"""A runner that fails: running requests continue with the same text, others get an error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_output(request: Request, chunks: list[StreamChunk]) -> None:
 
 
 def at_steps(*steps: int) -> Callable[[StepPlan], bool]:
-    """Fails at those steps, each once: numbers are not used again."""
+    """Fail at those steps, each once: step numbers are not used again."""
     return lambda plan: plan.step in steps
 
 
@@ -269,7 +269,7 @@ def test_attempts_that_take_long_to_fail_are_counted_too() -> None:
 
 
 class BrokenText(FakeTextStream):
-    """What is held back cannot be made text of."""
+    """A text stream whose flush raises."""
 
     def watch(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""A first token's way: every border once, in order, for streams that began."""
+"""A first token's stages: every border once, in order, for streams that started."""
 
 from __future__ import annotations
 

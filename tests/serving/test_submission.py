@@ -1,4 +1,4 @@
-"""What happens to requests before the engine's loop has them: aborts, and a full queue."""
+"""Requests before the engine's loop has them: aborts, and a full queue."""
 
 from __future__ import annotations
 

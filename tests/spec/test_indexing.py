@@ -21,7 +21,8 @@ def test_worked_example_of_the_module() -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 20))
 def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
-    """What is chosen at a node is the token of its child, one deeper; the draft runs one behind."""
+    """The choice at a node is the token of its child, one deeper; the draft is one position
+    before it."""
     assert indexing.chosen_position(seq_len, depth) == indexing.target_position(seq_len, depth + 1)
     assert indexing.draft_position(seq_len, depth) + 1 == indexing.target_position(seq_len, depth)
     # EAGLE's row i holds (emitted token i, feature i): the draft position at depth i + 1.
@@ -42,7 +43,7 @@ def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
 def test_scratch_holds_the_tree_the_beams_and_what_was_emitted(
     spec: tuple[int, int, int], rows: int
 ) -> None:
-    """With EAGLE's declaration; a drafter that writes nothing leaves the tree's own rows."""
+    """The extents are EAGLE's; a drafter that writes nothing leaves the tree's own slots."""
     num_steps, topk, nodes = spec
     extents = (
         Algorithm.EAGLE.propose_slots(num_steps, topk),
@@ -58,7 +59,7 @@ def test_scratch_holds_the_tree_the_beams_and_what_was_emitted(
 def test_reservation_holds_every_write_of_every_step_in_flight(
     committed: int, unread: int, num_steps: int, topk: int
 ) -> None:
-    """Whatever the unread steps emit, the next one's highest slot lies inside."""
+    """Whatever the unread steps emit, the next one's highest slot is inside."""
     num_draft_tokens = num_steps + 1
     reserved = indexing.reserved_tokens(
         committed,

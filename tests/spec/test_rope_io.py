@@ -1,4 +1,4 @@
-"""RoPE out of every spelling, alone and beside each other, as transformers 5 understands them."""
+"""RoPE in every spelling, alone and combined, as transformers 5 reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few cases in which any two values of any two settings come together."""
+"""A few cases that together contain each pair of values of any two settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Factors = Mapping[str, Sequence[Any]]
 
 
 def pairs_of(case: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
-    """Any two settings of a case, with their values."""
+    """Return each pair of settings of a case, with their values."""
     return {(a, case[a], b, case[b]) for a, b in itertools.combinations(case, 2)}
 
 
@@ -27,7 +27,7 @@ def all_pairs(factors: Factors) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_array(factors: Factors, *, seed: int = 7) -> list[Case]:
-    """Greedy pairwise cover; deterministic."""
+    """Return a greedy pairwise cover; deterministic."""
     missing = all_pairs(factors)
     rng = np.random.default_rng(seed)
     cases = []

@@ -1,7 +1,7 @@
-"""Any drafter driven by hand: chunks, proposals and verifications of rows whose features are given.
+"""A driver of any drafter: chunks, proposals and verifications of rows with given features.
 
-Slots that nobody wrote hold NaN, and so does the state at first: whoever reads them is found out.
-Beside it a drafter in float64 that knows no cache, no state and no slot.
+Unwritten slots are NaN, and so is the initial state, so that a read of them shows. The reference is
+a drafter in float64 without cache, state or slots.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shape = tuple[int, int]  # S and K
 
 
 def whole_tree(kind: Kind, shape: Shape) -> tuple[int, int, int]:
-    """S/K/N of which every candidate is a node."""
+    """Return an S/K/N whose tree has every candidate as a node."""
     num_steps, topk = shape
     return num_steps, topk, 1 + kind.algorithm.num_candidates(num_steps, topk)
 
@@ -54,7 +54,7 @@ class Programs:
     def _propose(
         self, caches: Any, state: Any, rows: StepBatch
     ) -> tuple[Any, DraftTree, tuple[Level, ...]]:
-        """(caches, tree, the levels that it was built from, of a drafter that grows beams)."""
+        """Return (caches, tree, the levels that a drafter with beams built it from)."""
         kept: list[Level] = []
 
         def build(root_ids: Any, levels: Any, **named: Any) -> DraftTree:
@@ -82,9 +82,9 @@ class Candidates:
 
 
 class Texts:
-    """NUM_ROWS texts with a feature a token, and how far the drafter has been told of each.
+    """NUM_ROWS texts with a feature per token, and how many of each the drafter has received.
 
-    A lookup's are of two ids, so that it finds something.
+    A lookup's texts have two distinct ids, so that it finds matches.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Texts:
         )
 
     def chunk(self, lens: list[int]) -> None:
-        """The next `lens` tokens of each row, packed, as a prefill step has them; 0 for none."""
+        """Give the next `lens` tokens of each row, packed like in a prefill step; 0 for none."""
         ends = np.append(0, np.cumsum(lens))
         row, position = np.zeros(CHUNK, np.int64), np.zeros(CHUNK, np.int64)
         for r, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -157,7 +157,8 @@ class Texts:
         return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[row, position]), self.features)
 
     def _advance(self, emitted: Emitted, live: list[bool]) -> None:
-        """Rows without a token are slot 0's in a step, so their state is dropped here as well."""
+        """Advance. In a step, rows without a token use slot 0, so their state is dropped here as
+        well."""
         self.caches, state = self.programs.advance(self.caches, self.state, emitted)
         keep = jnp.asarray(live)
         self.state = jax.tree.map(
@@ -179,12 +180,12 @@ class Texts:
         return tree, levels
 
     def verify(self, num_accepted: list[int]) -> None:
-        """A proposal, then as many of the text's next tokens as drafts, and one after them."""
+        """Propose, then emit the text's next tokens for as many drafts, and one more."""
         self.propose()
         self._emit(num_accepted, is_chain=False)
 
     def accept(self, num_accepted: list[int]) -> None:
-        """A proposal, of whose chain so many tokens become the text."""
+        """Propose, and let `count` tokens of the chain become the text."""
         tokens = np.asarray(self.propose()[0].tokens)
         for row, (told, count) in enumerate(zip(self.told, num_accepted, strict=True)):
             self.ids[row, told + 1 : told + 1 + count] = tokens[row, 1 : 1 + count]
@@ -206,13 +207,13 @@ class Texts:
         self.told = [n + a + 1 for n, a in zip(self.told, num_accepted, strict=True)]
 
     def known(self, row: int) -> tuple[list[int], npt.NDArray[Any]]:
-        """All tokens of a row, the root included, and all features, of the one kind there is."""
+        """Return all tokens of a row, the root included, and its features."""
         length = self.told[row]
         both = [np.asarray(x)[row, :length] for x in jax.tree.leaves(self.features)]
         return self.ids[row, : length + 1].tolist(), np.hstack(both)
 
     def cached(self, row: int) -> list[npt.NDArray[Any]]:
-        """[rows, 2G, D] of each pool: those that hold what was committed, by slot."""
+        """Return [rows, 2G, D] of each pool: the committed slots in order."""
         found = []
         for i, pool in enumerate(self.caches):
             pages = np.asarray(pool)[np.asarray(self.table[row])]
@@ -221,7 +222,7 @@ class Texts:
         return found
 
     def check_guesses(self) -> int:
-        """The whole tree of every row is float64's; how many candidates that were."""
+        """Check that every row's tree is float64's; return the number of candidates."""
         if self.kind.guesses is None:
             return self._check_lookup()
         _, levels = self.propose()
@@ -240,7 +241,8 @@ class Texts:
         return checked
 
     def expected(self, row: int) -> Candidates:
-        """EAGLE-2's candidates: K after the root, then K after each of the K best of a level."""
+        """Return EAGLE-2's candidates: K after the root, then K after each of the K best of a
+        level."""
         assert self.kind.guesses is not None
         (num_steps, topk) = self.shape
         guesses = self.kind.guesses(num_steps)
@@ -266,7 +268,8 @@ class Texts:
         return Candidates(np.asarray(ids), np.asarray(scores), np.asarray(parents))
 
     def _check_lookup(self) -> int:
-        """The best branch is what a search by hand finds, and the tree holds it from the root."""
+        """Check that the best branch is that of a plain search, and that the tree has it from
+        the root."""
         tree, _ = self.propose()
         ids, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
         checked = 0
@@ -281,7 +284,7 @@ class Texts:
 
 
 def continuation(ids: list[int], lookup: Any, *, steps: int) -> list[int]:
-    """What followed the longest match of the row's end, the latest of equals; [] without one."""
+    """Return what follows the latest longest match of the row's end; [] without one."""
     root = len(ids) - 1
 
     def length(end: int) -> int:
@@ -300,7 +303,7 @@ def continuation(ids: list[int], lookup: Any, *, steps: int) -> list[int]:
 
 
 def random_history(texts: Texts, rng: np.random.Generator, *, verifications: int = 3) -> None:
-    """Chunks of random lengths, none for some rows; verifications that accept every count."""
+    """Run chunks of random lengths, some of 0, and verifications that accept every count."""
     for _ in range(2):
         lens = rng.multinomial(rng.integers(1, CHUNK + 1), [1 / NUM_ROWS] * NUM_ROWS)
         texts.chunk(lens.tolist())
@@ -310,7 +313,7 @@ def random_history(texts: Texts, rng: np.random.Generator, *, verifications: int
 
 
 def refilled(texts: Texts) -> Texts:
-    """A fresh start of the same rows: prompts as long as what they have become."""
+    """Return a fresh start of the same rows: prompts with all that they have become."""
     fresh = Texts(texts.kind, texts.shape, seed=0, programs=texts.programs)
     fresh.ids, fresh.features, fresh.table = texts.ids, texts.features, texts.table
     while fresh.told != texts.told:
@@ -324,6 +327,6 @@ def refilled(texts: Texts) -> Texts:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Every operation by itself: no jit, no donation, loops in Python."""
+    """Run every operation by itself: no jit, no donation, loops in Python."""
     with jax.disable_jit():
         yield

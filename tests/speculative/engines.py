@@ -1,7 +1,7 @@
 """Real engines for the identity tests: tiny float32 pairs, the dial drafter, shared executables.
 
-Compiling is what costs, so executables are cached by what they were compiled for (S/K/N, page
-size, shards); batch, chunk size and overlap depth are views of the same executables.
+Compiling dominates the cost, so executables are cached by S/K/N, page size and shards; batch, chunk
+size and overlap depth are views of the same executables.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def spec_of(
     num_draft_tokens: int,
     algorithm: Algorithm = Algorithm.EAGLE3,
 ) -> SpeculativeConfig:
-    """S/K/N, or plain decoding for 0/1/1."""
+    """Return S/K/N, or plain decoding for 0/1/1."""
     if num_steps == 0:
         return PLAIN
     return SpeculativeConfig(
@@ -96,7 +96,7 @@ def spec_of(
 
 @functools.cache
 def tiny_params() -> tuple[Params, Params]:
-    """Target and head, with logits sharp enough to have opinions and flat enough to sample."""
+    """Return target and head, with logits that are neither uniform nor too peaked to sample."""
     target = init_params(table_of(TARGET), seed=0)
     head = init_params(head_params(DRAFT), seed=1)
     ids = np.random.default_rng(0).choice(TARGET.vocab_size, DRAFT.draft_vocab_size, False)
@@ -123,7 +123,7 @@ def limits_of(
 
 @dataclass(frozen=True)
 class Compiled:
-    """Executables and what they were compiled for."""
+    """Executables and the settings that they were compiled for."""
 
     limits: ServeLimits
     program: StepProgram
@@ -131,8 +131,8 @@ class Compiled:
     executables: dict[Any, Any]
 
     def runner(self, *, dial: Params | None = None, draft: Params | None = None) -> DeviceRunner:
-        """A runner with fresh state; `dial` replaces the dial's tables, `draft` all of the
-        drafter's params."""
+        """Return a runner with fresh state; `dial` replaces the dial's tables, `draft` the
+        draft's params."""
         mesh = mesh_of(self.program.target.shard.size)
         params = self.params
         if draft is not None:
@@ -152,7 +152,8 @@ class Compiled:
 
 
 def mesh_of(shards: int) -> jax.sharding.Mesh:
-    """The default device, or as many fake CPU devices (tests/conftest.py makes four)."""
+    """Return a mesh of the default device, or of fake CPU devices (tests/conftest.py makes
+    four)."""
     devices = jax.devices() if shards <= jax.device_count() else jax.devices("cpu")
     return Parallel(tensor=shards).mesh(devices[:shards])
 
@@ -177,16 +178,15 @@ def build(
     formats: Formats = (),
     kv_dtype: str | None = None,
 ) -> Compiled:
-    """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
+    """Compile an engine; `params` (target, head) must already be sharded for `shards`.
 
     variants: the options of which decode programs. ops: whose kernels (XLA's). make: another
-    drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
+    drafter than the head's, whose params are the second of `params`; aux_layer_ids: its captures.
     target_spec: of TARGET's hidden size, with a head of its vocabulary too; the head reads the
-    inputs of its first and last layer and what comes out. shapes: smaller ones. windows: page
-    spaces of the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one
-    program for each of variants. snapshots: of recurrent states, with a prefix cache. formats: of
-    the target's weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8
-    cache.
+    inputs of its first and last layer and the output. shapes: smaller ones. windows: page spaces of
+    the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one program for
+    each of variants. snapshots: of recurrent states, with a prefix cache. formats: of the target's
+    weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
     mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
@@ -244,7 +244,7 @@ def build(
 
 
 def with_prefix_cache(compiled: Compiled) -> Compiled:
-    """The same engine with a prefix cache: one small program more."""
+    """Add a prefix cache, which takes one small program more."""
     limits = with_limits(compiled.limits, prefix_cache=True)
     mesh = mesh_of(compiled.program.target.shard.size)
     state = init_state(compiled.program, limits, shards=mesh.size, kv_dtype=jnp.float32)
@@ -263,7 +263,7 @@ def with_prefix_cache(compiled: Compiled) -> Compiled:
 
 
 class ViewRunner:
-    """A runner seen through narrower limits: fewer slots, smaller chunks, less overlap."""
+    """A runner with narrower limits: fewer slots, smaller chunks, less overlap."""
 
     def __init__(self, runner: DeviceRunner, limits: ServeLimits) -> None:
         self._runner = runner
@@ -293,12 +293,12 @@ class ViewRunner:
         self._runner.give_up()
 
     def close(self) -> None:
-        """Leaves the runner as it is: tests look at its state."""
+        """Leave the runner as it is: tests inspect its state."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came out of one run.
+    """The output of one run.
 
     accepted[i]: num_accepted of each verification of request i, those after its end included.
     accepted_together: num_accepted of all rows of each round. steps: all that ran.
@@ -332,7 +332,7 @@ def serve(
     draft: Params | None = None,
     shapes: ShapeChooser | None = None,
 ) -> Served:
-    """Runs the requests together through scheduler, loop and the real runner."""
+    """Run the requests together through scheduler, loop and the real runner."""
     limits = with_limits(
         compiled.limits,
         num_slots=num_slots,
@@ -399,7 +399,7 @@ async def serve_view(
 
 
 def make_request(i: int, *, prompt_len: int, seed: int, **sampling: Any) -> Request:
-    """Request i with a random prompt; ids never repeat between seeds."""
+    """Return request i with a random prompt; ids never repeat between seeds."""
     rng = np.random.default_rng(seed)
     prompt = tuple(int(x) for x in rng.integers(0, TARGET.vocab_size, prompt_len))
     return Request(
@@ -408,13 +408,13 @@ def make_request(i: int, *, prompt_len: int, seed: int, **sampling: Any) -> Requ
 
 
 def dial_for(requests: list[Request], plain_ids: list[tuple[int, ...]]) -> Params:
-    """The dial's tables, from what plain decoding gave."""
+    """Return the dial's tables for plain decoding's output."""
     truths = {r.seed: r.prompt_ids + ids for r, ids in zip(requests, plain_ids, strict=True)}
     return dial_params(truths, rows=NUM_SLOTS, width=CONTEXT)
 
 
 def corpus_params(texts: list[tuple[int, ...]]) -> Params:
-    """A corpus of fixed size that holds these ids, one text after the other, then zeros."""
+    """Return a corpus of fixed size with these ids, one text after the other, then zeros."""
     ids = np.zeros(NUM_SLOTS * CONTEXT, np.int32)
     flat = np.concatenate(texts)
     ids[: flat.size] = flat
@@ -423,7 +423,7 @@ def corpus_params(texts: list[tuple[int, ...]]) -> Params:
 
 @functools.lru_cache(maxsize=4)
 def engine(spec: tuple[int, int, int], page_size: int, *, options: StepOptions) -> Compiled:
-    """A shared engine with the dial drafter and one decode variant."""
+    """Return a shared engine with the dial drafter and one decode variant."""
     return build(spec_of(*spec), page_size=page_size, variants=(options,))
 
 
@@ -439,7 +439,8 @@ def _dense() -> Callable[[jax.Array], jax.Array]:
 
 
 def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
-    """f32[T, V] of TARGET after each of at most DENSE_WIDTH ids: no pages, chunks or batches."""
+    """Return f32[T, V] of TARGET after each of at most DENSE_WIDTH ids: no pages, chunks or
+    batches."""
     padded = np.zeros(DENSE_WIDTH, np.int32)
     padded[: len(ids)] = ids
     return np.asarray(_dense()(jnp.asarray(padded)))[: len(ids)]
@@ -447,15 +448,17 @@ def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def plain_ids(request: Request) -> tuple[int, ...]:
-    """The reference: plain decoding, alone in the batch, one chunk a step, nothing overlapped."""
+    """Return the reference: plain decoding, alone in the batch, one chunk per step, no overlap."""
     return serve(plain_engine(), [request], overlap_depth=0).ids[0]
 
 
 def check_an_abort_ends_one_and_no_other(
     engine: Compiled, requests: list[Request], *, depth: int
 ) -> None:
-    """r5, the last of six, is aborted at its third chunk: the others are whole, it is a part of
-    what it would have been, every page comes back, and what was handed out is what counts."""
+    """Abort r5, the last of six, at its third chunk, and check the others.
+
+    Their texts are whole, its own is a prefix, every page is freed, and counters match the output.
+    """
     expected = [plain_ids(request) for request in requests]
     limits = with_limits(engine.limits, overlap_depth=depth)
     view = ViewRunner(engine.runner(dial=dial_for(requests, expected)), limits)

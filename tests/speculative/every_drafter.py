@@ -1,7 +1,7 @@
-"""Every way of drafting: one list, which the laws are run over and which must name them all.
+"""Every way of drafting: the list over which the laws run, and which must be complete.
 
-A new drafter gets a `Kind` here, or `test_every_drafter_is_here` fails. A kind says how its drafter
-is made, what float64 says that it guesses, and with which weights it is always right.
+A new drafter gets a `Kind` here, or `test_every_drafter_is_here` fails. A kind tells how its
+drafter is made, its guesses in float64, and weights with which it is always right.
 """
 
 from __future__ import annotations
@@ -79,17 +79,19 @@ EAGLE3 = dataclasses.replace(DRAFT, aux_layer_ids=(0, TARGET.num_layers - 1, TAR
 
 
 class Guesses(Protocol):
-    """What a drafter thinks comes next, in float64 and from scratch."""
+    """A drafter's prediction of the next token, in float64 and from scratch."""
 
     def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
-        """[V], -inf of ids that it cannot draft. tokens: of the row, its root included; features:
-        of all but the root; path: drafts after the root."""
+        """Return [V], -inf for ids that it cannot draft.
+
+        tokens: of the row, its root included; features: of all but the root; path: drafts after it.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class HeadGuesses:
-    """Of an EAGLE head: pairs of a token and the feature before it, its own output on the path."""
+    """An EAGLE head's: pairs of a token and the feature before it, its own output on the path."""
 
     head: HeadReference
     ids: npt.NDArray[Any]
@@ -107,7 +109,7 @@ class HeadGuesses:
 
 @dataclass(frozen=True)
 class LayerGuesses:
-    """Of layers of one's own: layer s after a path of s drafts."""
+    """Those of separate layers: layer s after a path of s drafts."""
 
     layers: MtpReference
 
@@ -132,7 +134,7 @@ class BlockGuesses:
 
 @dataclass(frozen=True)
 class ModelGuesses:
-    """Of a language model, which reads no features."""
+    """A language model's, which reads no features."""
 
     model: DecoderReference
 
@@ -147,7 +149,7 @@ def log_softmax(logits: F64) -> F64:
 
 
 def sharded(table: ParamTable, params: Params, shards: int) -> Params:
-    """Params of one shard as several hold them: what is stored is written, and read again."""
+    """Shard the params of one shard, by writing and reading a checkpoint."""
     own = tuple(spec for spec in table if spec.layouts)
     if shards == 1 or not own:
         return params
@@ -171,8 +173,8 @@ def leaves_of(params: Params) -> dict[Any, Any]:
 
 @functools.cache
 def contextless_target() -> Params:
-    """TARGET's weights with attention and MLP turned off, which says nothing that the EAGLE-3 head
-    could not draft."""
+    """Return TARGET's weights without attention and MLP, so that the EAGLE-3 head can predict
+    all of it."""
     params = tiny_params()[0]
     values = leaves_of(params)
     for path, leaf in values.items():
@@ -214,7 +216,7 @@ def eagle1_weights() -> Params:
 
 
 def right_eagle1(_: Sequence[tuple[int, ...]]) -> Params:
-    """fc hands the embedding on, as the target's final norm leaves it; the layer adds nothing."""
+    """fc passes the embedding on like the target's final norm; the layer adds nothing."""
     target, head = contextless_target(), zeros_but_norms(head_params(EAGLE1))
     shrunk = 1.0 / np.sqrt(0.5 + TARGET.rms_norm_eps)
     kernel = "layers", 0, "fuse", "kernel"
@@ -224,8 +226,10 @@ def right_eagle1(_: Sequence[tuple[int, ...]]) -> Params:
 
 
 def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
-    """Attention looks at its own row alone, by RoPE: queries and keys are the same for all rows,
-    and large. Its values are the embedding less what was fed back, which the residual adds."""
+    """Attention sees only its own row, by RoPE: queries and keys are large and equal for all rows.
+
+    Its values are the embedding minus the fed-back feature, which the residual adds.
+    """
     target, head = contextless_target(), zeros_but_norms(head_params(EAGLE3))
     heads, groups, dim = 4, 2, 8
     qkv, out = np.zeros((2 * SIZE, (heads + 2 * groups) * dim)), np.zeros((heads * dim, SIZE))
@@ -245,7 +249,7 @@ def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
 
 
 def right_layers(config: HeadSpec, _: Sequence[tuple[int, ...]]) -> Params:
-    """Every layer hands the embedding on to its norm, which is the target's."""
+    """Every layer passes the embedding on to its norm, which is the target's."""
     target = contextless_target()
     own = zeros_but_norms(FeatureHead(config, Ops()).table)
     first = SIZE if config.hidden_first else 0
@@ -267,7 +271,7 @@ def right_block(name: str, _: Sequence[tuple[int, ...]]) -> Params:
 
 
 def right_recurrent(texts: Sequence[tuple[int, ...]]) -> Params:
-    """As `right_layers`: what is fed back is not read."""
+    """Like `right_layers`: the fed-back feature is not read."""
     return with_all_ids(right_layers(own_layers.RECURRENT, texts))
 
 
@@ -289,7 +293,7 @@ def lookup(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
 
 
 def drafts_for_itself(_: Sequence[tuple[int, ...]]) -> Params:
-    """The target itself, which reads all its context: one row that is off costs an acceptance."""
+    """The target itself, which reads all its context: a single wrong row costs an acceptance."""
     return tiny_params()[0]
 
 
@@ -347,7 +351,7 @@ def recurrent_guesses(_: int) -> Guesses:
 
 
 def with_lent(name: str) -> MtpReference:
-    """Layers in float64, with what they share with the target."""
+    """Return layers in float64, with the params that they share with the target."""
     reference = own_layers.reference_of(name)
     lent = tiny_params()[0]
     tensors = {**reference.tensors, "embed.weight": np.asarray(lent["embed"]["table"])}
@@ -358,11 +362,10 @@ def with_lent(name: str) -> MtpReference:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A way of drafting. params: random, as one shard holds them. guesses: by S; None for a lookup.
+    """A way of drafting. params: random, for one shard. guesses: by S; None for a lookup.
 
-    always_right: params with which every guess for right_target is right; given all that this says
-    to the requests that are served. num_steps: most that it can draft. lags: whether pool s knows
-    the rows below L - s only.
+    always_right: params with which every guess for right_target is right, given all texts of the
+    served requests. num_steps: most that it can draft. lags: pool s has only the rows below L - s.
     """
 
     name: str

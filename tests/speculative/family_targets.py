@@ -1,6 +1,6 @@
 """A tiny target of each family: as wide as TARGET, two layers, of the kinds that the family has.
 
-Two layers, because compiling is what the tests cost; where a family has two kinds, one of each.
+Two layers, because compiling dominates the tests' cost; if a family has two kinds, one of each.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def gpt_oss() -> Layers:
 
 
 def mimo_v2() -> Layers:
-    """Values narrower than keys; sliding layers have sinks, a theta and kv heads of their own."""
+    """Values narrower than keys; sliding layers have sinks, their own theta and kv heads."""
     own: dict[str, Any] = {"head_dim": 12, "v_dim": 8, "value_scale": 0.707, "rotary_dim": 4}
     full = attention(num_kv_heads=1, rope=RopeConfig(theta=5e6), **own)
     return ((full, DENSE), (attention(WINDOW, sinks=True, **own), SIGMOIDS))
 
 
 def step3p5() -> Layers:
-    """Sliding layers have more heads, and RoPE on all of each."""
+    """Sliding layers have more heads, and RoPE on whole heads."""
     own: dict[str, Any] = {"qk_norm": True, "gate": HeadGate.OF_HEADS}
     full = attention(rope=SCALED, rotary_dim=4, **own)
     sliding = attention(WINDOW, num_heads=6, rope=RopeConfig(theta=100.0), **own)
@@ -177,7 +177,7 @@ def target_of(family: str) -> ModelSpec:
 
 
 def drawn(spec: ModelSpec) -> Params:
-    """Random weights; biases and sinks away from 0, and states that remember tens of tokens."""
+    """Draw random weights; biases and sinks away from 0, and states that remember tens of tokens."""
     table = table_of(spec)
     params = init_params(table, seed=3)
     values = {own.path: value_at(params, own.path) for own in table}

@@ -1,4 +1,4 @@
-"""Engines of every drafter for the laws, each with a drafter on a script and one decode variant."""
+"""Engines of every drafter for the laws, each with a scripted drafter and one decode variant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ ACCEPTANCE = 0.8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an engine is compiled for. others: shapes beside its own; 0/1/1 is a plain step."""
+    """The settings that an engine is compiled for. others: further shapes; 0/1/1 is a plain
+    step."""
 
     kind: str
     shape: tuple[int, int, int]
@@ -72,7 +73,7 @@ REST = (
 
 
 def engine(setting: Setting) -> Compiled:
-    """With a drafter on a script, and one decode variant, which serves all."""
+    """Return an engine with a scripted drafter and one decode variant, which serves all."""
     return _engine(setting) if setting in FAST else _last_engine(setting)
 
 
@@ -102,7 +103,7 @@ def _engine(setting: Setting) -> Compiled:
 
 
 def laid_out(setting: Setting, target: Params, own: Params) -> tuple[Params, Params]:
-    """The weights of target and drafter as the engine's shards hold them."""
+    """Return the weights of target and drafter, sharded for the engine."""
     drafter = KINDS[setting.kind].drafter((1, 1, 2))
     return sharded(table_of(TARGET), target, setting.shards), sharded(
         drafter.table, own, setting.shards
@@ -116,7 +117,7 @@ def no_script() -> Params:
 def with_script(
     compiled: Compiled, script: Params, *, own: Params | None = None, target: Params | None = None
 ) -> Compiled:
-    """The same engine with other guesses; own, target: other weights, laid out."""
+    """Replace the guesses; own, target: other weights, sharded."""
     params = {"target": target or compiled.params["target"]}
     params["draft"] = {"own": own or compiled.params["draft"]["own"], "script": script}
     placed = place(mesh_of(compiled.program.target.shard.size), compiled.program.tables, params)
@@ -124,7 +125,7 @@ def with_script(
 
 
 def scripted(requests: list[Request], texts: list[tuple[int, ...]]) -> Params:
-    """By turns: a row is right as often as not, is told garbage, is left to its drafter."""
+    """Alternate: a row is right half of the time, gets garbage, or keeps its drafter's guesses."""
     right = list(zip(requests, texts, strict=True))[::3]
     told = {r.seed: Told(r.prompt_ids + ids, ACCEPTANCE) for r, ids in right}
     garbage = [request.seed for request in requests[1::3]]
@@ -140,8 +141,8 @@ def requests_of(
     by_row: Sequence[Mapping[str, Any]] = ({},),
     **sampling: Any,
 ) -> list[Request]:
-    """Prompts of unequal lengths, the second of a single token. by_row: what is asked for in turn,
-    beside `sampling`."""
+    """Return requests with unequal prompts, the second of one token. by_row: further sampling in
+    turn."""
     lengths = (11, 1, longest, 3, 17, 29, 8, 23)
     return [
         make_request(
@@ -164,7 +165,7 @@ def plain_engine() -> Compiled:
 
 @functools.cache
 def plain_texts(requests: tuple[Request, ...], target: str = "") -> list[tuple[int, ...]]:
-    """What plain decoding says to them, nothing overlapped; target: the one of a kind."""
+    """Return plain decoding's texts, without overlap; target: the one of a kind."""
     compiled = plain_engine()
     if target:
         params = {**compiled.params, "target": KINDS[target].right_target()}

@@ -1,5 +1,5 @@
-"""Targets with layers for multi-token prediction, small and random, in the published layouts, and
-how a test loads and runs them.
+"""Small random targets with layers for multi-token prediction, in the published layouts, and code
+that loads and runs them.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ STEPS = 3  # as published, and the default
 
 
 def drawn(table: Any, *, seed: int) -> Params:
-    """Random weights; norms away from 1, biases and sinks from 0."""
+    """Draw random weights; norms away from 1, biases and sinks from 0."""
     params = init_params(table, seed=seed)
     values = {spec.path: value_at(params, spec.path) for spec in table}
     for i, spec in enumerate(table):
@@ -417,7 +417,7 @@ def drawn(table: Any, *, seed: int) -> Params:
 
 
 def write_checkpoint(path: Path, config: dict[str, Any], *, seed: int = 3) -> None:
-    """A target with its layers for multi-token prediction, in one file, as they are published."""
+    """Write a target with its layers for multi-token prediction, in one file, as published."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     spec = load_model_spec(path)
@@ -447,7 +447,8 @@ def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
 
 
 def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
-    """The loaded pair under a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
+    """Return the loaded pair under a scheduler, with drafts of every quality; 0/1/1 decodes
+    plainly."""
     target_params, draft = models.params["target"], models.params["draft"]
     own = models.drafter
     settings: dict[str, Any] = {
@@ -482,6 +483,6 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
 
 
 def layers_of(drafter: Drafter) -> FeatureHead:
-    """The layers for multi-token prediction of either drafter."""
+    """Return the layers for multi-token prediction of either drafter."""
     assert isinstance(drafter, EagleDrafter)
     return drafter.model

@@ -1,6 +1,6 @@
-"""What is known of each published layer for multi-token prediction, beside jspec's own reading.
+"""Facts about each published layer for multi-token prediction, independent of jspec's own reading.
 
-Written by hand, off SGLang's and vLLM's loaders and forwards, so that a family that is read wrongly
+Written by hand from SGLang's and vLLM's loaders and forwards, so that a family that is read wrongly
 (another order, another norm, a tensor under another's name) differs from its float64 forward.
 """
 
@@ -38,11 +38,11 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One layout. prefix: of a layer, its number left open; first: the number of layer 0.
+    """One layout. prefix: of a layer, with a place for its number; first: the number of layer 0.
 
-    around: of what stands around a layer, where that is another. names: where they are not enorm,
-    hnorm, eh_proj, final_layernorm, shared_head.output and post_attention_layernorm.
-    attention, mlp: the tensors of layer 0. make: the forward, off config.json and all tensors.
+    around: tensors around a layer, if they differ. names: those that differ from enorm, hnorm,
+    eh_proj, final_layernorm, shared_head.output and post_attention_layernorm.
+    attention, mlp: the tensors of layer 0. make: the forward, from config.json and all tensors.
     """
 
     prefix: str
@@ -62,7 +62,7 @@ class Published:
     make: Callable[..., MtpReference] = lambda _, **settings: MtpReference(**settings)
 
     def tensor_names(self, fields: Fields, num_layers: int) -> set[str]:
-        """All that a file has of the layers."""
+        """Return all of a file's tensors of the layers."""
         found = set()
         for layer in range(num_layers):
             own = self.prefix.format(self.first(fields) + layer)
@@ -79,7 +79,7 @@ class Published:
     def reference(
         self, path: Path, fields: Fields, *, num_layers: int, target: Path | None = None
     ) -> MtpReference:
-        """The layers in float64. target: where embedding and lm_head are, if not in `path`."""
+        """Return the layers in float64. target: file of embedding and lm_head, if not in `path`."""
         tensors = flat_tensors(path)
         of_target = tensors if target is None else flat_tensors(target)
         tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
@@ -130,7 +130,7 @@ def step_layers(fields: Fields, **settings: Any) -> MtpReference:
 
 
 def with_experts(make: Callable[..., GlmLayers], rotary: float) -> Callable[..., MtpReference]:
-    """rotary: the share of each head that RoPE turns, where config.json says nothing."""
+    """rotary: the share of each head that RoPE rotates, if config.json does not give it."""
 
     def made(fields: Fields, **settings: Any) -> MtpReference:
         rope = fields.get("rope_parameters") or fields

@@ -1,4 +1,4 @@
-"""Heads with layers of their own, small and random, each beside its float64 reference."""
+"""Heads with separate layers, small and random, each with its float64 reference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ RECURRENT = mtp_spec(
 
 
 def config_of(name: str) -> HeadSpec:
-    """Of CONFIGS, or of the published layers of a family."""
+    """Return one of CONFIGS, or the published layers of a family."""
     if name in PUBLISHED_LAYERS:
         return published_config(name)[0]
     return RECURRENT if name == "recurrent" else CONFIGS[name]
@@ -79,7 +79,8 @@ def head_of(name: str, ops: Ops | None = None, shard: Shard | None = None) -> Fe
 
 @functools.cache
 def params_of(name: str) -> Params:
-    """Random weights, norms away from 1; embedding and lm_head as the target would lend them."""
+    """Return random weights, norms away from 1; embedding and lm_head as the target would share
+    them."""
     if name in PUBLISHED_LAYERS:
         return published_params(name)
     table = head_params(config_of(name))

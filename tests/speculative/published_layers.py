@@ -1,8 +1,8 @@
-"""Layers of one's own as two families publish them, small and random, with a float64 reference.
+"""Separate layers as two families publish them, small and random, with a float64 reference.
 
-What plain layers have not: a window that is shorter than the rows; K wider than V, scaled values
-and sinks (MiMo-V2-Flash); more heads than the target's, norms of q and k, gated heads, a limit in
-the MLP and an lm_head a layer (Step-3.5-Flash).
+They have features that plain layers lack: a window shorter than the rows; K wider than V, scaled
+values and sinks (MiMo-V2-Flash); more heads than the target's, norms of q and k, gated heads, a
+limit in the MLP and an lm_head per layer (Step-3.5-Flash).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PUBLISHED_LAYERS = (*FAMILIES, "mimo")  # which has one
 
 @functools.cache
 def published_config(family: str) -> tuple[HeadSpec, HeadNames]:
-    """The layers as the family reads them, over the tiny target, and their names."""
+    """Return the layers as the family reads them, over the tiny target, and their names."""
     own, fields = family_named(family), Fields(Path("config.json"), CONFIGS[family])
     assert own.mtp is not None
     spec = own.read(fields)
@@ -43,7 +43,7 @@ def published_config(family: str) -> tuple[HeadSpec, HeadNames]:
 
 @functools.cache
 def published_params(family: str) -> Params:
-    """Random weights: norms away from 1, sinks from 0."""
+    """Draw random weights: norms away from 1, sinks from 0."""
     return drawn(head_params(*published_config(family)), seed=5)
 
 

@@ -1,4 +1,4 @@
-"""Reading a corpus of token ids, and every file that is none."""
+"""Reading a corpus of token ids, and every file that is not a corpus."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer with an id for each byte."""
+    """Write a directory with a tokenizer that has an id for each byte."""
     return write_tiny_pair(tmp_path_factory.mktemp("pair")).target_path
 
 
@@ -38,7 +38,7 @@ def read_corpus(
 
 
 def texts_of(ids: np.ndarray, tokenizer: Path) -> list[str]:
-    """The documents, each of which ends with END but where the ids were cut."""
+    """Return the documents, each of which ends with END unless the ids were cut."""
     decode = Tokenizer.from_directory(tokenizer).decode
     ends = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
     return [decode(ids[i + 1 : j].tolist()) for i, j in itertools.pairwise(ends)]
@@ -192,7 +192,7 @@ def test_loading_gives_a_lookup_drafter_and_its_corpus(tmp_path: Path) -> None:
 
 
 def test_text_is_drafted_from(tmp_path: Path) -> None:
-    """The row has no match of its own, so what follows in the text is the chain."""
+    """The row has no match of its own, so the continuation in the text is the chain."""
     pair = write_tiny_pair(tmp_path)
     encode = Tokenizer.from_directory(pair.target_path).encode
     (tmp_path / "text.jsonl").write_text('{"text": "xyzab"}')

@@ -1,4 +1,4 @@
-"""What the engine emits is distributed as the target says, speculation and all.
+"""The engine's output has the target's distribution, also with speculation.
 
 Thousands of requests that differ in their seed alone; the joint frequencies of two tokens that
 verification chose are compared with the probabilities of dense forwards (chi-square).
@@ -34,13 +34,13 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def real_engine(shape: tuple[int, int, int]) -> Compiled:
-    """The head's own drafts, not the dial's."""
+    """Return an engine with the head's own drafts, not the dial's."""
     return build(spec_of(*shape), page_size=16, dial=False, variants=(SAMPLING,))
 
 
 @functools.cache
 def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
-    """f64[V]: the target's logits after `ids`, by one dense forward."""
+    """Return f64[V]: the target's logits after `ids`, by one dense forward."""
     params, _ = tiny_params()
     tokens = jnp.asarray(ids)[None]
     hidden, _ = forward(
@@ -50,7 +50,7 @@ def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
 
 
 def filtered(logits: np.ndarray, sampling: SamplingParams) -> dict[int, float]:
-    """Probabilities after the joint filters, by sorting."""
+    """Return probabilities after the joint filters, by sorting."""
     p = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
@@ -66,7 +66,7 @@ def filtered(logits: np.ndarray, sampling: SamplingParams) -> dict[int, float]:
 
 
 def expected_pairs(sampling: SamplingParams, first: int) -> dict[tuple[int, int], float]:
-    """P(second and third token | first), as the dense target and the filters have it."""
+    """Return P(second and third token | first) of the dense target and the filters."""
     pairs = {}
     for a, pa in filtered(dense_logits((*PROMPT, first)), sampling).items():
         for b, pb in filtered(dense_logits((*PROMPT, first, a)), sampling).items():
@@ -113,7 +113,7 @@ def test_every_shape_and_filter_is_distributed_as_the_target_says(shape: str, na
 
 
 def test_the_reference_sees_a_wrong_distribution() -> None:
-    """The statistic is not blind: the same counts do not fit a slightly different temperature."""
+    """The statistic can fail: the same counts do not fit a slightly different temperature."""
     sampling = SamplingParams(temperature=1.0, top_k=3)
     wrong = SamplingParams(temperature=2.0, top_k=3)
     right_p = filtered(dense_logits(PROMPT), sampling)

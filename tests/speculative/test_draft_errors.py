@@ -69,7 +69,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(drafts: Path, kind: str, tmp_path: Path, **changes: Any) -> Path:
-    """A directory called `draft`, with other values in its config.json."""
+    """Return a directory called `draft`, with other values in its config.json."""
     path = tmp_path / "draft"
     path.mkdir()
     for file in (drafts / kind).iterdir():
@@ -80,7 +80,8 @@ def copied(drafts: Path, kind: str, tmp_path: Path, **changes: Any) -> Path:
 
 
 def source(kind: str, path: Path) -> DraftSource:
-    """As an engine has it before it reads the target, of which there is nothing here."""
+    """Return the draft's source, like an engine before it reads the target, which is missing
+    here."""
     args = EngineArgs.from_mapping(
         {
             "model_path": "target",
@@ -117,7 +118,7 @@ def test_another_vocabulary(kind: str, drafts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "STANDALONE"])
 def test_another_hidden_size(kind: str, drafts: Path, tmp_path: Path) -> None:
-    """A language model that drafts may have its own."""
+    """A language model that drafts may have another one."""
     changes = {"hidden_size": 64, **({"target_hidden_size": 64} if kind == "EAGLE3" else {})}
     path = copied(drafts, kind, tmp_path, **changes)
     with pytest.raises(CheckpointError, match=r"draft/config\.json: .*hidden_size.* 64.*\b32\b"):

@@ -1,4 +1,4 @@
-"""What a drafter is told and what it declares: the arithmetic of `Emitted`, and the data."""
+"""A drafter's inputs and declarations: the arithmetic of `Emitted`, and the data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TABLE = jnp.asarray([[3, 1, 2]], jnp.int32)
 
 
 def both(array: Any) -> Any:
-    """Two rows alike."""
+    """Return two equal rows."""
     return jnp.concatenate((array, array))
 
 
@@ -93,7 +93,7 @@ def test_a_drafter_that_asks_for_both_features_gets_those_of_the_nodes_on_the_pa
 
 
 def chunks(token_ids: list[int], cu_q_lens: list[int], next_ids: list[int]) -> Emitted:
-    """Packed chunks of prompts; padding tokens are what token_ids holds after cu_q_lens."""
+    """Pack chunks of prompts; padding tokens follow cu_q_lens in token_ids."""
     num_rows = len(next_ids)
     return Emitted(
         token_ids=jnp.asarray(token_ids, jnp.int32),
@@ -163,7 +163,7 @@ def test_of_a_chain_the_last_two_tokens_are_left_to_do() -> None:
 
 
 def test_how_rows_lie_is_part_of_the_program() -> None:
-    """queries_per_row is no array: it is compared when jax looks for a compiled program."""
+    """queries_per_row is no array: jax compares it when it looks for a compiled program."""
     emitted = chunks([3], [0, 1], [4])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(emitted))
     other = dataclasses.replace(emitted, queries_per_row=1)
@@ -172,7 +172,7 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
 
 
 def drafters() -> dict[Algorithm, Drafter]:
-    """One of each algorithm; none is run here."""
+    """Return one of each algorithm; none is run here."""
     head = FeatureHead(DRAFT, Ops())
     eagle1 = eagle1_spec(layer=DRAFT.layer, draft_vocab_size=DRAFT.layer.vocab_size)
     of_last_hidden = FeatureHead(eagle1, Ops())

@@ -1,11 +1,11 @@
-"""Laws of every drafter by itself: its guesses, its caches, and that they notice a moved index.
+"""Laws of every drafter by itself: its guesses and its caches; moved indices must fail them.
 
 guesses      every candidate of the tree, its score and its parent are those of float64, which
              recomputes each path from the row's start: after chunks of a prompt, after four
              forwards in a chain, in a tree along each path, and after a verification
-caches       rows told by verifications hold what a fresh prompt's hold
+caches       rows filled by verifications equal those of a fresh prompt
 no live row  a step without one changes nothing
-interpreted  operation by operation it is what it is compiled
+interpreted  operation by operation it equals its compiled form
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def marks_of(kind: Kind, shape: Shape) -> Any:
 
 
 def drafter_classes() -> set[type]:
-    """Of the package: whatever proposes and advances."""
+    """Return the package's classes with propose and advance."""
     found = set()
     for module in pkgutil.walk_packages(jspec.speculative.__path__, "jspec.speculative."):
         for _, each in inspect.getmembers(import_module(module.name), inspect.isclass):
@@ -107,8 +107,9 @@ def test_every_drafter_is_here() -> None:
 
 
 def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
-    """After prompts, of which two are shorter than a last layer's lag; after verifications that
-    accept all, nothing and something."""
+    """Check after prompts, of which two are shorter than a last layer's lag, and after
+    verifications that accept all, nothing and something.
+    """
     texts = Texts(kind, shape, seed=1, programs=programs)
     num_steps = shape[0]
     texts.chunk([1, 2, 5])
@@ -128,7 +129,7 @@ def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
 
 
 def check_caches(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
-    """Told by verifications or as a prompt: the same rows in every pool, and the same state."""
+    """Check equal rows in every pool and equal state, after verifications or a prompt."""
     for seed in range(3):
         texts = Texts(kind, shape, seed=seed, programs=programs)
         random_history(texts, np.random.default_rng(100 + seed))
@@ -146,8 +147,9 @@ def assert_refilled(texts: Texts) -> None:
 
 
 def check_chain(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
-    """A chain's own drafts become the text: what a drafter keeps of them is what a prompt leaves,
-    and what it guesses after them is float64's."""
+    """Let a chain's own drafts become the text: the drafter's caches equal those after a prompt,
+    and its next guesses are float64's.
+    """
     texts = Texts(kind, shape, seed=7, programs=programs)
     texts.chunk([3, 1, 5])
     for accepted in ([shape[0], 0, 1], [0, shape[0], shape[0]], [1, 2, 0]):
@@ -168,7 +170,7 @@ def test_verifications_leave_what_a_prompt_leaves(kind: Kind, shape: Shape) -> N
 
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_no_live_row_touches_no_row(kind: Kind, shape: Shape) -> None:
-    """Neither caches beside the dummy page, nor a guess."""
+    """It changes neither caches outside the dummy page, nor a guess."""
     texts = Texts(kind, shape, seed=3)
     texts.chunk([5, 1, 2])
     texts.verify([1, 0, 1])
@@ -216,7 +218,7 @@ def test_interpreted_it_is_what_it_is_compiled(kind: Kind) -> None:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`owner.name` is replaced by mutate(original): `kind` must notice, by `check`."""
+    """Replaces `owner.name` by mutate(original): `check` of `kind` must fail."""
 
     title: str
     owner: Any
@@ -229,7 +231,7 @@ class Mutation:
 
 
 def rolled_parents(best_beams: Any) -> Any:
-    """A beam is given what the next one's parent carries."""
+    """Give a beam what the next one's parent carries."""
 
     def mutate(level: Any, ancestors: Any, carried: Any, **named: Any) -> Any:
         rolled = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), carried)
@@ -239,7 +241,7 @@ def rolled_parents(best_beams: Any) -> Any:
 
 
 def shared_pool(forward: Any) -> Any:
-    """Layer 0 writes into layer 1's pool and reads it."""
+    """Let layer 0 write into layer 1's pool and read it."""
 
     def run(self: Any, params: Any, ids: Any, hidden: Any, kv: Any, rows: Any, **named: Any) -> Any:
         if named["level"]:

@@ -59,7 +59,7 @@ BAD = st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0])
 def test_logits_that_are_not_finite_give_candidates_and_a_tree(
     seed: int, bad: list[float], share: float
 ) -> None:
-    """Any of them, up to all: distinct known ids, scores that fall from parent to child."""
+    """Any number of them, up to all: distinct valid ids, scores that fall from parent to child."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(2, 3, 11)).astype(np.float32)
     odd = rng.random(logits.shape) < share
@@ -86,7 +86,7 @@ def test_logits_that_are_not_finite_give_candidates_and_a_tree(
 
 @jax.jit
 def candidates_and_tree(logits: jax.Array) -> tuple[jax.Array, jax.Array, DraftTree]:
-    """Level 1 from logits[:, 0], level 2 from all three, one a beam."""
+    """Rank level 1 from logits[:, 0], level 2 from all three, one per beam."""
     ids, terms = top_candidates(logits, jnp.arange(20, 31), topk=3, shard=Shard(1))
     first = Level(
         ids=ids[:, 0],

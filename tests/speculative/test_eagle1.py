@@ -1,4 +1,4 @@
-"""EAGLE-1 heads beside their targets: what is read, what is shared, what is refused."""
+"""EAGLE-1 heads with their targets: reading, sharing, refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = TARGET.hidden_size
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """TARGET and a head beside it, on disk."""
+    """Write TARGET and a head for it."""
     save_target(tmp_path / "target", TARGET, tiny_params()[0], dtype=np.float32)
     draft = tmp_path / "draft"
     draft.mkdir()

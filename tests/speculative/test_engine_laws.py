@@ -1,11 +1,11 @@
 """Laws of every drafter in an engine, in float32.
 
 identity      the text is that of plain decoding, whatever was drafted: by the drafter itself,
-              by a script that is right as often as not, by one that tells garbage (ids of no
-              token, scores that are no numbers), and by weights that are all NaN; in batches,
+              by a script that is right half of the time, by one that gives garbage (invalid
+              ids, scores that are not numbers), and by weights that are all NaN; in batches,
               chunks, overlap depths, rounds, page sizes and shards, at any sampling
-always right  a drafter with weights that are always right emits exactly S + 1 tokens a
-              verification, greedy and at temperature 1, and the counters say so
+always right  a drafter with weights that are always right emits exactly S + 1 tokens per
+              verification, greedy and at temperature 1, and the counters agree
 retraction    the same in a pool too small for all, also with K = 16 and N = 64
 no live row   a step without one changes nothing
 """
@@ -87,7 +87,7 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
 
 
 def every_engine(fast: tuple[Setting, ...] = FAST) -> list[Any]:
-    """As cases: `fast` ones, two that CI runs slowly, and those that are run by hand."""
+    """Return cases: `fast` ones, two that CI runs slowly, and those that are run by hand."""
     by_hand = [setting for setting in REST if setting not in REST[:4:3]]
     return [
         *(pytest.param(setting, id=setting.name) for setting in fast),
@@ -103,7 +103,7 @@ EVERY_ENGINE = every_engine()
 
 
 def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 36) -> None:
-    """One run of an engine, in which the script's rows accept every count from 0 to S."""
+    """Check one run of an engine, in which the script's rows accept every count from 0 to S."""
     sampling: dict[str, Any] = {"temperature": run["temperature"]}
     if run["penalty"]:
         sampling |= {"frequency_penalty": 0.4, "presence_penalty": 0.3}
@@ -142,7 +142,7 @@ ARRAY = covering_array(FACTORS)
 
 
 def some(values: Iterable[Any], *, every: int) -> list[Any]:
-    """All as cases, of which CI runs one of `every`."""
+    """Return all as cases, of which CI runs one in `every`."""
     return [
         pytest.param(value, id=str(value), marks=pytest.mark.exhaustive if i % every else ())
         for i, value in enumerate(values)
@@ -170,7 +170,7 @@ def test_the_array_covers_every_pair() -> None:
 
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_weights_of_nothing_but_nan_change_no_text(setting: Setting) -> None:
-    """Of the drafter's own; a lookup has none, and looks into a corpus of ids of no token."""
+    """These are the drafter's own; a lookup has none, and gets a corpus of invalid ids."""
     requests = requests_of(4, num_tokens=30, seed=40, temperature=1.0)
     spoiled = jax.tree.map(
         lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -1),
@@ -182,7 +182,7 @@ def test_weights_of_nothing_but_nan_change_no_text(setting: Setting) -> None:
 
 
 def mixed_requests() -> list[Request]:
-    """Greedy and sampled by turns."""
+    """Return greedy and sampled requests, alternating."""
     return [
         make_request(
             i,
@@ -243,7 +243,7 @@ def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", some(itertools.product(KINDS, (1, 16)), every=9))
 def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
-    """K = 16 with N = 64: scratch slots fill whole pages, and are what the pool runs out of."""
+    """K = 16 with N = 64: scratch slots fill whole pages, and exhaust the pool."""
     name, page_size = case
     setting = Setting(name, (3 if KINDS[name].lags else 4, 16, 64), page_size)
     check_retraction(setting, num_tokens=120, num_pages=480 // page_size)
@@ -251,7 +251,7 @@ def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
-    """Of what rows keep: slot 0 and page 0 are where padding goes."""
+    """This concerns the rows' state: slot 0 and page 0 take the padding."""
     runner = engine(setting).runner()
     with kept_state(runner) as before:
         for step, kind in enumerate((StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE)):
@@ -263,13 +263,13 @@ def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
 
 
 def beyond_dummies(state: Any) -> list[Any]:
-    """Every array without its first row: all are by slot or by page."""
+    """Return every array without its first entry: all are by slot or by page."""
     return [np.asarray(leaf)[1:] for leaf in jax.tree.leaves(state)]
 
 
 @contextmanager
 def kept_state(runner: Any) -> Iterator[list[Any]]:
-    """Fills the runner's state with numbers, which it hands over."""
+    """Fill the runner's state with numbers, which it yields."""
     rng = np.random.default_rng(0)
 
     def filled(leaf: jax.Array) -> jax.Array:

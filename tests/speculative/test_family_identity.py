@@ -38,7 +38,7 @@ IN_CI = {"gpt_oss": TREE, "step3p5": LOOKUP, "mimo_v2": CHAIN}
 
 
 def requests_of(temperature: float) -> list[Request]:
-    """Prompts of several chunks and windows, and one shorter than both."""
+    """Return prompts of several chunks and windows, and one shorter than both."""
     return [
         make_request(
             i,
@@ -63,7 +63,7 @@ def engine_of(draft_shape: SpeculativeConfig, target: ModelSpec, params: Params)
 
 
 def test_every_family_has_layers_of_its_own() -> None:
-    """So that none is tested as another one under its label."""
+    """So that no family is tested as another one under its name."""
     names = [family.name for family in FAMILIES]
     assert sorted(LAYERS) == sorted(names)
     layers = {name: target_of(name).layers for name in names}

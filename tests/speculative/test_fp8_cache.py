@@ -1,7 +1,7 @@
 """An FP8 cache: the same text whatever is drafted, chunked, batched, paged or sharded.
 
-In float32, like test_identity.py: the target's own rule has coarse K and V here, and every query
-sees the stored ones, so nothing of this depends on which tokens share a step.
+In float32, like test_identity.py: K and V are coarse here, and every query reads the stored ones,
+so no result depends on which tokens share a step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def plain_engine() -> Compiled:
 
 @functools.cache
 def texts() -> tuple[list[Request], list[tuple[int, ...]]]:
-    """Requests, and each one's text by plain decoding, alone and with its prompt in one chunk."""
+    """Return requests, and each one's text by plain decoding, alone and with its prompt in one
+    chunk."""
     prompts = ((11, 0.0), (3, 1.0), (29, 0.7), (31, 0.0))
     requests = [
         make_request(i, prompt_len=n, seed=90 + i, temperature=t, max_new_tokens=40)
@@ -131,7 +132,7 @@ def test_two_shards_change_no_token() -> None:
 
 @pytest.mark.slow
 def test_cached_prefixes_and_retractions_change_no_token() -> None:
-    """A tree's pages are read by later rows, and rows go back to the queue on the way."""
+    """A tree's pages are read by later rows, and rows are retracted meanwhile."""
     requests, expected = texts()
     engine = with_prefix_cache(fp8_engine((2, 2, 4), 4))
     assert {pool.dtype for pool in engine.runner().state.kv} == {jnp.dtype(FP8)}

@@ -1,4 +1,5 @@
-"""Speculative decoding equals plain decoding with fp8 weights: a token's codes are its own."""
+"""Speculative decoding equals plain decoding with fp8 weights: a token's codes depend on it
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that follow a grammar: the text is that of a sampler that knows no drafts, in any batch."""
+"""Rows that follow a grammar: the text equals that of a sampler without drafts, in any batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ END = 5
 
 
 def with_grammars(compiled: Compiled) -> Compiled:
-    """The same engine with what rows with a grammar need."""
+    """Add the programs that rows with a grammar need."""
     limits = with_limits(compiled.limits, vocab_size=TARGET.vocab_size)
     state = init_state(
         compiled.program,
@@ -96,7 +96,7 @@ def grammar_of(least: int = 4, most: int = 12) -> FakeGrammar:
 
 
 def greedy(request: Request) -> tuple[int, ...]:
-    """By dense logits and the grammar's own words alone."""
+    """Decode by dense logits and the grammar's allowed ids alone."""
     grammar: Any = request.grammar
     ids, state = list(request.prompt_ids), 0
     out: list[int] = []
@@ -113,7 +113,7 @@ def greedy(request: Request) -> tuple[int, ...]:
 
 @functools.cache
 def mixed() -> tuple[Request, ...]:
-    """Greedy and sampled rows with a grammar, beside rows without one."""
+    """Return greedy and sampled rows with a grammar, and rows without one."""
     return (
         constrained(0, grammar_of(), temperature=0.0, max_new_tokens=20),
         make_request(1, prompt_len=12, seed=7, temperature=1.0, max_new_tokens=24),
@@ -133,7 +133,7 @@ def mixed() -> tuple[Request, ...]:
 
 @functools.cache
 def expected() -> tuple[tuple[int, ...], ...]:
-    """Each alone, plain, nothing overlapped."""
+    """Decode each alone, plain, without overlap."""
     alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
     return tuple(alone([request]).ids[0] for request in mixed())
 
@@ -187,7 +187,7 @@ def reasoning(i: int, **sampling: Any) -> Request:
 
 
 def test_a_grammar_begins_where_reasoning_ends_inside_a_tree_too() -> None:
-    """By drafts that are mostly right, so that the mark and what follows are verified together."""
+    """The drafts are mostly right, so that the mark and its successors are verified together."""
     requests = [reasoning(i, temperature=1.0) for i in range(5)]
     alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
     texts = [alone([request]).ids[0] for request in requests]

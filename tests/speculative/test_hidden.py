@@ -80,7 +80,7 @@ def constrained() -> Request:
 
 @functools.cache
 def compiled(name: str, *, beside_grammars: bool = False) -> Compiled:
-    """With what is made when somebody asks."""
+    """Return an engine with the programs that are made on demand."""
     options = requests()[0].sampling.options
     if beside_grammars:
         options = options.union((constrained().sampling.options,))
@@ -197,7 +197,7 @@ def test_they_stand_beside_rows_with_a_grammar() -> None:
 
 @pytest.mark.slow
 def test_programs_without_the_feature_hold_nothing_of_it() -> None:
-    """And those that have it hand out the path's rows alone, not the nodes'."""
+    """And those that have it output the path's rows alone, not the nodes'."""
     engine = compiled("tree")
     options = requests()[0].sampling.options
 

@@ -1,7 +1,7 @@
 """Log-probabilities equal those of one dense forward over the whole text, whatever was drafted.
 
 The reference runs the model without pages, chunks, batches or shards, and takes log_softmax in
-float64. Other rows of the same batches ask for other things, or for nothing.
+float64. Other rows of the same batches request other options, or none.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def requests() -> list[Request]:
 
 @functools.cache
 def params_for(shards: int) -> tuple[Params, Params]:
-    """tiny_params, laid out for so many shards: what reading a checkpoint does."""
+    """Return tiny_params sharded for `shards`, like reading a checkpoint does."""
     target, head = tiny_params()
     with tempfile.TemporaryDirectory() as directory:
         paths = Path(directory, "target"), Path(directory, "draft")
@@ -96,7 +96,7 @@ def params_for(shards: int) -> tuple[Params, Params]:
 
 @functools.cache
 def compiled(name: str, shards: int = 1) -> Compiled:
-    """The dial drafts, and is mostly right."""
+    """Return an engine with the dial, which is mostly right."""
     return build(
         SHAPES[name], page_size=4, variants=(ALL,), shards=shards, params=params_for(shards)
     )
@@ -104,14 +104,14 @@ def compiled(name: str, shards: int = 1) -> Compiled:
 
 @functools.cache
 def rescored(ids: tuple[int, ...]) -> np.ndarray:
-    """f64[T, V]: log-probabilities of the token after each of ids."""
+    """Return f64[T, V]: log-probabilities of the token after each of ids."""
     exact = dense_logits(ids).astype(np.float64)
     top = exact.max(axis=-1, keepdims=True)
     return exact - top - np.log(np.exp(exact - top).sum(axis=-1, keepdims=True))
 
 
 def without_logprobs(request: Request) -> tuple[int, ...]:
-    """What plain decoding gives that is asked for nothing."""
+    """Return plain decoding's output without this option."""
     sampling = dataclasses.replace(request.sampling, return_logprob=False)
     return plain_ids(dataclasses.replace(request, sampling=sampling))
 
@@ -119,7 +119,7 @@ def without_logprobs(request: Request) -> tuple[int, ...]:
 def check_token(
     known: TokenLogprob | None, token_id: int, expected: np.ndarray, request: Request
 ) -> None:
-    """known is what `expected`, f64[V], says of token_id."""
+    """Check that `known` equals `expected`, f64[V], at token_id."""
     assert known is not None
     sampling = request.sampling
     assert known.logprob == pytest.approx(expected[token_id], abs=TOLERANCE)
@@ -178,7 +178,7 @@ def test_they_equal_a_dense_forward(name: str, shards: int, chunk_size: int, dep
 
 
 def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
-    """The same prompts again: what is found in the cache ends in time."""
+    """The same prompts come again: their cached prefix ends early enough."""
     engine = with_prefix_cache(compiled("tree", 2))
     asked = requests()
     view = ViewRunner(engine.runner(), with_limits(engine.limits, prefill_buckets=(8,)))
@@ -216,7 +216,7 @@ def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
 
 
 def text_of(options: StepOptions) -> str:
-    """The lowered decode program of the tree."""
+    """Return the lowered decode program of the tree."""
     engine = compiled("tree", 2)
     shape = shape_of(ProgramKey(StepKind.DECODE, 8, options), engine.limits)
     program = dataclasses.replace(engine.program, options=options)
@@ -225,7 +225,7 @@ def text_of(options: StepOptions) -> str:
 
 
 def test_programs_without_the_feature_do_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their text is the same if what reduces is not even there, and holds none of its shapes."""
+    """Their text is the same without the reducing code, and has none of its shapes."""
     plain, full = text_of(PLAIN), text_of(ALL)
 
     def never(*_: Any) -> Any:
@@ -240,7 +240,7 @@ def test_programs_without_the_feature_do_nothing_for_it(monkeypatch: pytest.Monk
 
 
 def test_no_array_is_as_large_as_the_logits_but_them() -> None:
-    """Nothing of [B, M, V] or [T, V]: what reduces sees a depth, or a slice of a prompt."""
+    """No array is [B, M, V] or [T, V]: a depth, or a slice of a prompt, is reduced at a time."""
     assert step_logprobs.SLICE == 64
     engine = compiled("tree", 2)
     slots, nodes, width = 8, engine.limits.draft_shape.num_draft_tokens, TARGET.vocab_size // 2

@@ -1,6 +1,6 @@
 """A family with latents, delta nets and windows in an ordinary Engine, from its files on.
 
-Its text is the one that plain decoding would give, by rescoring, also after a cached prefix.
+Its text is plain decoding's, by rescoring, also after a cached prefix.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_speculative_equals_plain(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "num_pages"), [(CHAIN, 20), (FAST[0], 80)], ids=str)
 def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
-    """Their states are made again from nothing, in slots that other rows had."""
+    """Their states are computed again from zero, in slots that other rows had."""
     requests = many_requests(8, num_tokens=90, seed=300, temperature=1.0)
     expected = serve(plain_engine(case.target), requests, overlap_depth=0).ids
     dial = dial_for(requests, list(expected))

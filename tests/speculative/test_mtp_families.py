@@ -1,8 +1,8 @@
-"""Layers for multi-token prediction in the published layouts: read off a target's checkpoint, and
+"""Layers for multi-token prediction in the published layouts: read from a target's checkpoint, and
 drafting for it.
 
-The checkpoints are small and random, and written here under the published names; what a layer must
-compute is `mtp_reference`, in float64.
+The checkpoints are small and random, and written here under the published names; the reference is
+`mtp_reference`, in float64.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def some_requests() -> list[Request]:
-    """Greedy and sampled; of one token, of several chunks, and one between."""
+    """Return greedy and sampled requests; of one token, of several chunks, and one between."""
     return [
         make_request(
             i, prompt_len=n, seed=900 + i, temperature=i % 2, max_new_tokens=40, ignore_eos=True
@@ -100,14 +100,15 @@ def check_identity(plain: Compiled, compiled: Compiled) -> None:
 
 @pytest.mark.slow
 def test_two_shards_write_the_text_of_plain_decoding(checkpoint: Path) -> None:
-    """In a tree; test_drafter_laws.py and test_multi_layer.py have chains on one shard."""
+    """With a tree; test_drafter_laws.py and test_multi_layer.py have chains on one shard."""
     plain = engine_of(load(checkpoint), (0, 1, 1))
     check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
 def test_a_target_brings_its_draft(checkpoint: Path) -> None:
-    """Every layer its own weights, all that it shares the target's very arrays; plain decoding and
-    dummy weights read the same file."""
+    """Every layer has its own weights, and all that it shares are the target's arrays; plain
+    decoding and dummy weights read the same file.
+    """
     models = load(checkpoint)
     head, own = layers_of(models.drafter), models.params["draft"]
     assert sorted(own["layers"]) == list(range(head.spec.num_layers))
@@ -125,7 +126,7 @@ def test_a_target_brings_its_draft(checkpoint: Path) -> None:
 
 
 def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: Path) -> None:
-    """What runs is what the checkpoint has; what is shown is what was asked for."""
+    """The checkpoint decides the algorithm; the requested name is shown."""
     elsewhere = load(checkpoint, speculative_draft_model_path=str(checkpoint))
     again = load(checkpoint, speculative_algorithm="EAGLE", enable_multi_layer_eagle=True)
     assert_same(
@@ -141,7 +142,7 @@ def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: P
 
 
 def test_layers_compute_what_is_published(checkpoint: Path, published: Published) -> None:
-    """Against float64: one layer by every law of a head, several each over its own rows alone."""
+    """Compare with float64: one layer by every law of a head, several each over its own rows."""
     models = load(checkpoint)
     drafter, draft = models.drafter, models.params["draft"]
     head = dataclasses.replace(layers_of(drafter), shard=Shard())
@@ -190,7 +191,7 @@ def published(checkpoint: Path) -> Published:
 def check_published(
     path: Path, head: FeatureHead, published: Published, *, target: Path | None = None
 ) -> MtpReference:
-    """The layers in float64, as they are published; what the head declares must say the same."""
+    """Compare with the published layers in float64; the head's declaration must match."""
     fields = json.loads((path / "config.json").read_text())
     spec = head.spec
     declared = {
@@ -321,7 +322,8 @@ def test_glm_4_5_as_published(tmp_path: Path) -> None:
 
 
 def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
-    """A dense layer without a target, with what such exports repeat of the target's."""
+    """Write a dense layer without a target, with the copies of the target's that such exports
+    have."""
     config = GLM_4_5_AIR | TINY_GLM | {"n_routed_experts": None, "use_qk_norm": False}
     config |= {"architectures": [architecture], "num_hidden_layers": 1}
     config |= {"partial_rotary_factor": 0.5 if architecture == QWEN else None, **changes}
@@ -339,7 +341,7 @@ def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
 
 
 def write_pair(path: Path, architecture: str, **changes: Any) -> tuple[Path, Path]:
-    """A Llama, and a layer of its own beside it."""
+    """Write a Llama, and a separate layer."""
     target, alone = path / "target", path / "alone"
     spec = family_named("llama").read(Fields(path, LLAMA))
     save_target(target, spec, init_params(table_of(spec), seed=1), dtype=np.float32)
@@ -355,7 +357,8 @@ def write_pair(path: Path, architecture: str, **changes: Any) -> tuple[Path, Pat
 def test_a_layer_of_its_own_drafts_for_a_dense_target(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By every law of a head; also where it is trained to read itself before its final norm."""
+    """It fulfils every law of a head, also if it was trained to read itself before its final
+    norm."""
     target, alone = write_pair(tmp_path, architecture, **changes)
     published = PUBLISHED[architecture]
     if changes:
@@ -381,7 +384,7 @@ def test_a_layer_of_its_own_drafts_for_a_dense_target(
 
 @pytest.mark.slow
 def test_a_layer_of_its_own_changes_no_text(tmp_path: Path) -> None:
-    """A chain on one shard, of the layout whose layer has gates and norms of its own."""
+    """A chain on one shard, of the layout whose layer has gates and separate norms."""
     target, alone = write_pair(tmp_path, QWEN)
     models = load(target, speculative_draft_model_path=str(alone))
     check_identity(engine_of(models, (0, 1, 1)), engine_of(models, CHAIN))
@@ -434,7 +437,7 @@ def test_experts_among_step3p5_s_own_layers_are_refused() -> None:
 
 
 def test_more_steps_than_layers_are_refused(mimo_v2: Path) -> None:
-    """Of a family that runs none of them again."""
+    """This is for a family that runs no layer twice."""
     message = (
         r"speculative_num_steps is 4; expected at most 3, the layers that .*config\.json has for it"
         r": one a step, none of which this family \(mimo_v2\) runs again"

@@ -1,7 +1,7 @@
-"""Layers of two families, one a level, in engines whose rows resume over cached pages.
+"""Layers of two families, one per level, in engines whose rows resume over cached pages.
 
 The pool law: whatever happened to a row, layer s's cached rows below L - s are those of a fresh run
-over the same tokens. The layers by themselves are test_drafter_laws.py's.
+over the same tokens. test_drafter_laws.py tests the layers by themselves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_more_steps_than_layers_are_refused() -> None:
 
 
 def draft_params(name: str) -> Params:
-    """The layers, what they share with the target, and an empty dial."""
+    """Return the layers, the params that they share with the target, and an empty dial."""
     target = tiny_params()[0]
     lent = {"embed": target["embed"]}
     if not config_of(name).own_head:
@@ -70,7 +70,7 @@ def draft_params(name: str) -> Params:
 
 @functools.cache
 def engine(name: str, shape: tuple[int, int, int]) -> Compiled:
-    """Chains on pages of 16, trees on pages of 4; drafts of every quality."""
+    """Return an engine: chains on pages of 16, trees on pages of 4; drafts of every quality."""
     spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
@@ -92,13 +92,14 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
 
 
 def whole_text(request: Request, text: tuple[int, ...]) -> Request:
-    """A prompt of all that the row has committed, and a token after it."""
+    """Return a prompt of all that the row has committed, and a token after it."""
     sampling = dataclasses.replace(request.sampling, max_new_tokens=1)
     return dataclasses.replace(request, prompt_ids=text[:-1], sampling=sampling)
 
 
 def check_last_row(compiled: Compiled, view: ViewRunner, whole: dict[str, Request]) -> None:
-    """The pool law against a fresh prefill, of the row that ended last: its pages are its own."""
+    """Check the pool law of the row that ended last, whose pages are unshared, by a fresh
+    prefill."""
     steps = [plan for plan, _ in view.steps]
     (last,) = next(plan.rows for plan in reversed(steps) if plan.rows)
     (owner,) = {a.request.request_id for plan in steps for a in plan.admissions if a.row == last}
@@ -119,8 +120,10 @@ def check_last_row(compiled: Compiled, view: ViewRunner, whole: dict[str, Reques
 def resume(
     name: str, shape: tuple[int, int, int], *, chunk: int, after: int, lookahead: int | None = None
 ) -> set[str]:
-    """All rows are retracted after so many steps and resume over their cached pages; then the law.
-    Says which rows found output cached. lookahead: another than the cache's own."""
+    """Retract all rows after `steps` steps, let them resume over cached pages, and check the law.
+
+    Returns which rows found output cached. lookahead: another than the cache's own.
+    """
     compiled = engine(name, shape)
     requests = [
         make_request(i, prompt_len=21 + 9 * i, seed=90 + i, temperature=i % 2, max_new_tokens=n)
@@ -145,8 +148,9 @@ def resume(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("mimo_v2", TREE), ("step3p5", CHAIN)], ids=str)
 def test_the_pool_law_holds_over_cached_pages(name: str, shape: tuple[int, int, int]) -> None:
-    """In the middle of a prompt and of a text, in chunks of several sizes: the cached rows of a
-    layer that lags are those that it knew."""
+    """In the middle of a prompt and of a text, in chunks of several sizes: a lagging layer's cached
+    rows are those that it had.
+    """
     resume(name, shape, chunk=5, after=13)
     for chunk, after in ((5, 30), (13, 16), (32, 12)):
         assert resume(name, shape, chunk=chunk, after=after) == {"r0", "r1", "r2"}
@@ -154,6 +158,6 @@ def test_the_pool_law_holds_over_cached_pages(name: str, shape: tuple[int, int, 
 
 @pytest.mark.slow
 def test_a_cached_row_that_its_layer_did_not_know_is_noticed() -> None:
-    """Mutation: a page counts as known as soon as its tokens are. The text is as ever."""
+    """Mutation: a page counts as known as soon as its tokens are. The text stays the same."""
     with pytest.raises(AssertionError, match=r"\nlayer [12]\n"):
         resume("mimo_v2", TREE, chunk=5, after=13, lookahead=0)

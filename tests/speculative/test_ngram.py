@@ -1,4 +1,4 @@
-"""Drafting by lookup: what is found, what the tree makes of it, and that no text depends on it."""
+"""Drafting by lookup: the matches, their tree, and texts that do not depend on it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ngram(num_steps: int, topk: int, nodes: int) -> SpeculativeConfig:
 
 
 def history_of(*rows: list[int]) -> tuple[jax.Array, jax.Array]:
-    """(history, L): each row's ids, its last one the root, UNKNOWN after it."""
+    """Return (history, L): each row's ids, its last one the root, UNKNOWN after it."""
     history = np.full((len(rows), WIDTH), UNKNOWN, np.int32)
     for r, ids in enumerate(rows):
         history[r, : len(ids)] = ids
@@ -52,7 +52,7 @@ def history_of(*rows: list[int]) -> tuple[jax.Array, jax.Array]:
 
 
 def found(ids: list[int], *, topk: int = 1, min_match: int = 1, steps: int = 3) -> Branches:
-    """What a row of these ids is continued with; matches of up to 4 ids."""
+    """Return the continuation of a row with these ids; matches of up to 4 ids."""
     return _found(*history_of(ids), topk=topk, min_match=min_match, steps=steps)
 
 
@@ -101,7 +101,7 @@ def test_branches_differ_and_those_without_a_match_come_last_as_token_0() -> Non
 
 
 def expected_branch(ids: list[int], *, min_match: int, steps: int) -> list[int]:
-    """The first branch, found one compare at a time."""
+    """Return the first branch, by one comparison at a time."""
     root = len(ids) - 1
 
     def length(end: int) -> int:
@@ -200,9 +200,9 @@ def test_a_corpus_in_which_nothing_follows_anything_is_refused() -> None:
 
 
 def test_the_history_is_what_the_row_said() -> None:
-    """A prompt in two chunks, then a verification: the history is the row's ids, in their places.
+    """A prompt in two chunks, then a verification: the history has the row's ids, in their places.
 
-    The second row is a new tenant: nothing of the former one is left.
+    The second row is a new tenant, without any id of the former one.
     """
     drafter = NgramDrafter(ngram(2, 1, 3))
     state = NgramState(history=jnp.full((2, WIDTH), 99, jnp.int32))

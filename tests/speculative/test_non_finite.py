@@ -1,7 +1,7 @@
-"""A token whose hidden state overflows: no other row's text changes, nor its own by a guess of it.
+"""A token whose hidden state overflows: no other row's text changes, nor its own by drafting it.
 
-The target and the head hold one token each whose embedding is NaN or infinite. All executables are
-those of the finite weights, which come as arguments.
+The target and the head have one token each whose embedding is NaN or infinite. All executables are
+those of the finite weights, which are arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IS_NAN, IS_INF = 311, 312  # of no prompt but those that say so
 
 @functools.cache
 def poisoned_tables() -> tuple[Any, Any]:
-    """The embeddings of target and head: one is NaN, one has an infinity among numbers."""
+    """Return the embeddings of target and head: one is NaN, one has an infinity among numbers."""
 
     def poison(table: jax.Array) -> jax.Array:
         return table.at[IS_NAN].set(jnp.nan).at[IS_INF, 3].set(jnp.inf)
@@ -52,7 +52,7 @@ def poisoned_tables() -> tuple[Any, Any]:
 
 
 def poisoned(compiled: Compiled) -> Compiled:
-    """The same executables, given weights with two poisoned tokens."""
+    """Return the executables with weights that have two poisoned tokens."""
     target_table, head_table = poisoned_tables()
     params = dict(compiled.params)
     params["target"] = {**params["target"], "embed": {"table": target_table}}
@@ -63,7 +63,7 @@ def poisoned(compiled: Compiled) -> Compiled:
 
 
 def request_with(i: int, token: int | None, *, temperature: float = 1.0) -> Request:
-    """Request i, whose prompt holds `token` in its middle."""
+    """Return request i with `token` in the middle of its prompt."""
     request = make_request(
         i,
         prompt_len=6 + i,
@@ -91,7 +91,7 @@ def dial_of(requests: list[Request], texts: list[tuple[int, ...]], *, decoy: int
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [IS_NAN, IS_INF])
 def test_a_prompt_that_overflows_changes_no_text_but_its_own(token: int) -> None:
-    """All in one prefill step, plainly and over a tree; its own text is what it is alone, too."""
+    """All run in one prefill step, plainly and over a tree; its own text equals that when alone."""
     requests = [request_with(0, None), request_with(1, token), request_with(2, None)]
     texts = [alone(request) for request in requests]
     assert len(set(texts[0])) > 5
@@ -114,7 +114,7 @@ def test_a_guess_that_overflows_changes_no_text(decoy: int) -> None:
 
 
 def test_pages_are_reused_after_a_tenant_that_overflowed() -> None:
-    """A pool with room for one request at a time: the second gets the first one's pages."""
+    """The pool has room for one request at a time: the second gets the first one's pages."""
     requests = [request_with(1, IS_NAN), request_with(2, None), request_with(3, None)]
     texts = [alone(request) for request in requests]
     served = serve(

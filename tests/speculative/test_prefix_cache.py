@@ -1,7 +1,7 @@
-"""Text with the prefix cache is text without: for every way of drafting, whatever was cached.
+"""Text with the prefix cache equals text without it, for every way of drafting and any cache.
 
-And speculation is as good after a cached prefix as after a computed one: the same drafts are
-accepted, and the same numbers are in the draft's pages.
+Speculation is as good after a cached prefix as after a computed one: the same drafts are accepted,
+and the draft's pages have the same values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A way of drafting, of `every_drafter`, and what its engine is compiled for."""
+    """A way of drafting, of `every_drafter`, and the settings that its engine is compiled for."""
 
     kind: Kind
     shape: tuple[int, int, int]
@@ -66,7 +66,7 @@ class Setting:
 
 
 def nextn() -> Kind:
-    """One layer that is run again, as MiMo-7B's: hidden first, no embedding at position 0."""
+    """One layer that is run again, like MiMo-7B's: hidden first, no embedding at position 0."""
 
     def make(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
         return EagleDrafter(head_of("mimo", ops, shard), draft_shape)
@@ -120,13 +120,13 @@ KINDS_AND_PLAIN = ["plain", *DRAFTING]
 
 
 def test_every_way_of_drafting_is_here() -> None:
-    """An algorithm that is new must get a setting above."""
+    """A new algorithm must get a setting above."""
     names = {setting.kind.algorithm.name for setting in SETTINGS.values()}
     assert names | {"NONE"} == set(ALGORITHMS)
 
 
 class Session:
-    """One engine that serves wave after wave of requests, and keeps what they leave."""
+    """One engine that serves wave after wave of requests, and keeps the cache between them."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Session:
 
     @property
     def resumed(self) -> set[str]:
-        """The requests that went on over output which they found cached."""
+        """Return the requests that resumed over cached output."""
         return {
             admission.request.request_id
             for plan, _ in self.view.steps
@@ -166,7 +166,7 @@ class Session:
     def serve(
         self, requests: list[Request], *, retract_after: int | None = None
     ) -> list[list[StreamChunk]]:
-        """The chunks of each, all served together; the pool has no leak before or after.
+        """Serve requests together; return the chunks of each. No page leaks before or after.
 
         retract_after: steps after which all rows go back to the queue.
         """
@@ -199,13 +199,13 @@ def ids_of(chunks: list[StreamChunk]) -> tuple[int, ...]:
 
 
 def next_turn(before: Request, said: tuple[int, ...], *, turn: int) -> Request:
-    """The same conversation, and something new after it."""
+    """Continue the conversation with something new."""
     new = make_request(0, prompt_len=5, seed=900 + turn).prompt_ids
     return dataclasses.replace(before, prompt_ids=(*before.prompt_ids, *said, *new))
 
 
 def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]]:
-    """Four rows with a common beginning, `num_turns` turns each; every text is checked."""
+    """Run four rows with a common prefix, `num_turns` turns each; every text is checked."""
     begin = make_request(0, prompt_len=21, seed=1).prompt_ids
     requests = []
     for i, sampling in enumerate(PENALTIES):
@@ -226,7 +226,7 @@ def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]
 
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_text_with_cache_is_text_without(kind: str) -> None:
-    """In large chunks and in small ones, by turns."""
+    """In large chunks and in small ones, alternating."""
     chunk_size, depth = ((32, 1), (5, 2))[list(SETTINGS).index(kind) % 2 if kind in SETTINGS else 1]
     compiled = engine(kind)
     session = Session(compiled, chunk_size=chunk_size, overlap_depth=depth)
@@ -246,7 +246,8 @@ def test_text_with_cache_is_text_without(kind: str) -> None:
 
 
 def test_text_is_the_same_in_a_pool_that_is_short() -> None:
-    """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
+    """There are pages for the prefix of all rows: some are retracted, and cached pages are
+    evicted."""
     compiled = engine("chain")
     session = Session(compiled, num_pages=272 // compiled.limits.pool.page_size)
     requests = [
@@ -260,8 +261,8 @@ def test_text_is_the_same_in_a_pool_that_is_short() -> None:
 
 
 def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """What rows say that were retracted on the way and found their output cached, and what they
-    should have said."""
+    """Return the texts of rows that were retracted and found their output cached, and the
+    expected ones."""
     compiled = engine(kind)
     session = Session(compiled, overlap_depth=0)
     requests = [
@@ -276,13 +277,13 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
 
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
-    """With every penalty: the counts are those of the whole fill, whatever is computed of it."""
+    """With every penalty: the counts are those of the whole fill, however little is computed."""
     said, expected = resumed_over_output(kind)
     assert said == expected
 
 
 def test_counts_without_the_cached_ids_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: nobody tells the rows. Those with penalties then say something else."""
+    """Mutation: rows do not get the cached ids. Texts with penalties then differ."""
     monkeypatch.setattr(prefill_planner, "cached_draft_prefills", lambda *_: ())
     said, expected = resumed_over_output("plain")
     assert said[0] != expected[0]
@@ -317,7 +318,7 @@ def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
-    """Nor on what a retraction computes anew: in target and draft, up to rounding."""
+    """Nor on what a retraction recomputes: in target and draft, up to rounding."""
     compiled = engine(kind)
     request = make_request(0, prompt_len=45, seed=5, max_new_tokens=20, temperature=2.0)
     whole = Session(compiled, prefix_cache=False, chunk_size=32)
@@ -336,7 +337,7 @@ def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
 
 
 def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
-    """What the pools hold for the first `count` tokens of the last row, which was in slot 1."""
+    """Return the pools' values for the first `count` tokens of the last row, in slot 1."""
     table = np.asarray(session.runner.state.rows.page_table)[1]
     size = session.view.limits.pool.page_size
     pages = table[: -(-count // size)]
@@ -348,8 +349,9 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -> None:
-    """A prompt that ends at a page's edge, and one that goes on otherwise after it. Pages hold what
-    a kind looks ahead, or more: of smaller ones it would find several fewer."""
+    """A prompt that ends at a page's edge, and one that continues otherwise after it. A page is at
+    least as long as a kind's lookahead: with smaller ones several fewer would be found.
+    """
     compiled = engine(kind)
     size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
     assert ahead <= size
@@ -368,7 +370,7 @@ def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -
 
 
 def test_a_cached_page_of_another_text_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: keys that do not look ahead. The draft's rows are then another text's."""
+    """Mutation: keys without lookahead. The draft's rows are then another text's."""
     compiled = engine("chain")
     session, cold = Session(compiled), Session(compiled, prefix_cache=False)
     cache = session.scheduler._pages._cache

@@ -48,7 +48,7 @@ def tree_engine() -> Compiled:
 
 
 def six_requests(**sampling: Any) -> list[Request]:
-    """Greedy and sampled by turns; their ends fall on every round of a step."""
+    """Return greedy and sampled requests; their ends fall on every round of a step."""
     return [
         make_request(
             i,
@@ -64,7 +64,7 @@ def six_requests(**sampling: Any) -> list[Request]:
 
 
 def with_stop_ids(requests: list[Request]) -> list[Request]:
-    """Each stops at an id that plain decoding gives it somewhere in the middle."""
+    """Let each stop at an id in the middle of its plain text."""
     stopped = []
     for request in requests:
         ids = plain_ids(request)
@@ -114,7 +114,7 @@ def test_a_stop_id_in_any_round_ends_the_text_there(sampling: dict[str, Any]) ->
 
 
 def test_rows_at_the_end_of_the_context_write_into_no_other() -> None:
-    """Rows fill the context to its last token beside one that goes on, in a pool that is full."""
+    """Rows fill the context to its last token while another continues, in a full pool."""
     lengths = (CONTEXT - 40, CONTEXT - 11, CONTEXT - 2, 20)
     requests = [
         make_request(
@@ -186,7 +186,7 @@ async def _first_chunks(view: ViewRunner) -> None:
 
 
 def test_what_nobody_wrote_stays_unread_after_an_end() -> None:
-    """NaN in both pools: rounds after an end read past what was written, and spoil no row."""
+    """NaN in both pools: rounds after an end read unwritten slots, and affect no row."""
     requests = six_requests()
     expected = [plain_ids(request) for request in requests]
     runner = chain_engine().runner(dial=dial_for(requests, expected))

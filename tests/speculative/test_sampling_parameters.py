@@ -1,7 +1,7 @@
-"""Every sampling parameter, alone and mixed, against a sampler that is written down plainly.
+"""Every sampling parameter, alone and mixed, against a plainly written sampler.
 
 The reference runs the model densely over the whole text for each token, changes and filters the
-logits in numpy as the parameters' documentation says, and replays the noise of the position.
+logits in numpy as the parameters' documentation specifies, and replays the noise of the position.
 Speculation must write the same text.
 """
 
@@ -68,7 +68,7 @@ def noise_at(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def changed(logits: np.ndarray, request: Request, output: list[int]) -> np.ndarray:
-    """The logits after penalties, bias and minimum length."""
+    """Return the logits after penalties, bias and minimum length."""
     sampling = request.sampling
     x = logits.astype(np.float32).copy()
     for v in {*request.prompt_ids, *output}:
@@ -85,7 +85,7 @@ def changed(logits: np.ndarray, request: Request, output: list[int]) -> np.ndarr
 
 
 def kept(x: np.ndarray, request: Request) -> np.ndarray:
-    """Which tokens top-k, top-p and min-p keep, all of one distribution."""
+    """Return the tokens that top-k, top-p and min-p keep, all of one distribution."""
     sampling = request.sampling
     scaled = x.astype(np.float64) / (sampling.temperature or 1.0)
     p = np.exp(scaled - scaled.max())
@@ -101,7 +101,7 @@ def kept(x: np.ndarray, request: Request) -> np.ndarray:
 
 @functools.cache
 def replayed(request: Request) -> tuple[int, ...]:
-    """What a sampler writes that knows no speculation."""
+    """Return the text of a sampler without speculation."""
     sampling = request.sampling
     seed = jnp.asarray([request.seed >> 32, request.seed & 0xFFFFFFFF], jnp.uint32)
     output: list[int] = []

@@ -1,7 +1,7 @@
-"""Any sequence of shapes: the same text, and a drafter that loses nothing by what it missed.
+"""Any sequence of shapes: the same text, and a drafter that loses nothing by plain steps.
 
-The planner is an adversary: it changes S/K/N from step to step, with steps in flight, and leaves
-out drafting for one step or for more than may wait.
+The planner is an adversary: it changes S/K/N from step to step, with steps in flight, and skips
+drafting for one step or for more than may be pending.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EVERY_SETTING = [
 
 
 def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
-    """What the steps' own plans and results come to, where nothing is cut."""
+    """Return the totals of the steps' own plans and results, if no output is cut."""
     spec, found = compiled.limits.draft_shape, [0] * (compiled.limits.draft_shape.num_steps + 1)
     num_proposed = 0
     for plan, result in served.steps:
@@ -64,7 +64,7 @@ def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
 
 @pytest.mark.parametrize("setting", EVERY_SETTING, scope="module")
 def test_the_text_depends_on_no_shape(setting: Setting) -> None:
-    """With one, none or two steps in flight."""
+    """With one, no or two steps in flight."""
     depth = (1, 0, 2)[SETTINGS.index(setting) % 3]
     compiled = engine(setting)
     requests = requests_of(4, num_tokens=60, seed=44, temperature=1.0, top_p=0.9)
@@ -88,7 +88,7 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
 
 @pytest.mark.parametrize("setting", EVERY_SETTING[:4], scope="module")
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
-    """Its caches and state are those of a row that was never off: every draft is accepted."""
+    """Its caches and state are those of a row that always drafted: every draft is accepted."""
     kind = KINDS[setting.kind]
     # As many steps, whatever the rounds of each: some shapes must last.
     requests = requests_of(4, num_tokens=80 * setting.rounds, seed=90)
@@ -108,7 +108,7 @@ def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Set
 
 
 def check_all_accepted(served: Served) -> None:
-    """Of each row, in every verification before its last tokens."""
+    """Check each row, in every verification before its last tokens."""
     ends = {
         admission.row: len(admission.fill_ids) + admission.request.sampling.wanted_tokens
         for plan, _ in served.steps

@@ -45,7 +45,7 @@ FLAT = dataclasses.replace(TARGET, vocab_size=VOCAB, eos_token_ids=(), bos_token
 
 @functools.cache
 def weights() -> Params:
-    """Random, with logits from -1.5 to 1.5."""
+    """Draw random weights, with logits from -1.5 to 1.5."""
     params = init_params(table_of(FLAT), seed=0)
     kernel = params["lm_head"]["kernel"]
     return {**params, "lm_head": {**params["lm_head"], "kernel": kernel * 0.5}}
@@ -96,7 +96,7 @@ def test_several_shards_write_the_text_of_one() -> None:
 
 @pytest.mark.slow
 def test_a_row_without_filters_writes_the_same_alone() -> None:
-    """In a step that filters nothing."""
+    """It then runs in a step that filters nothing."""
     mixed = [each.sampling.options for each in requests()]
     plain = [request for request, needed in zip(requests(), mixed, strict=True) if not needed]
     served = serve(engine(1, PLAIN), plain)

@@ -1,4 +1,4 @@
-"""What a step is told of shared prefixes is true: text is the same where it is relied on."""
+"""A step's shared prefixes are correct: the text is the same if they are relied on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARING = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeadersPages(Ops):
-    """Reads what rows share in the pages of their leader alone, wherever their own tables point."""
+    """Reads shared prefixes in their leader's pages alone, wherever a row's own table points."""
 
     def attend(
         self,
@@ -57,7 +57,7 @@ def engine(kind: str) -> Compiled:
 
 
 def prompts_after(prefixes: list[int], *, seed: int) -> list[Request]:
-    """Request i begins with 132 tokens of prefixes[i], 3 of which every prefix has."""
+    """Request i starts with 132 tokens of prefixes[i], 3 of which are in every prefix."""
     rng = np.random.default_rng(seed)
     requests = []
     for i, prefix in enumerate(prefixes):

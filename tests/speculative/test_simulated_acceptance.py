@@ -1,4 +1,4 @@
-"""Simulated acceptance: exact counts, real costs, off by default, out of every request's reach."""
+"""Simulated acceptance: exact counts, real costs, off by default, not available to requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows_of(batch: int, *, seed: int = 0) -> StepBatch:
 
 
 def random_tree(draft_shape: SpeculativeConfig, rows: StepBatch, *, seed: int = 0) -> DraftTree:
-    """A tree as propose makes it, with random scores; ids of siblings differ."""
+    """Return a tree like propose's, with random scores; ids of siblings differ."""
     rng = np.random.default_rng(seed)
     batch, topk = rows.root_ids.shape[0], draft_shape.topk
     levels, scores, first = [], np.zeros((batch, 1)), -1
@@ -99,7 +99,7 @@ def test_whole_numbers_are_exact_in_every_row(shape: tuple[int, int, int]) -> No
 
 
 def test_a_real_walk_that_is_longer_is_cut_and_followed() -> None:
-    """The target chose the root's last child, which is not where a simulated walk would go."""
+    """The target chose the root's last child, to which a simulated walk would not go."""
     rows = rows_of(BATCH)
     spec = replace(spec_of(2, 2, 7), simulate_acceptance=2.0)  # N - 1 is all of the pool
     tree = random_tree(spec, rows)
@@ -156,7 +156,7 @@ def test_the_drafter_sees_the_paths_features() -> None:
 @settings(max_examples=10)
 @given(mean=st.floats(1.0, 4.0), seed=st.integers(0, 2**32 - 1))
 def test_fractions_are_right_on_average(mean: float, seed: int) -> None:
-    """A row's positions, as they come: each step goes on by what it emitted."""
+    """A row's positions follow each other: each step advances by what it emitted."""
     rows = rows_of(2000, seed=seed)
     drafts = np.asarray(simulated_drafts(rows, mean_emitted=mean))
     whole = int(np.floor(mean))
@@ -179,7 +179,7 @@ def test_one_sequences_own_mean_is_right() -> None:
 def plain_settle(
     tree: DraftTree, ids: Any, features: Features, kv: Any, rows: Any, *, draft_shape: Any
 ) -> Any:
-    """settle as it is without the option: what the programs must be when it is off."""
+    """settle without the option: the programs must equal it when the option is off."""
     node_path, num_accepted = accept_tree(
         tree, ids, num_levels=draft_shape.num_steps, may_accept=rows.sampling.speculative > 0
     )
@@ -277,7 +277,7 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 def test_a_row_may_ask_for_no_speculation() -> None:
-    """Simulated or not, what it emits is one token a verification."""
+    """Simulated or not, it emits one token per verification."""
     for simulated in (None, 3.0):
         spec = replace(spec_of(3, 1, 4), simulate_acceptance=simulated)
         rows = rows_of(BATCH)

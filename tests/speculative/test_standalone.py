@@ -1,4 +1,4 @@
-"""A language model as draft, on disk: what is read, and what does not fit its target."""
+"""A language model as draft, on disk: reading, and drafts that do not fit their target."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load(directory: Path, **arguments: Any) -> LoadedModels:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """A target and a small model beside it, each with the same tokenizer."""
+    """Write a target and a small model, each with the same tokenizer."""
     for name, spec, params in (
         ("target", TARGET, tiny_params()[0]),
         ("draft", SMALL, small_params()),

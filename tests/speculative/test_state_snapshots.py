@@ -1,8 +1,4 @@
-"""Text of a recurrent target with the prefix cache is text without it, and that of plain decoding.
-
-Rows start after cached pages with the state that an earlier row saved at their end: in chunks of
-several sizes, with many snapshots and with two, for chains and trees, on one shard and on two.
-"""
+"""Text of a recurrent target with the prefix cache equals text without it, and plain decoding's."""
 
 from __future__ import annotations
 
@@ -46,7 +42,8 @@ MTP = "qwen3_5"
 
 @functools.cache
 def engine(name: str) -> Compiled:
-    """Page size 4, two shards and a corpus of what rows say, or 16 and one."""
+    """Return an engine with page size 4, two shards and a corpus of the rows' texts, or 16 and
+    one."""
     is_tree = name == TREE
     kind = KINDS["ngram" if is_tree else "recurrent"]
     spec, target = kind.spec((3, 3, 8) if is_tree else (3, 1, 4)), MIXER_TARGETS["hybrid"]
@@ -76,7 +73,7 @@ def plain_ids(request: Request) -> tuple[int, ...]:
 
 
 def turns_of(*, count: int, max_new_tokens: int = 20) -> list[Request]:
-    """The first turns of conversations that begin alike."""
+    """Return the first turns of conversations that start alike."""
     begin = make_request(0, prompt_len=35, seed=1).prompt_ids
     requests = []
     for i in range(count):
@@ -162,7 +159,7 @@ def test_text_is_the_same_in_a_pool_that_is_short() -> None:
 
 @pytest.mark.slow
 def test_rows_that_share_a_prefix_read_it_together() -> None:
-    """The layers with K and V read their leader's pages; every row has a state of its own."""
+    """Layers with K and V read their leader's pages; every row has its own state."""
     compiled = build(
         KINDS["ngram"].spec((3, 1, 4)),
         page_size=4,
@@ -202,7 +199,7 @@ def of_another_text(plan: StepPlan) -> StepPlan:
 def test_a_wrong_state_would_be_seen(
     change: Callable[[StepPlan], StepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutations: all texts but those that start from nothing are then others."""
+    """Mutations: all texts except those without a cached prefix then differ."""
     session = Session(engine(TREE))
     dispatch = session.view.dispatch
 

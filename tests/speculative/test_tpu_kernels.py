@@ -1,7 +1,7 @@
 """Whole steps with the TPU's kernels, run by the interpreter, give plain decoding's tokens.
 
-Everything a step does on a TPU but the chip itself: prefill, tree attention, compaction and the
-gathering of what is emitted, with the kernels' own pool layout.
+This covers all of a step on a TPU except the chip itself: prefill, tree attention, compaction and
+the gather of the output, with the kernels' own pool layout.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _ancestors = jax.jit(ancestors, static_argnames="num_levels")
 
 
 def children_order(parents: list[int]) -> tuple[list[int], list[int]]:
-    """(first child, next sibling) of each node, -1 for none: the tree as SGLang writes it."""
+    """Return (first child, next sibling) of each node, -1 for none, as SGLang writes the tree."""
     nodes = range(len(parents))
     first = [next((j for j in nodes if parents[j] == i), -1) for i in nodes]
     after = [[j for j in nodes if j > i > 0 and parents[j] == parents[i]] for i in nodes]
@@ -42,10 +42,10 @@ def children_order(parents: list[int]) -> tuple[list[int], list[int]]:
 
 
 def golden_levels(golden: dict[str, Any]) -> tuple[Level, ...]:
-    """SGLang's per-level lists as candidate levels.
+    """Convert SGLang's per-level lists to candidate levels.
 
-    Its parents_per_level holds one list more than is used: list d names, by place in the pool, the
-    beams that level d + 2 expands, K candidates each; level 1 hangs below the root.
+    Its parents_per_level has one list more than is used: list d names, by index in the pool, the
+    beams that level d + 2 expands, K candidates each; level 1's parent is the root.
     """
     topk = golden["topk"]
     levels = []
@@ -93,7 +93,7 @@ TERMS = (0.0, 0.0, -0.0, -0.5, -1.0, -7.0, 0.25, -np.inf)  # ties, and a term ab
 
 
 def levels_of(rng: np.random.Generator, *, num_steps: int, topk: int) -> list[dict[str, Any]]:
-    """Candidates with ties everywhere: each level expands the K best of the one before."""
+    """Return candidates with many ties: each level expands the K best of the one before."""
     batch = 2
     scores = np.sort(rng.choice([0.0, -1.0, -2.0], (batch, topk)), axis=1)[:, ::-1]
     pool_idx = np.broadcast_to(np.arange(topk), (batch, topk))
@@ -207,14 +207,17 @@ def test_masks_are_the_ancestors(num_nodes: int, num_levels: int) -> None:
 
 
 def test_a_child_never_scores_above_its_parent() -> None:
-    """Rounding may put a log-probability above 0; the tree would not be closed then."""
+    """Rounding may make a log-probability positive; the tree would not be closed then."""
     scores = jax.jit(partial(beam_scores))(jnp.asarray([[-1.0, -2.0]]), jnp.full((1, 2, 2), 1e-7))
     np.testing.assert_array_equal(scores, [[[-1.0, -1.0], [-2.0, -2.0]]])
 
 
 def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
-    """Tokens, parents and depths. terms: [S, P, K], of candidate k, token 10 * (s + 1) + k, under
-    candidate p of the level before; under the root p is 0."""
+    """Return tokens, parents and depths.
+
+    terms: [S, P, K], of candidate k, token 10 * (s + 1) + k, under candidate p of the level before;
+    under the root p is 0.
+    """
     num_steps, topk = terms.shape[0], terms.shape[2]
 
     def rank(depth: int, parents: Any, carried: Any) -> Any:
@@ -236,7 +239,7 @@ def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
 
 
 def test_the_best_paths_of_a_lattice_are_its_tree() -> None:
-    """The example of `grow_block`; and equal terms go to the lower index."""
+    """The example of `grow_block`; and equal terms prefer the lower index."""
     terms = np.array([[[-1.0, -2.0]] * 2, [[-0.5, -3.0]] * 2])
     assert lattice_tree(terms, num_draft_tokens=4) == [[7, 10, 11, 20], [-1, 0, 0, 1], [0, 1, 1, 2]]
     tree = lattice_tree(np.full((2, 2, 2), -1.0), num_draft_tokens=5)
@@ -245,8 +248,9 @@ def test_the_best_paths_of_a_lattice_are_its_tree() -> None:
 
 @pytest.mark.parametrize(("topk", "num_draft_tokens"), [(1, 4), (3, 9)])
 def test_edges_of_a_lattice_follow_the_candidate_before(topk: int, num_draft_tokens: int) -> None:
-    """Every node is reached by its own path's edges, and no candidate that is left out beats one
-    that is in: by hand, over what the K best of each level expand to."""
+    """Every node is reached by its own path's edges, and no candidate outside beats one inside:
+    checked by hand, over the expansions of the K best of each level.
+    """
     rng = np.random.default_rng(topk)
     edges = -rng.exponential(size=(3, topk, topk))
     pool: list[tuple[float, tuple[int, ...]]] = []

@@ -1,7 +1,7 @@
-"""A target with windows after a cached prefix: the text, the accepted drafts and the numbers in
-the pages are those of an engine that computes everything.
+"""A target with windows after a cached prefix: text, accepted drafts and page contents equal those
+of an engine that computes everything.
 
-What that engine writes is compared with a dense forward in `test_windows.py`.
+`test_windows.py` compares that engine with a dense forward.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def engine(kind: str) -> Compiled:
 
 
 def window_of(kind: str) -> int:
-    """The draft's where it has one, so that target and draft share a space."""
+    """Return the draft's window if it has one, so that target and draft share a space."""
     if kind not in LAYERS:
         return WINDOW
     return config_of(kind).layer.layers[0].attention.window or WINDOW
@@ -106,7 +106,7 @@ def space_of(limits: ServeLimits, window: int, *, num_rows: int, spare: int) -> 
 def session_of(
     compiled: Compiled, *, spare: int = SPARE, prefix_cache: bool = True, **how: Any
 ) -> Session:
-    """As the engine, or with fewer pages of windows."""
+    """Return a session with the engine's limits, or with fewer pages of windows."""
     (own,) = compiled.limits.pool.windows
     space = space_of(compiled.limits, own.window, num_rows=2, spare=spare)
     return Session(compiled, prefix_cache=prefix_cache, windows=(space,), **how)
@@ -120,7 +120,7 @@ def check_idle(session: Session) -> None:
 def conversations(
     kind: str, *, num_turns: int, session: Session, cold: Session
 ) -> Iterator[tuple[int, int, int]]:
-    """Rows with a common beginning; of each turn of each (turn, prompt tokens, cached ones)."""
+    """Run rows with a common prefix; return (turn, prompt tokens, cached ones) of each turn."""
     begin = make_request(0, prompt_len=21, seed=1).prompt_ids
     requests = []
     for i, sampling in enumerate(PENALTIES):
@@ -144,7 +144,7 @@ def conversations(
     [(32, 1, 2), pytest.param(5, 2, 3, marks=pytest.mark.exhaustive)],
 )
 def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_turns: int) -> None:
-    """From the second turn on all but the last words are found, as without windows."""
+    """From the second turn on all but the last tokens are cached, as without windows."""
     compiled = engine(kind)
     how: dict[str, Any] = {"chunk_size": chunk, "overlap_depth": depth}
     session, cold = session_of(compiled, **how), session_of(compiled, prefix_cache=False, **how)
@@ -157,7 +157,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_text_is_the_same_in_pools_that_are_short(kind: str) -> None:
-    """In both spaces: rows wait or are retracted, and cached pages are evicted."""
+    """In both spaces rows wait or are retracted, and cached pages are evicted."""
     compiled = engine(kind)
     num_pages = 272 // compiled.limits.pool.page_size
     session = session_of(compiled, spare=0, num_pages=num_pages)
@@ -174,8 +174,8 @@ def test_text_is_the_same_in_pools_that_are_short(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
-    """With every penalty. In the middle of the output as well: the pages that left the window on
-    the way were cached."""
+    """With every penalty, also in the middle of the output: pages were cached when they left the
+    window."""
     compiled = engine(kind)
     session, cold = (
         session_of(compiled, overlap_depth=0, prefix_cache=cached) for cached in (True, False)
@@ -241,8 +241,10 @@ def compare_rows(warm: Session, cold: Session, *, committed: int) -> None:
 
 
 def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
-    """What the pools hold for the first `count` tokens of the last row, which was in slot 1: for
-    layers with a window for the last ones, which a next query would see."""
+    """Return the pools' values for the first `count` tokens of the last row, in slot 1.
+
+    Layers with a window have only the last ones, which a next query would see.
+    """
     state, size = session.runner.state, session.view.limits.pool.page_size
     program = session.compiled.program
     groups = (program.target if name == "kv" else program.drafter).cache_groups
@@ -259,8 +261,9 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
 
 
 def test_a_window_that_is_not_there_would_be_seen() -> None:
-    """Mutation: a row begins wherever the full space has pages. The target then says other things,
-    and the drafts were made from other features."""
+    """Mutation: a row starts wherever the full space has pages. The target's texts then differ, and
+    the drafts were made from other features.
+    """
     compiled = engine("chain")
     session, cold = session_of(compiled), session_of(compiled, prefix_cache=False)
     _, space = session.scheduler._pages.spaces

@@ -1,4 +1,4 @@
-"""Draft layers with a window lie in its page space: pages go back, and no row is missed that lags.
+"""Draft layers with a window use its page space: pages are freed, and no lagging row is lost.
 
 The layers are those that two families publish (`published_layers`), over a target without windows.
 """
@@ -50,7 +50,7 @@ def window_of(name: str) -> int:
 
 @functools.cache
 def engine(name: str, shape: tuple[int, int, int]) -> Compiled:
-    """Window pages for NUM_ROWS rows and not one more."""
+    """Return an engine with window pages for NUM_ROWS rows and no more."""
     spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
     limits, window = limits_of(spec, page_size=PAGE), window_of(name)
     pages = NUM_ROWS * limits.window_pages_per_row(window)
@@ -71,7 +71,7 @@ def engine(name: str, shape: tuple[int, int, int]) -> Compiled:
 
 
 def some_requests() -> list[Request]:
-    """Greedy and sampled; several chunks, and rows that go on for many windows."""
+    """Return greedy and sampled requests; several chunks, and rows of many windows."""
     return [
         make_request(i, prompt_len=n, seed=640 + i, temperature=i % 2, max_new_tokens=new)
         for i, (n, new) in enumerate(((19, 90), (1, 70), (40, 120)))
@@ -79,7 +79,7 @@ def some_requests() -> list[Request]:
 
 
 def rows_in_window(state: EngineState, *, name: str, slot: int, layer: int, count: int) -> Any:
-    """Of `count` committed rows of a layer, those that its next query would see."""
+    """Return the rows of `count` committed ones that a layer's next query would see."""
     window = window_of(name)
     table = np.asarray(state.rows.window_tables[window])[slot]
     position = np.arange(max(count - (window - 1), 0), count)
@@ -88,8 +88,9 @@ def rows_in_window(state: EngineState, *, name: str, slot: int, layer: int, coun
 
 
 def check(name: str, shape: tuple[int, int, int]) -> None:
-    """The text is plain decoding's, and the row that ends last has cached what a prefill of all of
-    it caches, layer by layer."""
+    """Check that the text is plain decoding's, and that the row that ends last has cached what a
+    prefill of all of it caches, layer by layer.
+    """
     compiled, requests = engine(name, shape), some_requests()
     expected = [plain_ids(request) for request in requests]
     limits = with_limits(compiled.limits, prefill_buckets=(CHUNK,), prefix_cache=False)
@@ -129,8 +130,8 @@ def test_rows_that_lag_are_there(name: str, shape: tuple[int, int, int]) -> None
 
 @pytest.mark.slow
 def test_pages_given_back_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: as if no layer lagged behind, and one page more, so that it is lent again before
-    it is read."""
+    """Mutation: as if no layer lagged, with one page more, so that it is granted again before it
+    is read."""
     right = CacheSpaces._seen_len
 
     def too_early(self: CacheSpaces, tenancy: Any) -> int:

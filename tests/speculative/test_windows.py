@@ -1,4 +1,4 @@
-"""A target of which some layers have a window gives their pages back, and writes the same text.
+"""A target with windows in some layers frees their pages, and writes the same text.
 
 The oracle is a dense forward over the whole text with the windows as masks: no cache, no pages.
 """
@@ -69,7 +69,7 @@ def windowed(windows: tuple[int | None, ...]) -> ModelSpec:
 
 
 def with_space(limits: ServeLimits, *, num_rows: int) -> ServeLimits:
-    """Window pages for that many rows and not one more."""
+    """Return limits with window pages for that many rows and no more."""
     each = limits.window_pages_per_row(WINDOW)
     num_pages = num_rows * each + limits.pages_of_chunks(limits.programs.chunk_size)
     return with_limits(limits, windows=(WindowSpace(WINDOW, num_pages),))
@@ -77,9 +77,9 @@ def with_space(limits: ServeLimits, *, num_rows: int) -> ServeLimits:
 
 @functools.cache
 def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
-    """The smallest pool that serves two rows at once; programs of plain options alone.
+    """Return the smallest pool that serves two rows at once, with plain programs only.
 
-    itself: the target is its own STANDALONE draft, whose windows are as real.
+    itself: the target is its own STANDALONE draft, with the same windows.
     """
     is_own_draft = name == "itself"
     spec = spec_of(*SPECS[name], *([Algorithm.STANDALONE] if is_own_draft else []))
@@ -117,7 +117,8 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
 
 @functools.cache
 def dense_ids(windows: tuple[int | None, ...]) -> list[tuple[int, ...]]:
-    """NUM_TOKENS greedy tokens of each request, each from a dense forward over all before it."""
+    """Return NUM_TOKENS greedy tokens of each request, each from a dense forward over all before
+    it."""
     spec, (params, _) = windowed(windows), tiny_params()
     prompts = [request.prompt_ids for request in requests()]
     lens = jnp.asarray([len(prompt) for prompt in prompts])
@@ -137,7 +138,7 @@ def dense_ids(windows: tuple[int | None, ...]) -> list[tuple[int, ...]]:
 
 
 def requests() -> list[Request]:
-    """Prompts of three chunks and of one; three rows, of which two fit at once."""
+    """Return prompts of three chunks and of one; three rows, of which two fit at once."""
     return [
         make_request(i, prompt_len=n, seed=i, temperature=0.0, max_new_tokens=NUM_TOKENS)
         for i, n in enumerate((37, 5, 20))
@@ -167,7 +168,7 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
 def test_the_text_is_that_of_a_dense_forward(
     name: str, windows: tuple[int | None, ...], depth: int, chunk: int
 ) -> None:
-    """In a pool that no row's text would fit into, let alone two."""
+    """The pool is too small for the whole text of a single row."""
     served = run(name, windows, overlap_depth=depth, chunk_size=chunk)
     (space,) = engine(name, windows).limits.pool.windows
     assert space.num_pages * PAGE < 2 * NUM_TOKENS
@@ -177,17 +178,17 @@ def test_the_text_is_that_of_a_dense_forward(
 
 @pytest.mark.slow
 def test_a_draft_with_windows_reads_its_own_pages() -> None:
-    """A target that drafts for itself is always right, but for what a row's end cuts.
+    """A target that drafts for itself is always right, except where a row's end cuts.
 
-    Also after the prompt of 20 tokens, which ends at a page's edge: the page of the root's row,
-    which the draft writes at once, comes with the last chunk.
+    This holds also after the prompt of 20 tokens, which ends at a page's edge: the page of the
+    root's slot, which the draft writes at once, is granted with the last chunk.
     """
     served = run("itself", SOME, overlap_depth=1, chunk_size=8)
     assert all(set(accepted[:-1]) == {3} for accepted in served.accepted)
 
 
 def test_a_next_turn_begins_after_the_first_and_says_the_same() -> None:
-    """In the same few pages; `test_window_cache.py` looks closer."""
+    """In the same few pages; `test_window_cache.py` has more cases."""
     compiled, prompt_len = engine("plain", ALL_LAYERS), 37
     first = make_request(0, prompt_len=prompt_len, seed=0, temperature=0.0, max_new_tokens=30)
     warm = Session(compiled, chunk_size=8, overlap_depth=2)

@@ -1,4 +1,4 @@
-"""The worked example of the design, driven through the functions that the step is made of.
+"""The worked example of the design, run through the functions of a step.
 
 L = 7, root t7, S/K/N = 2/2/4. Ids: t7 70, a1 10, b1 11, a2 20, b2 21, c2 22, d2 23, x 30, y 31.
 """

@@ -8,7 +8,8 @@ from tests.support.fake_rows import FakeRow, fingerprint, require
 
 
 class FakeSnapshots:
-    """What each snapshot slot has. A prefill restores before it runs, and saves afterwards."""
+    """The content of each snapshot slot. A prefill restores before it runs, and saves
+    afterwards."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._count = 0 if limits.pool.snapshots is None else limits.pool.snapshots.count

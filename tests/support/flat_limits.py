@@ -17,7 +17,7 @@ def flat_limits(**values: Any) -> ServeLimits:
 
 
 def with_limits(limits: ServeLimits, **changes: Any) -> ServeLimits:
-    """The same limits with some fields changed."""
+    """Return the limits with some fields changed."""
     parts, own = _by_part(changes)
     changed = {name: replace(getattr(limits, name), **each) for name, each in parts.items()}
     return replace(limits, **own, **changed)

@@ -29,7 +29,7 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyPair:
-    """Where a pair was written."""
+    """The folders of a pair."""
 
     target_path: Path
     draft_path: Path
