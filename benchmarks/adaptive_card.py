@@ -39,7 +39,10 @@ from typing import Any
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.step_options import PLAIN, StepOptions
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.environment import write_result
@@ -58,7 +61,7 @@ ADAPTIVE = "adaptive"
 PLAIN_ENGINE = "plain engine"
 PROMPT = 256  # or the workload's, if that is shorter
 SPARE_TOKENS = 192  # of a row, for pages that are not full and for drafts
-LONGEST_BUILD = 300.0  # seconds until all programs are there
+LONGEST_BUILD = 300.0  # seconds until all programs are compiled
 WARM_STEPS = 500  # at least, of long runs, before a new chooser is measured
 
 

@@ -27,7 +27,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
@@ -50,7 +53,7 @@ Cell = dict[str, Any]
 
 
 def floor_of(bench: Bench, batch: int) -> Cell:
-    """Milliseconds at least, of target and draft, in the middle of a long run."""
+    """Return the least milliseconds of target and draft, in the middle of a long run."""
     models, draft_shape = bench.models, bench.program.draft_shape
     rows = Rows(batch=batch, context=bench.committed, itemsize=bench.dtype.itemsize)
     target = target_floor(models.target, rows, nodes=draft_shape.num_draft_tokens)
@@ -61,7 +64,7 @@ def floor_of(bench: Bench, batch: int) -> Cell:
 
 
 def measure(bench: Bench, mode: str, batch: int) -> Cell:
-    """One cell without its parts."""
+    """Measure one cell without its parts."""
     device, _ = whole_step(bench, batch)
     through = engine_step_ms(bench, batch)
     if mode in DRAFTERS:
@@ -79,7 +82,7 @@ def measure(bench: Bench, mode: str, batch: int) -> Cell:
 
 
 def draft_parts(bench: Bench, batch: int) -> Cell:
-    """Milliseconds of the drafter's two halves, each alone in a loop of one compiled program."""
+    """Return milliseconds of the drafter's two halves, each alone in a loop of one program."""
     state = bench.state()
     step = step_of(bench, state, batch)
     found: Cell = {}
@@ -106,7 +109,7 @@ def run_mode(
     options: argparse.Namespace,
     put: Callable[[str, Cell], None],
 ) -> None:
-    """All cells of one mode that are asked for."""
+    """Run all requested cells of one mode."""
     wanted = {f"{mode}/{b}": b for b in workload.batches if is_wanted(options.cells, mode, b)}
     if not wanted:
         return
@@ -138,7 +141,7 @@ def is_wanted(patterns: list[str], mode: str, batch: int) -> bool:
 
 
 def table(cells: Mapping[str, Cell]) -> str:
-    """Markdown: engine and device milliseconds, the floor, and the share of it."""
+    """Return Markdown: engine and device milliseconds, the floor, and the share of it."""
     lines = ["| cell | engine | device | floor | share |", "|---|---|---|---|---|"]
     for name, cell in cells.items():
         if "error" in cell:
@@ -163,7 +166,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every cell that was asked for has its figures."""
+    """Return 0 if every requested cell has its figures."""
     options = parse(sys.argv[1:] if argv is None else argv)
     options.deadline = time.monotonic() + options.seconds
     workload = WORKLOADS[options.model]

@@ -1,10 +1,10 @@
-"""What a decode step makes one H200 move and multiply at least.
+"""The least bytes and operations of a decode step on one H200, as milliseconds.
 
-`floor_ms` counts the bytes of a target's forward: weights once, experts that are touched, and KV.
-Of an MoE evenly drawn tokens touch X * (1 - (1 - k / X) ** tokens) of X experts. `target_floor` and
-`draft_floor` take a chain's step with any drafter forward by forward: a forward's weights are read
-once, or multiplied by its tokens, whichever takes longer, matrix by matrix; KV is read once a
-forward. Tables are looked up, not read.
+`floor_ms` counts the bytes of a target's forward: weights once, active experts, and KV. Uniformly
+drawn tokens touch X * (1 - (1 - k / X) ** tokens) of an MoE's X experts. `target_floor` and
+`draft_floor` split a chain's step with any drafter into forwards: each matrix is read once, or
+multiplied by the tokens, whichever takes longer; KV is read once per forward. Embedding tables are
+indexed, not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ID_BYTES = 4  # of a token in a lookup's history
 
 
 def experts_touched(moe: MoESpec, *, tokens: int) -> float:
-    """How many experts of one layer `tokens` tokens reach, on average."""
+    """Return the mean number of one layer's experts that `tokens` tokens use."""
     share = moe.top_k / moe.num_experts
     return float(moe.num_experts * (1 - (1 - share) ** tokens))
 
@@ -45,9 +45,9 @@ def read_bytes(
     dtype: str,
     formats: Formats = (),
 ) -> float:
-    """Of the target's forward for `batch` rows of `nodes` tokens after `context` others.
+    """Return the bytes that the target's forward reads for `batch` rows of `nodes` tokens.
 
-    Tables are looked up, not read; a layer with a window reads no more than that.
+    They follow `context` others, of which a layer with a window reads only the window's.
     """
     total = 0.0
     for weight in with_formats(table_of(spec), formats):
@@ -67,14 +67,16 @@ def read_bytes(
 
 
 def floor_ms(spec: ModelSpec, **step: Any) -> float:
-    """Milliseconds of `read_bytes` at the rate that one H200 was seen to read."""
+    """Return the milliseconds of `read_bytes` at the measured rate of one H200."""
     return 1e3 * read_bytes(spec, **step) / READ_BYTES_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """Milliseconds of one forward, or of several: by its bytes, by its operations, and by what of
-    each matrix takes longer (`ms`)."""
+    """Milliseconds of one or several forwards.
+
+    By bytes, by operations, and as the sum of the longer of both over matrices (`ms`).
+    """
 
     bytes_ms: float = 0.0
     flops_ms: float = 0.0
@@ -97,20 +99,22 @@ class Rows:
     itemsize: int
 
     def product(self, numbers: float, tokens: int) -> Floor:
-        """One matrix times `tokens` tokens."""
+        """Return the floor of one matrix times `tokens` tokens."""
         read = 1e3 * numbers * self.itemsize / READ_BYTES_PER_SECOND
         flops = 1e3 * 2 * numbers * tokens / FLOPS_PER_SECOND
         return Floor(bytes_ms=read, flops_ms=flops, ms=max(read, flops))
 
     def read(self, num_bytes: float) -> Floor:
-        """Nothing but reading."""
+        """Return the floor of reading alone."""
         ms = 1e3 * num_bytes / READ_BYTES_PER_SECOND
         return Floor(bytes_ms=ms, ms=ms)
 
 
 def matrices(table: ParamTable, *, skip: tuple[str, ...] = ()) -> list[ParamSpec]:
-    """The weights that a forward multiplies by: neither tables nor norms nor maps of ids. skip:
-    names in the paths of those that are left out."""
+    """Return the weights that a forward multiplies by, without tables, norms and id maps.
+
+    skip: names in the paths of those to leave out.
+    """
     return [
         spec
         for spec in table
@@ -121,7 +125,7 @@ def matrices(table: ParamTable, *, skip: tuple[str, ...] = ()) -> list[ParamSpec
 
 
 def products(rows: Rows, weights: Iterable[ParamSpec], *, tokens: int) -> Floor:
-    """All of `weights` times as many tokens."""
+    """Return the floor of all `weights` times as many tokens."""
     return total(rows.product(math.prod(weight.shape), tokens) for weight in weights)
 
 
@@ -130,7 +134,7 @@ def total(floors: Iterable[Floor]) -> Floor:
 
 
 def kv_read(rows: Rows, groups: Iterable[CacheGroup]) -> Floor:
-    """K and V of all committed tokens of all rows in every layer of `groups`, once."""
+    """Return the floor of reading K and V of all committed tokens in every layer of `groups`."""
     entries = [(group.num_layers, group.entry) for group in groups]
     numbers = sum(n * e.num_heads * (e.qk_dim + e.v_dim) for n, e in entries)
     return rows.read(rows.batch * rows.context * numbers * rows.itemsize)
@@ -145,7 +149,7 @@ def target_floor(target: Decoder, rows: Rows, *, nodes: int) -> Floor:
 
 
 def draft_floor(drafter: Drafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:
-    """Of a chain: S - 1 forwards that propose, and one that advances over M tokens a row.
+    """Return a chain's floor: S - 1 forwards that propose, one that advances M tokens per row.
 
     Raises ValueError for a drafter that is not known here.
     """

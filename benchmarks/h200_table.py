@@ -1,12 +1,12 @@
-"""The table of speed: plain, chain and tree decoding, prefill and start-up, beside the peers'.
+"""The table of speed: plain, chain and tree decoding, prefill and start-up, and the peers'.
 
     python -m benchmarks.h200_table [--cells 'chain/*' prefill/1x128] [--seconds 560] [--resume]
     python -m benchmarks.h200_table --model tiny          (a smoke test on a CPU)
 
 End to end through jspec.Engine, on random weights: tokens/s = (tokens of a 288-token run - tokens
 of a 32-token run) / (difference of the two times), median of three. The speculative modes simulate
-an acceptance length of 3.0. Each mode runs in a process of its own, so that a crash costs one mode
-and its memory is free for the next; after every cell the result file is whole.
+an acceptance length of 3.0. Each mode runs in a separate process, so that a crash costs one mode
+and its memory is free for the next; the result file is complete after every cell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
@@ -62,14 +65,14 @@ class Record:
         return name in self.cells and not {"error", "skipped"} & set(self.cells[name])
 
     def forget_failures(self) -> None:
-        """Drops what failed or was skipped, so that it is measured again."""
+        """Drop failed and skipped cells, so that they are measured again."""
         for name in [name for name in self.cells if not self.is_done(name)]:
             del self.cells[name]
         if self._path.exists():
             self._write()
 
     def put(self, name: str, cell: Cell) -> None:
-        """Adds to what the cell holds, says it and writes the file."""
+        """Add to a cell, log it and write the file."""
         self.cells[name] = {**self.cells.get(name, {}), **cell}
         environment = self._environment() or self._result.get("environment", {})
         self._result = {**self._result, "environment": environment, "peers": peers.SOURCE}
@@ -88,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every mode of a run shares. deadline: time.monotonic() after which no cell starts."""
+    """The options of a run. deadline: time.monotonic() after which no cell starts."""
 
     workload: Workload
     acceptance: float
@@ -97,13 +100,13 @@ class Options:
 
 
 def cells_of(mode: str, names: list[str]) -> list[str]:
-    """The cells that the process of `mode` measures; the plain one also prefills."""
+    """Return the cells that the process of `mode` measures; the plain one also prefills."""
     groups = {mode, "prefill"} if mode == "plain" else {mode}
     return [name for name in names if name.split("/")[0] in groups or name == f"startup/{mode}"]
 
 
 def run_mode(mode: str, names: list[str], record: Record, options: Options) -> None:
-    """Starts one engine and measures `names` on it, each whatever became of the others."""
+    """Start one engine and measure `names` on it, each even if others fail."""
     workload = options.workload
     with tempfile.TemporaryDirectory() as folder:
         workload.write_configs(Path(folder))
@@ -111,7 +114,7 @@ def run_mode(mode: str, names: list[str], record: Record, options: Options) -> N
         arguments |= dict(options.engine)
         try:
             engine = start_engine(mode, arguments, record)
-        except Exception as error:  # the record of it is what the caller reads
+        except Exception as error:  # the caller reads its record
             for name in names:
                 record.put(name, {"error": describe_error(error)})
             return
@@ -124,7 +127,7 @@ def run_mode(mode: str, names: list[str], record: Record, options: Options) -> N
                 continue
             try:
                 record.put(name, measure(engine, name, workload, rng))
-            except Exception as error:  # whatever it is, the other cells are still wanted
+            except Exception as error:  # the other cells must still run
                 record.put(name, {"error": describe_error(error)})
                 if engine.is_closed:
                     return  # the caller starts a new process for the rest
@@ -132,12 +135,12 @@ def run_mode(mode: str, names: list[str], record: Record, options: Options) -> N
 
 
 def describe_error(error: Exception) -> str:
-    """One line, not the megabytes that a compiler may say."""
+    """Return one line of an error, since a compiler may write megabytes."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
 def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any:
-    """An engine, its start-up recorded."""
+    """Start an engine and record its start-up."""
     from jspec import Engine
 
     named = arguments.get("compilation_cache_dir")
@@ -159,14 +162,14 @@ def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any
 
 
 def start_kind(before: Cell, *, is_warm: bool) -> str:
-    """What a start is called: cold, warm, or a second one that was to be warm and was not."""
+    """Return cold, warm, or the name of a second start that should have been warm and was not."""
     if is_warm:
         return "warm_seconds"
     return "second_seconds" if "cold_seconds" in before else "cold_seconds"
 
 
 def measure(engine: Any, name: str, workload: Workload, rng: np.random.Generator) -> Cell:
-    """One cell of decoding or of prefill."""
+    """Measure one cell of decoding or of prefill."""
     group, size = name.split("/")
     if group == "prefill":
         rows, length = (int(word) for word in size.split("x"))
@@ -203,7 +206,7 @@ def measure(engine: Any, name: str, workload: Workload, rng: np.random.Generator
 
 
 def target_floor_ms(workload: Workload, mode: str, batch: int) -> float:
-    """Of one step: what the target alone reads, on one H200, in the middle of a long run."""
+    """Return the target's least milliseconds per step on one H200, in the middle of a long run."""
     shape = MODES[mode]
     return floor_ms(
         workload.target,
@@ -233,7 +236,7 @@ def timed_run(
     length: int,
     new_tokens: int,
 ) -> Run:
-    """Fresh random prompts each time, so that no cache can help. Raises if tokens are missing."""
+    """Time fresh random prompts, so that no cache can help. Raises if tokens are missing."""
     prompts = rng.integers(0, workload.target.vocab_size, (rows, length)).tolist()
     params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     started = time.perf_counter()
@@ -246,11 +249,11 @@ def timed_run(
     return Run(seconds=seconds, num_tokens=num_tokens, acceptance_length=statistics.mean(lengths))
 
 
-# All modes, each in a process of its own.
+# All modes, each in a separate process.
 
 
 def run_all(options: argparse.Namespace, names: list[str], argv: list[str]) -> int:
-    """Runs a process a mode, then a second start where the first one had to compile."""
+    """Run a process per mode, then a second start where the first one had to compile."""
     deadline = time.monotonic() + options.seconds
     for mode in MODES:
         wanted = [name for name in cells_of(mode, names) if name not in reread(options).cells]
@@ -273,7 +276,7 @@ def run_all(options: argparse.Namespace, names: list[str], argv: list[str]) -> i
 
 
 def reread(options: argparse.Namespace) -> Record:
-    """The file as the last process left it."""
+    """Read the file as the last process left it."""
     return Record(options.output, environment=dict)
 
 
@@ -285,7 +288,7 @@ def run_child(
     *,
     deadline: float,
 ) -> str | None:
-    """Measures `names` in another process; returns why it did not end well, None if it did."""
+    """Measure `names` in another process; return its failure, or None."""
     left = deadline - time.monotonic()
     if left <= 0:
         return OUT_OF_TIME
@@ -307,7 +310,7 @@ def run_child(
 
 
 def table(cells: Mapping[str, Cell], workload: Workload) -> str:
-    """Markdown: jspec beside the better peer, and the ratio (above 1 is better)."""
+    """Return Markdown: jspec compared with the better peer, and the ratio (above 1 is better)."""
     has_peers = workload.name == peers.MODEL  # measured on this model alone
     lines = [f"source of the peers' figures: {peers.SOURCE}", ""] if has_peers else []
     lines += ["| cell | jspec | better peer | ratio |", "|---|---|---|---|"]
@@ -327,7 +330,7 @@ def table(cells: Mapping[str, Cell], workload: Workload) -> str:
 
 
 def figure(group: str, cell: Cell) -> tuple[str, float | None]:
-    """(unit, the one number of a cell); a warm start counts where both were measured."""
+    """Return (unit, the one number of a cell); a warm start counts if both were measured."""
     if group == "prefill":
         return "ms", cell.get("ms")
     if group == "startup":
@@ -359,7 +362,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def engine_arguments(pairs: list[str]) -> dict[str, Any]:
-    """page_size=64 → {"page_size": 64}; what is not JSON is text."""
+    """Parse page_size=64 → {"page_size": 64}; a value that is not JSON is text."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -371,7 +374,7 @@ def engine_arguments(pairs: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every cell that was asked for has its figure."""
+    """Return 0 if every requested cell has its figure."""
     words = sys.argv[1:] if argv is None else argv
     options = parse(words)
     workload = WORKLOADS[options.model]

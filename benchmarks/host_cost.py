@@ -29,7 +29,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import uvicorn

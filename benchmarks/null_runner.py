@@ -74,7 +74,7 @@ class NullRunner:
         return self._limits
 
     def dispatch(self, plan: StepPlan) -> Handle:
-        """Packs the plan, and starts the step on the clock."""
+        """Pack the plan, and start the step on the clock."""
         began = time.thread_time()
         is_decode = not plan.is_prefill
         buckets = (
@@ -97,7 +97,7 @@ class NullRunner:
         return plan, self._free_at
 
     def collect(self, dispatched: Handle) -> StepResult:
-        """Sleeps until the step has ended."""
+        """Sleep until the step has ended."""
         plan, ready_at = dispatched
         left = ready_at - time.monotonic()
         if left > 0:

@@ -1,4 +1,4 @@
-"""The cases of benchmarks.ops: how each op's arguments are made, and what it takes at least.
+"""The cases of benchmarks.ops: each op's arguments, and its least bytes and operations.
 
 An op is a function of (model, sizes) that returns a Case; OPS names it with its default sizes.
 Arguments are random, and no page of a pool is read by two rows.
@@ -58,9 +58,9 @@ Arrays = Any  # a pytree of them
 class Case:
     """One op at one size.
 
-    make: (arguments, what the op updates in place, or ()) from a seed.
+    make: (arguments, the arrays that the op updates in place, or ()) from a seed.
     run: (ops, arguments, state) -> (result, state).
-    num_bytes, flops: of one call at least.
+    num_bytes, flops: least per call.
     decode_tokens: of the step that it is part of; None: a prefill.
     worst: largest difference to XLA, as a share of the largest value; ids must be equal.
     column_major: the last argument, a weight [in, out], is stored [out, in].
@@ -80,7 +80,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = DTYPE) -> ja
 
 
 def pure(run: Callable[[Ops, Arrays], Arrays]) -> Callable[[Ops, Arrays, Arrays], Any]:
-    """An op that updates nothing in place."""
+    """Make a case of an op that updates no array."""
     return lambda ops, arguments, state: (run(ops, arguments), state)
 
 
@@ -88,7 +88,7 @@ def pure(run: Callable[[Ops, Arrays], Arrays]) -> Callable[[Ops, Arrays, Arrays]
 
 
 def rows_of(batch: int, queries: int, prefix: int, *, packed: bool, tree: bool) -> Any:
-    """Metadata of rows of one length, and how many pages a pool needs."""
+    """Return metadata of rows of one length, and the number of pages of their pool."""
     pages = -(-(prefix + queries) // PAGE)
     order = np.random.default_rng(0).permutation(batch * pages) + 1
     positions = np.tile(prefix + np.arange(queries, dtype=np.int32), (batch, 1))
@@ -110,7 +110,8 @@ def rows_of(batch: int, queries: int, prefix: int, *, packed: bool, tree: bool) 
 
 
 def pool_of(seed: int, *shape: int, kv: str) -> jax.Array:
-    """Random K and V; those of FP8 are drawn in units of their scale, with room for outliers."""
+    """Return random K and V; FP8 values are drawn relative to their scale, with room for
+    outliers."""
     pool = normal(seed, *shape, scale=1.0 if kv == "bfloat16" else 32.0)
     return pool.astype(KV_DTYPES[kv])
 
@@ -129,8 +130,10 @@ def attend(
     packed: bool = False,
     kv: str = "bfloat16",
 ) -> Case:
-    """Attention of `queries` tokens a row, the last of `context`; as a tree from 16 on. kv: of the
-    cache, by the names of --kv-cache-dtype."""
+    """Attention of `queries` tokens per row, the last of `context`; as a tree from 16 on.
+
+    kv: of the cache, by the names of --kv-cache-dtype.
+    """
     H, G, D = shape.heads
     tree = not packed and queries >= 16
     rows, num_pages, per_row = rows_of(batch, queries, context - queries, packed=packed, tree=tree)
@@ -158,7 +161,7 @@ def attend(
 
 
 def write_kv(shape: ModelShape, *, batch: int, queries: int, kv: str = "bfloat16") -> Case:
-    """Norms and RoPE of heads, and their K and V written: a GPU's kernel, or the definition."""
+    """Norms and RoPE of heads, and the write of K and V: a GPU's kernel, or the definition."""
     H, G, D = shape.heads
     rows, num_pages, _ = rows_of(batch, queries, PAGE, packed=False, tree=False)
     page, offset = new_slots(rows, batch * queries, page_size=PAGE, queries_per_row=queries)
@@ -192,7 +195,7 @@ def write_kv(shape: ModelShape, *, batch: int, queries: int, kv: str = "bfloat16
 
 
 def commit(shape: ModelShape, *, batch: int, nodes: int, levels: int, layers: int) -> Case:
-    """The entries of an accepted path moved to the front of their rows, in all layers."""
+    """The move of an accepted path's entries to the front of their rows, in all layers."""
     _, G, D = shape.heads
     rows, num_pages, _ = rows_of(batch, nodes, PAGE, packed=False, tree=False)
     path = jnp.tile(jnp.linspace(0, nodes - 1, levels + 1).astype(jnp.int32), (batch, 1))
@@ -229,7 +232,7 @@ def add_norm(shape: ModelShape, *, tokens: int) -> Case:
 def gated_mlp(
     shape: ModelShape, *, tokens: int, of_prompts: bool = False, columns: bool = False
 ) -> Case:
-    """Gate and up with SiLU. columns: weights are stored as an engine that drafts stores them."""
+    """Gate and up with SiLU. columns: weights are stored as in an engine that drafts."""
     if isinstance(shape.ffn, MoESpec):
         raise ValueError("the model is an MoE; expected a dense MLP")
     E, inner = shape.widths
@@ -253,8 +256,9 @@ def gated_mlp(
 def fp8_product(
     shape: ModelShape, *, product: str, tokens: int, blocks: bool = False, of_prompts: bool = False
 ) -> Case:
-    """A product of an fp8 weight with the quantisation of its tokens. product: "out", "down", or
-    "gate_up" with SiLU. blocks: a scale per 128 x 128, else per channel.
+    """A product of an fp8 weight with the quantisation of its tokens.
+
+    product: "out", "down", or "gate_up" with SiLU. blocks: a scale per 128 x 128, else per channel.
     """
     if isinstance(shape.ffn, MoESpec):
         raise ValueError("the model is an MoE; expected a dense MLP")
@@ -287,7 +291,7 @@ def fp8_product(
 
 
 def moe_weights(shape: ModelShape, seed: int) -> dict[str, dict[str, Any]]:
-    """Weights whose products are of about one, in the stored format."""
+    """Return weights whose products are about one, in the stored format."""
     format = dict(shape.formats).get(Product.EXPERTS, Dense("bfloat16"))
     rng = iter(range(seed, seed + 100))
 
@@ -311,7 +315,8 @@ def moe_weights(shape: ModelShape, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def moe_floor(shape: ModelShape, spec: MoESpec, tokens: int) -> tuple[float, float]:
-    """(bytes of the experts that evenly drawn tokens touch, operations of their products)."""
+    """Return (bytes of the experts that uniformly drawn tokens use, operations of their
+    products)."""
     format = dict(shape.formats).get(Product.EXPERTS, Dense("bfloat16"))
     sizes = [shape.moe_params["experts"][name] for name in ("gate_up", "down")]
     share = experts_touched(spec, tokens=tokens) / spec.num_experts
@@ -438,7 +443,7 @@ Sizes = Mapping[str, Any]
 
 
 def crossed(**values: tuple[Any, ...]) -> tuple[Sizes, ...]:
-    """All combinations."""
+    """Return all combinations."""
     found: list[dict[str, Any]] = [{}]
     for name, each in values.items():
         found = [{**sizes, name: value} for sizes in found for value in each]

@@ -10,7 +10,7 @@ bundle on several sets of arguments, one after the other, so that the L2 cache s
 The result is compared with XLA's first, and the time of one that differs is an error. The floor is
 the bytes that a call must read at 4.49 TB/s, or its products at 790 TFLOP/s where that takes
 longer, both measured on one H200. Each --tuning replaces fields of the tuning that the op would
-choose. The result file is whole after every case.
+choose. The result file is complete after every case.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ Row = dict[str, Any]
 
 
 def choosers(op: str) -> list[tuple[ModuleType, str]]:
-    """Where an op's GPU tuning is chosen. ValueError for an op without one."""
+    """Return the functions that choose an op's GPU tuning. Raises ValueError for an op without
+    any."""
     from jspec.pallas_kernels import ops_gpu
     from jspec.pallas_kernels.attention import gpu as attention
     from jspec.pallas_kernels.fp8_product import gpu as fp8_product
@@ -80,9 +81,9 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
 
 @contextmanager
 def tuned(op: str, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Have the op choose its tuning with these fields replaced, while a program is traced.
+    """Replace these fields of the tuning that the op chooses while a program is traced.
 
-    Raises ValueError if no tuning was chosen that has them: another kernel runs, or XLA's.
+    Raises ValueError if no tuning with these fields was chosen: another kernel runs, or XLA's.
     """
     used = not changes
 
@@ -113,7 +114,7 @@ class Arguments:
 
     @classmethod
     def of(cls, case: Case, copies: int | None) -> Arguments:
-        """copies: None for as many as the L2 cache takes."""
+        """Make the sets. copies: None for enough to exceed the L2 cache."""
         made = [case.make(0)]
         if copies is None:
             size = sum(x.nbytes for x in jax.tree.leaves(made))
@@ -124,7 +125,7 @@ class Arguments:
 
 
 def placed(arguments: Arrays, case: Case) -> Arrays:
-    """The arguments, the last of them column-major if the case wants it so."""
+    """Return the arguments, the last one column-major if the case requires it."""
     if not case.column_major:
         return arguments
     *others, weight = arguments
@@ -138,7 +139,7 @@ def placed(arguments: Arrays, case: Case) -> Arrays:
 
 
 def compiled(case: Case, ops: Ops, arguments: Arguments) -> Any:
-    """A program of (what is updated, what is read) -> (what is updated, results)."""
+    """Compile (updated arrays, read arrays) -> (updated arrays, results)."""
 
     def program(updated: list[Arrays], read: list[Any]) -> tuple[list[Arrays], list[Arrays]]:
         sets = [jax.tree.unflatten(arguments.structure, leaves) for leaves in read]
@@ -155,7 +156,7 @@ def compiled(case: Case, ops: Ops, arguments: Arguments) -> Any:
 
 
 def run_once(program: Any, arguments: Arguments) -> Arrays:
-    """The first call's result and what it updated; the arguments remain."""
+    """Return the first call's result and updated arrays; the arguments remain."""
     copies = jax.tree.map(jnp.copy, arguments.updated)
     updated, results = program(copies, arguments.read)
     return jax.tree.map(np.asarray, (results[0], updated[0]))
@@ -173,7 +174,7 @@ def seconds_per_call(program: Any, arguments: Arguments, *, samples: int) -> flo
 
 
 def difference(found: Arrays, wanted: Arrays) -> float:
-    """Largest difference, as a share of the largest value; infinite where ids differ."""
+    """Return the largest difference, as a share of the largest value; infinite if ids differ."""
     worst = 0.0
     for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         if not jnp.issubdtype(right.dtype, jnp.floating):
@@ -194,7 +195,7 @@ def measure(
     samples: int = 7,
     copies: int | None = None,
 ) -> Iterator[Row]:
-    """A row a tuning; what fails says so, and the others go on."""
+    """Return a row per tuning; a failing one has its error."""
     arguments = Arguments.of(case, copies)
     xla = compiled(case, BUNDLES["xla"], arguments)
     wanted = run_once(xla, arguments)
@@ -222,7 +223,7 @@ def measure(
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, Sizes, Case]]:
-    """(op, model, sizes, case) of all that was asked for; an op leaves out models without it."""
+    """Yield (op, model, sizes, case) of all requested ones; an op skips models without it."""
     for op in options.op:
         build, defaults = OPS[op]
         for name in options.model:
@@ -254,7 +255,7 @@ def described(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every case has its time."""
+    """Return 0 if every case has its time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(DEFAULT_MODELS))

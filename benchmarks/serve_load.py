@@ -32,7 +32,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.h200_table import engine_arguments
@@ -42,7 +45,7 @@ from jspec.cli.measurement.figures import Seen, percentile, summary
 from jspec.cli.measurement.load import WORDS, Pattern, Point
 
 ROOT = Path(__file__).resolve().parent.parent
-# What lies between two borders of jspec.serving.request_trace, in order; client to client.
+# The parts between two borders of jspec.serving.request_trace, in order, from client to client.
 PARTS = (
     *("to_server", "http_parse", "tokenize", "submit", "queue", "plan", "dispatch", "device_read"),
     *("commit", "to_reader_and_text", "stream", "to_client"),
@@ -66,7 +69,7 @@ class Server:
             return bytes(answer.read())
 
     def info(self) -> dict[str, Any]:
-        """Return /server_info; empty if there is none."""
+        """Return /server_info; empty without one."""
         try:
             return dict(json.loads(self.get("/server_info")))
         except (OSError, ValueError):
@@ -321,8 +324,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def summarise(trace: Path, seen: Seen) -> dict[str, Any]:
-    """Where first tokens spend their time: p50 and p99 of each part and of the whole, milliseconds,
-    over the requests of `seen`. Client and server run on one machine, so their clocks are one.
+    """Return p50 and p99 of each part of the time to first token and of the whole, in milliseconds.
+
+    Client and server run on one machine, so their clocks are one.
     """
     spans: dict[str, list[float]] = {part: [] for part in (*PARTS, "whole")}
     for line in trace.read_text(encoding="utf-8").splitlines():

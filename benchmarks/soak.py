@@ -33,7 +33,10 @@ from typing import Any
 
 import numpy as np
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.environment import write_result

@@ -1,8 +1,8 @@
-"""The parts of one decode step as loops of their own, each with the least time it could take.
+"""The parts of one decode step as separate loops, each with its least time.
 
-A part runs with the step's own functions, shapes and weights inside one compiled loop; what goes
-around the loop depends on what came out of it, so that nothing can be hoisted or left out. The
-floors count bytes and operations and know nothing of programs.
+A part runs with the step's own functions, shapes and weights inside one compiled loop; its carry
+depends on the part's output, so that the compiler can hoist or skip nothing. The floors count bytes
+and operations, independent of programs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Step:
 class Part:
     """body(carry, rows, tree, arrays) -> carry: one run of the part.
 
-    The loop only reads rows, tree and `arrays`. All of them come as arguments: what a function
-    closes over would be a constant of the program, for the compiler to fold.
+    The loop only reads rows, tree and `arrays`. All of them are arguments: a closure's arrays would
+    be constants of the program, which the compiler could fold.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Part:
 
 
 def rows_of(state: EngineState, slots: jax.Array) -> StepBatch:
-    """What propose sees of the rows in `slots`."""
+    """Return propose's view of the rows in `slots`."""
     rows = state.rows
     return StepBatch(
         root_ids=take_rows(rows.root_ids, slots),
@@ -87,12 +87,12 @@ def rows_of(state: EngineState, slots: jax.Array) -> StepBatch:
 
 
 def nudge(x: jax.Array, by: jax.Array) -> jax.Array:
-    """x, but dependent on `by` in a way that no compiler can fold."""
+    """Return x, but dependent on `by` in a way that no compiler can fold."""
     return x + (by.reshape(-1)[0].astype(jnp.float32) * 1e-30).astype(x.dtype)
 
 
 def parts(step: Step, state: EngineState) -> Iterator[Part]:
-    """Every part of the step, in order; each yields fresh arrays only when it is asked for."""
+    """Yield every part of the step, in order; each makes its arrays only when it is used."""
     yield products_part(step)
     yield attention_part(step, state, writes=False)
     if has_one_kernel_for_writes(step):
@@ -107,13 +107,15 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
 
 
 def has_one_kernel_for_writes(step: Step) -> bool:
-    """Whether RoPE and KV writes are one kernel, which is the part KV_WRITES then."""
+    """Return True if RoPE and KV writes are one kernel, which is then the part KV_WRITES."""
     return isinstance(step.program.ops, GpuOps)
 
 
 def products_part(step: Step) -> Part:
-    """The target without attention: products, norms, activations, lm_head, and RoPE where the
-    KV writes are not one kernel with it."""
+    """The target without attention: products, norms, activations, lm_head.
+
+    It has RoPE unless that is one kernel with the KV writes.
+    """
     target, ops = step.program.target, step.program.ops
     spec = target.spec
     is_rotated_elsewhere = has_one_kernel_for_writes(step)
@@ -157,7 +159,7 @@ def products_part(step: Step) -> Part:
 
 
 def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
-    """Attention of all layers over their own pools, with or without writing the N new rows."""
+    """Attention of all layers over their own pools, with or without writing the N new tokens."""
     program, spec = step.program, step.program.target.spec
     heads = spec.one_layer.attention
     settings = AttentionCall(queries_per_row=step.tree.tokens.shape[1], scale=heads.softmax_scale)
@@ -183,7 +185,7 @@ def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
 
 
 def writes_part(step: Step, state: EngineState) -> Part:
-    """RoPE and the writing of the N new rows of K and V in all layers, as one kernel each."""
+    """RoPE and the write of the N new tokens' K and V in all layers, one kernel each."""
     spec, ops = step.program.target.spec.one_layer.attention, step.program.ops
     nodes = step.tree.tokens.shape[1]
     shape = (step.num_queries, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
@@ -214,7 +216,7 @@ def writes_part(step: Step, state: EngineState) -> Part:
 
 
 def verified_rows(program: StepProgram, rows: StepBatch, tree: DraftTree) -> AttentionMetadata:
-    """What verify.score passes to every layer."""
+    """Return the metadata that verify.score passes to every layer."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = program.draft_shape.topk == 1
@@ -232,7 +234,7 @@ def verified_rows(program: StepProgram, rows: StepBatch, tree: DraftTree) -> Att
 
 
 def propose_part(step: Step, state: EngineState) -> Part:
-    """S - 1 draft forwards and the building of the tree."""
+    """S - 1 draft forwards and the growth of the tree."""
     topk = step.program.draft_shape.topk
     draft = take_rows(state.draft, jnp.arange(1, step.batch + 1))
 
@@ -251,7 +253,7 @@ def propose_part(step: Step, state: EngineState) -> Part:
 
 
 def advance_part(step: Step, state: EngineState) -> Part:
-    """The drafter over what was emitted, M rows always, with the target's features."""
+    """The drafter over the emitted tokens, always M per row, with the target's features."""
     draft_shape, batch = step.program.draft_shape, step.batch
     most = draft_shape.max_emitted
     emitted = min(most, round(draft_shape.simulate_acceptance or most))
@@ -283,7 +285,7 @@ def advance_part(step: Step, state: EngineState) -> Part:
 
 
 def accept_part(step: Step, state: EngineState) -> Part:
-    """The walk down the tree, compaction of all pools, gathering of ids and features."""
+    """The walk down the tree, compaction of all pools, the gather of ids and features."""
     draft_shape, nodes = step.program.draft_shape, step.tree.tokens.shape[1]
     target: Any = step.program.target
     width = len(target.aux_layer_ids) * target.spec.hidden_size
@@ -333,7 +335,7 @@ def sampling_part(step: Step) -> Part:
 
 
 def fresh(tree: Any) -> Any:
-    """Copies, to be given away (a loop's carry is donated)."""
+    """Return copies, to be donated as a loop's carry."""
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -341,7 +343,7 @@ def fresh(tree: Any) -> Any:
 
 
 def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
-    """Milliseconds that each part takes at least on one H200, rows of `committed` tokens."""
+    """Return the least milliseconds of each part on one H200, for rows of `committed` tokens."""
     draft_shape, heads = step.program.draft_shape, step.program.target.spec.one_layer.attention
     target = step.params["target"]
     kv_row = _row_bytes(heads, target)
@@ -379,13 +381,13 @@ def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
 
 
 def _row_bytes(heads: AttentionSpec, target: Any) -> int:
-    """Bytes of one token's K and V in one layer."""
+    """Return the bytes of one token's K and V in one layer."""
     itemsize = target["embed"]["table"].dtype.itemsize
     return 2 * heads.num_kv_heads * heads.head_dim * itemsize
 
 
 def _products_ms(params: Any, rows: int) -> float:
-    """Reading every matrix once, or multiplying `rows` rows by it, whichever takes longer."""
+    """Return the milliseconds of reading or multiplying every matrix, whichever takes longer."""
     matrices = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)

@@ -30,7 +30,10 @@ from jspec.messages.plan import StepKind
 from jspec.messages.request import Request, SamplingParams
 from jspec.messages.step_options import PLAIN, SAMPLING, StepOptions
 
-if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+if __package__ in (
+    None,
+    "",
+):  # started as a file: import `benchmarks` and `jspec` from the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax

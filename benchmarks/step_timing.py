@@ -87,7 +87,7 @@ def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25
 
 
 def randomized(pages: jax.Array, seed: int) -> jax.Array:
-    """A pool of small random numbers in the place of `pages`: zeros would be read faster."""
+    """Return a pool of small random numbers like `pages`: zeros would be read faster."""
     shape, dtype = pages.shape, pages.dtype
     pages.delete()  # all pools together fill the memory
     return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)

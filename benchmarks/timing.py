@@ -1,4 +1,4 @@
-"""What one H200 reads and multiplies, and how short programs are timed on any chip."""
+"""Measured rates of one H200, and the timing of short programs on any chip."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ L2_BYTES = 50 * 2**20
 
 
 def num_copies(num_bytes: float, *, argument_bytes: int, budget: int = 2**33) -> int:
-    """How many sets of arguments to take turns with, so that the L2 cache serves none of them.
+    """Return how many sets of arguments to alternate, so that the L2 cache serves none of them.
 
-    num_bytes: what a call touches of the `argument_bytes` of a set. budget: for all sets.
+    num_bytes: read by a call, of the `argument_bytes` of a set. budget: for all sets.
     """
     least = -(-4 * L2_BYTES // max(int(num_bytes), 1)) if num_bytes < 2 * L2_BYTES else 2
     return max(1, min(least, 32, budget // max(argument_bytes, 1)))
 
 
 def seconds_per_run(run: Callable[[], Any], *, samples: int = 7) -> float:
-    """Median seconds of one run of many that are enqueued one after the other."""
+    """Return the median seconds of one run of many that are enqueued one after the other."""
     jax.block_until_ready(run())
     started = time.perf_counter()
     jax.block_until_ready(run())

@@ -22,7 +22,7 @@ PROGRAMS = ("decode B=64", "prefill T=1920 sampling", "decode B=64 sampling")
 # Drafters, as tests.engine.step_compile calls them.
 EAGLE3, MULTI_LAYER, NEXTN = "eagle3", "mtp", "nextn"
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
-# A slice of each chip that holds the model in bfloat16 with room for KV.
+# A slice of each chip with memory for the model in bfloat16 and KV.
 V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
 SLICES: Mapping[str, tuple[str, ...]] = {
     "llama-3.1-8b": (V5P, V7X, "v5e:2x2", V6E),

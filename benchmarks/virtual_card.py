@@ -42,7 +42,7 @@ class Card:
     deliver: float = 0.7
 
     def step(self, plan: StepPlan, limits: ServeLimits) -> float:
-        """Milliseconds of a step on the device, in the nearest of all its programs."""
+        """Return the milliseconds of a step on the device, in the nearest of all its programs."""
         if not plan.is_prefill:
             return self.decode_step(indexing.bucket(len(plan.rows), limits.programs.decode_buckets))
         num_tokens = plan.num_prefill_tokens

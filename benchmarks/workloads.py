@@ -1,7 +1,8 @@
-"""What the H200 table runs: model shapes as config.json files, engine arguments, batch sizes.
+"""The workloads of the H200 table: model shapes as config.json files, engine arguments, batch
+sizes.
 
 Llama-3.1-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and tiny pairs
-of all three builds for a smoke test on a CPU; beside Llama-3.1-8B the other drafters, with
+of all three for a smoke test on a CPU; for Llama-3.1-8B also the other drafters, with
 Llama-3.2-1B's shapes for STANDALONE. Weights are random (load_format "dummy"): no checkpoint is
 needed.
 """
@@ -41,11 +42,11 @@ MODES: Mapping[str, tuple[int, int, int] | None] = {
     "chain": (3, 1, 4),
     "tree": (3, 4, 16),
 }
-# The drafters beside EAGLE-3, as chains: which algorithm, and which directory of a draft.
+# Drafters other than EAGLE-3, as chains: the algorithm, and the draft's directory.
 DRAFTER_SHAPE = (3, 1, 4)
 DRAFTERS: Mapping[str, tuple[str, str | None]] = {
     "eagle1": ("EAGLE", "draft_eagle1"),
-    "mtp": ("NEXTN", "draft_mtp"),  # three layers, one a level, in a directory of their own
+    "mtp": ("NEXTN", "draft_mtp"),  # three layers, one per level, in a separate directory
     "standalone": ("STANDALONE", "draft_standalone"),
     "ngram": ("NGRAM", None),
 }
@@ -53,7 +54,7 @@ DRAFTERS: Mapping[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model pair and what is measured on it. prefills: (prompts, tokens of each).
+    """One model pair and its measurements. prefills: (prompts, tokens of each).
 
     small: the language model that drafts in mode "standalone"; None: only MODES are measured.
     formats: of products whose weights the checkpoint packs.
@@ -73,7 +74,7 @@ class Workload:
     formats: Formats = ()
 
     def cells(self) -> list[str]:
-        """Names of all cells: plain/1, ..., prefill/1x128, ..., startup/plain, ..."""
+        """Return the names of all cells: plain/1, ..., prefill/1x128, ..., startup/plain, ..."""
         return [
             *(f"{mode}/{batch}" for mode in MODES for batch in self.batches),
             *(f"prefill/{rows}x{length}" for rows, length in self.prefills),
@@ -81,8 +82,10 @@ class Workload:
         ]
 
     def write_configs(self, directory: Path) -> None:
-        """`directory`/target and `directory`/draft, each with nothing but its config.json; with
-        `small` also those of DRAFTERS."""
+        """Write `directory`/target and `directory`/draft with a config.json each.
+
+        With `small` also those of DRAFTERS.
+        """
         target = family_named(self.target.family).to_json(self.target)
         for _, packed in self.formats:
             target["quantization_config"] = {"quant_method": packed.name}
@@ -104,7 +107,8 @@ class Workload:
             (directory / name / "config.json").write_text(text, encoding="utf-8")
 
     def arguments(self, mode: str, directory: Path, *, acceptance: float) -> dict[str, Any]:
-        """Engine arguments of `mode`, one of MODES or DRAFTERS, for the configs in `directory`."""
+        """Return engine arguments of `mode`, one of MODES or DRAFTERS, for the configs in
+        `directory`."""
         shared = {
             "model_path": str(directory / "target"),
             "load_format": "dummy",
@@ -133,8 +137,10 @@ class Workload:
 
 
 def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
-    """A head of the target's widths; a mixture's head is a dense Llama layer with full attention,
-    as wide inside as the experts of one token together."""
+    """Return a head of the target's widths.
+
+    An MoE's head is a dense Llama layer with full attention, as wide inside as one token's experts.
+    """
     layer = target.layers[0]
     if isinstance(layer.ffn, MoESpec):
         attention = replace(
@@ -156,13 +162,13 @@ def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) 
 
 
 def eagle1_of(target: ModelSpec) -> HeadSpec:
-    """An EAGLE-1 head of a dense target's widths, as those for Llama 3 are: no bias in fc."""
+    """Return an EAGLE-1 head of a dense target's widths; like Llama 3's, without a bias in fc."""
     layer = replace(target, layers=target.layers[:1], tie_word_embeddings=False)
     return eagle1_spec(layer=layer, draft_vocab_size=target.vocab_size, fc_bias=False)
 
 
 def mtp_of(target: ModelSpec, *, num_layers: int) -> HeadSpec:
-    """Layers of a dense target's widths, in the layout in which such layers are written."""
+    """Return layers of a dense target's widths, in the layout in which such layers are written."""
     rope = RopeConfig(theta=target.layers[0].attention.rope.theta)
     attention = replace(target.layers[0].attention, rope=rope)
     return written_config(
@@ -173,7 +179,7 @@ def mtp_of(target: ModelSpec, *, num_layers: int) -> HeadSpec:
 def decoder_of(
     shape: ModelShape, num_layers: int, *, rope: RopeConfig, eps: float = 1e-5, **fields: Any
 ) -> ModelSpec:
-    """A decoder of equal layers. fields: the others of ModelSpec."""
+    """Return a decoder of equal layers. fields: the others of ModelSpec."""
     attention = replace(shape.attention, rope=rope)
     return ModelSpec(
         vocab_size=shape.vocab_size,
@@ -211,7 +217,7 @@ TINY = uniform_decoder(
     max_position=512,
     eos_token_ids=(319,),
 )
-# What the published config.json says of the model; its experts in the engine's dtype, not mxfp4.
+# The published config.json's model, with its experts in the engine's dtype, not mxfp4.
 GPT_OSS_20B_JSON: Mapping[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -309,7 +315,7 @@ TINY_GPT_OSS_JSON: Mapping[str, Any] = {
 
 
 def _of_json(config: Mapping[str, Any], family: str) -> ModelSpec:
-    """The spec that the family's own reader makes of a config.json."""
+    """Return the spec that the family's own reader makes of a config.json."""
     return family_named(family).read(Fields(Path(f"{family}/config.json"), dict(config)))
 
 
@@ -339,7 +345,7 @@ OF_THEIR_OWN = {"mimo_v2": MIMO_V2_FLASH_JSON, "qwen3_5": QWEN3_5_9B_JSON}
 
 
 def own_layers_of(target: ModelSpec) -> HeadSpec:
-    """The family's own layers for a target of its widths, however many layers that has."""
+    """Return the family's own layers for a target of its widths, with any number of layers."""
     family = family_named(target.family)
     if family.mtp is None or family.name not in OF_THEIR_OWN:
         raise ConfigError(f"family is {family.name!r}; expected one of {', '.join(OF_THEIR_OWN)}")
@@ -371,7 +377,7 @@ TINY_MOE = replace(
 def _published(
     name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
 ) -> Workload:
-    """A real model's shapes in bfloat16, as the peers were measured."""
+    """Return a real model's shapes in bfloat16, as the peers were measured."""
     aux = default_aux_layer_ids(target.num_layers)
     return Workload(
         name=name,
@@ -393,7 +399,7 @@ def _published(
 def _tiny(
     name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
 ) -> Workload:
-    """For a smoke test on a CPU."""
+    """Return sizes for a smoke test on a CPU."""
     return Workload(
         name=name,
         target=target,

@@ -23,7 +23,7 @@ SEED = "7"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One file: how large the window is, in which colours, and how many prompts it shows."""
+    """One file: the window's size, its colours, and the number of prompts."""
 
     name: str
     width: int
@@ -42,7 +42,7 @@ TAKEN = (
 
 
 def take(browser: Any, url: str, picture: Picture) -> None:
-    """Fills the page in, waits for its answers, points at a step, and writes the file."""
+    """Fill the page in, wait for its answers, point at a step, and write the file."""
     page = browser.new_page(
         viewport={"width": picture.width, "height": picture.height},
         color_scheme=picture.scheme,
@@ -78,7 +78,7 @@ def take(browser: Any, url: str, picture: Picture) -> None:
 
 
 def _wait(page: Any, condition: str, *, seconds: float) -> None:
-    """Asks again and again from here: the page's policy forbids to evaluate text there."""
+    """Poll from here: the page's policy forbids evaluating text there."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
         if time.monotonic() > end:

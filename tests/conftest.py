@@ -92,7 +92,7 @@ LONG = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark expensive cases as slow, and run the longest files first.
 

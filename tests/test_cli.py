@@ -168,7 +168,7 @@ def engine(flags: list[str]) -> Iterator[Engine]:
 def test_one_stream_compiles_four_programs_and_flags_win(engine: Engine) -> None:
     info = engine.get_server_info()
     assert info["num_programs"] == 4
-    assert info["dtype"] in ("float32", "bfloat16")  # what "auto" came to
+    assert info["dtype"] in ("float32", "bfloat16")  # the resolved value of "auto"
     small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
     assert one_stream({}) == small
     given = {"max_running_requests": 4, "page_size": 64}
@@ -274,7 +274,7 @@ def test_a_chat_remembers_forgets_and_outlives_what_is_stopped(engine: Engine) -
     chat.run(Talk("one", "", KeyboardInterrupt, "two", "/help", "/wat"))
     roles = [message["role"] for message in chat.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
-    for end in (2, 4):  # each answer is that of all that was said before it
+    for end in (2, 4):  # each answer follows all messages before it
         answer = engine.chat(chat.messages[:end], sampling)
         assert answer["text"] == chat.messages[end]["content"]
         assert f"{answer['text']}\n" in out.getvalue()

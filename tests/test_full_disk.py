@@ -80,7 +80,7 @@ def test_a_conversion_without_room_leaves_nothing(
     assert main(words) == 0
 
 
-# The command in a process of its own, which sets the limit itself: no code runs after a fork.
+# The command in a separate process, which sets the limit itself: no code runs after a fork.
 WITHOUT_ROOM = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, ({ROOM}, {ROOM}))

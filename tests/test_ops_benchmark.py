@@ -29,7 +29,7 @@ SIZES: dict[str, str] = {
     "sample": "batch=2 nodes=3 temperature=1.0",
     "rank": "batch=2 temperature=1.0",
 }
-FAST = ("attention", "gated_mlp", "sample")  # the kernels' own tests have all of them
+FAST = ("attention", "gated_mlp", "sample")  # the kernels' tests cover all of them
 
 
 def measured(op: str, bundle: str, folder: Path, *options: str) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ def test_groups_of_one_window_are_one_page_space() -> None:
 
     assert spaces() == [(None, (b,)), (4, (d,)), (8, (a, c))]
     assert spaces(8, 99) == [(None, (b, d)), (8, (a, c))]
-    assert page_spaces((a,))[0].groups == ()  # the full space is there all the same
+    assert page_spaces((a,))[0].groups == ()  # the full space always exists
     assert groups_of_layers((a, b, d)) == (a, a, b, b, d, d)
 
 

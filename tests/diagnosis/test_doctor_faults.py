@@ -70,7 +70,7 @@ def test_an_anchor_row_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     monkeypatch.setattr(EagleDrafter, "advance", off_by_one)
-    # Programs are stored by the sources, which know nothing of this.
+    # The program store's key does not include this patch.
     assert kinds({"compilation_cache_dir": ""}) == ["anchor_row"]
 
 

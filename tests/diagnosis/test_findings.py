@@ -180,7 +180,7 @@ def whole(x: np.ndarray) -> np.ndarray:
 TRAINED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int | None]] = {
     **{name: (change, None) for name, change in HEALTHY.items()},
     "4 bits, then 3": (lambda x: on_grid(on_grid(x, 4), 3), 7),
-    "3 bits": (lambda x: on_grid(x, 3), 7),  # nobody can tell it from the one before
+    "3 bits": (lambda x: on_grid(x, 3), 7),  # it looks like the one before
     "8 bits, then 4": (lambda x: on_grid(on_grid(x, 8), 4), None),  # as good as 4 bits once
     "4 bits, a scale a tensor": (whole, 6),  # most of 15 numbers are for its few large ones
 }

@@ -6,8 +6,8 @@ import math
 
 from tests.engine.compiled_text import Instruction, instructions
 
-# What may have a pool's size without writing one: views, what passes it on, updates in place.
-# A fusion is judged by what is inside it.
+# Operations with a result of a pool's size that write none: views, pass-through, updates in place.
+# A fusion counts by its instructions.
 _FREE = {
     "after-all",
     "async-done",
@@ -41,7 +41,7 @@ def _writes(instruction: Instruction, size: int, shape: tuple[int, ...]) -> bool
         return False
     result = instruction.types[0]
     if instruction.in_fusion:
-        # Of a fusion only the result is written, but a copy inside may stand after the root.
+        # A fusion writes only its result, but a copy inside may come after the root.
         is_copy = instruction.opcode in {"copy", "transpose"} and result.shape == shape
         return is_copy or (instruction.is_root and result.size == size)
     return result.size == size

@@ -79,14 +79,14 @@ from tests.engine.weight_copies import weight_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 GIB = 1 << 30
-HBM_BYTES = {  # of a device, rounded down: what the TPU compiler says is there
+HBM_BYTES = {  # of a device, as the TPU compiler reports it, rounded down
     "v5e": 63 * GIB // 4,
     "v5p": 95 * GIB,
     "v6e": 125 * GIB // 4,
     "tpu7x": 379 * GIB // 4,
     "h200": 141 * 10**9,
 }
-STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a step needs beside them
+STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for a step's scratch
 
 MODELS = {
     "small": uniform_decoder(

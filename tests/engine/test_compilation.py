@@ -106,7 +106,7 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
             self.key = key
 
         def compile(self, **_: Any) -> ProgramKey:
-            time.sleep(0.01 if self.key[1] == 64 else 0.0)  # ends later than it was begun
+            time.sleep(0.01 if self.key[1] == 64 else 0.0)  # takes longer, so it ends later
             return self.key
 
     def lower(shape: ProgramShape, program: Any, **_: Any) -> Lowered:

@@ -171,7 +171,7 @@ def test_the_command_line_says_the_share_where_jax_reads_it(
     for name in OTHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(OLD_SHARE, "")
-    monkeypatch.setenv(SHARE, "")  # what replaces it is undone after the test
+    monkeypatch.setenv(SHARE, "")  # the replacement is undone after the test
     words = {"serve": ["--port", "0"], "generate": ["x"]}[command]
     assert main([command, *words, "--model-path", "nowhere"]) == 2
     assert os.environ[SHARE] == "0.95"

@@ -176,7 +176,7 @@ def test_a_start_that_loses_its_interrupt_stops(tmp_path: Path) -> None:
     )
     assert done.stdout == "interrupted\n"
     assert "Exception ignored" not in done.stderr
-    assert not list(tmp_path.glob("steps/*"))  # nothing was compiled after it
+    assert not list(tmp_path.glob("steps/*"))  # no program was compiled after it
 
 
 def test_an_interrupt_of_an_import_comes_at_its_end(

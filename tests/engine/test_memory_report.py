@@ -64,7 +64,7 @@ def test_the_largest_scratch_is_named_with_all_that_is_there_and_what_would_fit(
         "fewer max_total_tokens), chunked_prefill_size below 8192, tp_size above 2, or a larger "
         "XLA_CLIENT_MEM_FRACTION"
     )
-    check({PREFILL: 6 * GIB}, free=2 * GIB + 4 * GIB)  # what the smaller fraction leaves
+    check({PREFILL: 6 * GIB}, free=2 * GIB + 4 * GIB)  # the rest after the smaller fraction
 
 
 def test_no_share_of_pools_is_advised_that_they_do_not_have() -> None:

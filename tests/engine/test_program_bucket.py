@@ -65,7 +65,7 @@ def test_another_machine_fetches_what_one_has_compiled(
     (kept,) = (buckets.root / "b" / "deep" / "programs").iterdir()
     (written,) = (tmp_path / "one").iterdir()
     assert kept.name == written.name
-    monkeypatch.setattr(compilation, "lower", None)  # whoever calls it fails
+    monkeypatch.setattr(compilation, "lower", None)  # calling it fails the test
     np.testing.assert_array_equal(start(machine("two"), reports=reports), first)
     assert reports == ["compiled decode B=2", "loaded decode B=2"]
     assert [file.name for file in (tmp_path / "two").iterdir()] == [kept.name]  # and no part of it

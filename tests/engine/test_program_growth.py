@@ -260,7 +260,7 @@ def test_the_process_ends_with_whoever_started_it(tmp_path: Path) -> None:
     task = process_maker(ProgramStore.open(tmp_path)).task
     done = subprocess.run(
         [sys.executable, "-P", "-m", MODULE],
-        input=pickle.dumps(task),  # and then nobody is there
+        input=pickle.dumps(task),  # then the pipe closes
         env=child_environment() | DEVICE_MEMORY,
         capture_output=True,
         timeout=PATIENCE,

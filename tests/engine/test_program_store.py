@@ -101,7 +101,7 @@ def test_a_second_start_traces_nothing_and_emits_the_same(
     first = start(store, reports=reports)
     (written,) = store.directory.iterdir()
     assert written.suffix == ".program"
-    monkeypatch.setattr(compilation, "lower", None)  # whoever calls it fails
+    monkeypatch.setattr(compilation, "lower", None)  # calling it fails the test
     np.testing.assert_array_equal(start(store, reports=reports), first)
     assert reports == ["compiled decode B=2", "loaded decode B=2"]
 
@@ -189,7 +189,7 @@ def test_jax_keeps_nothing_of_a_program_that_is_stored_and_all_else(
     try:
         start(ProgramStore.open(tmp_path))
         assert settings.jax_enable_compilation_cache is True
-        start(ProgramStore(tmp_path, sources=None))  # which keeps nothing
+        start(ProgramStore(tmp_path, sources=None))  # which stores no program
         assert seen == [False, True]
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
@@ -224,7 +224,7 @@ def test_programs_limits_options_and_shapes_are_told_apart(tmp_path: Path) -> No
     assert None not in found
     assert len(set(found)) == len(found)
     assert places(store) == found
-    assert store.path(object(), mesh=MESH, arrays=()) is None  # one is not told from the next
+    assert store.path(object(), mesh=MESH, arrays=()) is None  # all get one name
 
 
 def files_of(folder: Path, **changes: Any) -> set[str]:

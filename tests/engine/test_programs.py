@@ -272,7 +272,7 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
     assert ready(decode(4, PLAIN)._replace(shape=SMALL)) == "1/1/2 3/1/4"
     assert ready(decode(4, PLAIN)._replace(shape=SMALL), options=FILTERS) == "3/1/4"
     plain = decode(4, PLAIN)._replace(shape=off)
-    assert ready(plain) == "3/1/4"  # nobody could tell the drafter
+    assert ready(plain) == "3/1/4"  # no program would give the drafter its pending tokens
     assert ready(plain, ProgramKey(StepKind.DRAFT_PREFILL, 4, PLAIN)) == "0/1/1 3/1/4"
     first, every = programs_at_start(limits, "common"), program_keys(limits)
     assert all(key.shape is None and key.kind is not StepKind.DRAFT_PREFILL for key in first)
@@ -304,4 +304,4 @@ def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
     assert {key.bucket for key in keys} == {keys[-1].bucket}
     if len(keys) > 1:  # SCORE outputs hidden states exactly if SETTLE reads them
         assert set(keys[1].options) == {StepOption.HIDDEN} & set(keys[2].options)
-    assert not set(programs_on_demand(limits, asked)) - set(every)  # a request waits for nothing
+    assert not set(programs_on_demand(limits, asked)) - set(every)  # a request waits for no program

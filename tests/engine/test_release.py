@@ -110,7 +110,7 @@ def test_a_start_that_failed_keeps_no_programs_though_its_error_is_kept(
 def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
     first_start: Failed,
 ) -> None:
-    kept = [use(first_start.arguments)]  # with this one jax's own constants are there
+    kept = [use(first_start.arguments)]  # the first run makes jax's own constants
     before = Held.now()
     kept += [use(first_start.arguments) for _ in range(4)]
     errors = [start_and_fail(first_start.arguments) for _ in range(2)]

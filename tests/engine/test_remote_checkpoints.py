@@ -97,7 +97,7 @@ def test_a_repository_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (paths.target / "model.safetensors").is_file()
     assert paths.draft is not None
     assert {file.name for file in paths.draft.iterdir()} == {"config.json", "pytorch_model.bin"}
-    # The head is asked for again with torch's files, as it has no safetensors.
+    # The head has no safetensors, so torch's files are requested next.
     assert hub.asked == [("org/model", "v1.5"), ("org/head", None), ("org/head", None)]
 
 
@@ -130,7 +130,7 @@ def test_a_bucket_is_copied_until_it_changes(
     (source / "orbax" / "data").write_text("1")
 
     def fetch() -> Path:
-        remote_checkpoints._from_bucket.cache_clear()  # as another process would begin
+        remote_checkpoints._from_bucket.cache_clear()  # like the start of another process
         return local_directories({"model_path": "gs://b/deep/model/"})["model_path"]
 
     directory = fetch()

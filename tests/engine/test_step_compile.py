@@ -111,7 +111,7 @@ def test_a_step_compiles_for_a_tpu(job: Job) -> None:
     assert found["layers"] == LAYERS
     assert found["kernels"] >= LAYERS, "a layer without a Mosaic kernel"
     assert found["pool_copies"] == []
-    known = experts_are_xla(job)  # its grouped product turns stacks that lie turned
+    known = experts_are_xla(job)  # its grouped product transposes stacks that are stored transposed
     assert [x for x in found["weight_copies"] if not (known and of_experts(x))] == []
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3

@@ -113,7 +113,10 @@ def test_another_target_s_lm_head_is_a_warning_where_the_target_s_is_used(
 ) -> None:
     draft, own = tmp_path / "draft", head_of(pair)
     write_eagle1(draft, pair, seed=1)
-    for lm_head in (own, np.zeros((V, E), np.int8)):  # a type in which nobody can compare it
+    for lm_head in (
+        own,
+        np.zeros((V, E), np.int8),
+    ):  # the second has a type that cannot be compared
         with_tensors(draft, **{"lm_head.weight": lm_head})
         load(pair.target_path, draft, algorithm="EAGLE")
     assert not caplog.messages

@@ -89,7 +89,7 @@ class Watched:
 
     def __init__(self, before_put: Callable[[], Any] = lambda: None) -> None:
         self.held = self.most_held = self.open = self.most_open = 0
-        self.alone: list[int] = []  # bytes that were held while a large one was
+        self.alone: list[int] = []  # bytes on the host while a large weight was
         self.arrays: list[jax.Array] = []
         self._before_put = before_put
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ def test_the_host_holds_a_few_weights_of_a_model_many_times_as_large(tmp_path: P
     bound = 10 * 2**20
 
     def put(*_: Any) -> jax.Array:
-        return jnp.zeros(1)  # as if on another device: nothing of the host's stays
+        return jnp.zeros(1)  # like another device: no host memory stays
 
     def place(reads: Any) -> Any:
         assert max(each.host_bytes for each in reads) < bound / 2

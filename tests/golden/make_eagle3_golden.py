@@ -26,7 +26,7 @@ NUM_ROWS = 20
 NUM_STEPS = 5  # 3 in those that were made first
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, SIZE = 96, 40, 32
 
-# What is given to the config of the head, and of its layers: all that speculators can say.
+# Settings of the head's config, and of its layers: all that speculators supports.
 VARIANTS: dict[str, tuple[type, dict[str, object], dict[str, object]]] = {
     "plain": (LlamaConfig, {}, {}),
     "norm_before_residual": (LlamaConfig, {"norm_before_residual": True}, {}),
@@ -122,7 +122,7 @@ def randomize(model: Eagle3DraftModel) -> None:
 @torch.no_grad()
 def main() -> None:
     for name, variant in VARIANTS.items():
-        if (OUT / name).exists():  # delete what is to be made anew
+        if (OUT / name).exists():  # delete a folder to make it again
             continue
         torch.manual_seed(0)
         model = head(*variant).float().eval()

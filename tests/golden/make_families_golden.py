@@ -54,7 +54,7 @@ OUT = Path(__file__).parent / "families"
 NUM_TOKENS = 24  # three times the windows
 WINDOW = 8
 NUM_GREEDY = 220  # ids that a model writes by itself, many windows long
-MIN_GAP = 1e-3  # between the two best logits: far above what the order of sums changes
+MIN_GAP = 1e-3  # between the two best logits: far above the effect of summation order
 
 COMMON = {
     "vocab_size": 48,

@@ -72,7 +72,7 @@ def test_every_parameter_is_in_the_table_with_its_default() -> None:
     assert {p.name: p.default for p in SAMPLING_FIELDS} == {
         field.name: field.default for field in dataclasses.fields(SamplingParams) if field.init
     }
-    for parameter in SAMPLING_FIELDS:  # which nobody looks at when a request is made
+    for parameter in SAMPLING_FIELDS:  # defaults are not checked in a request
         assert parameter.read(parameter.default) == parameter.default
         parameter.check(parameter.default)
 

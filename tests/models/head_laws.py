@@ -37,7 +37,7 @@ class PagedHead:
         self._num_pages = 2 + num_rows // PAGE
         pages = np.random.default_rng(1).permutation(self._num_pages - 1) + 1
         self._table = jnp.asarray(pages[None], jnp.int32)
-        fast = {"xla_backend_optimization_level": 0}  # compiling is what the tests cost
+        fast = {"xla_backend_optimization_level": 0}  # compiling dominates the tests' cost
         self._forward = jax.jit(
             self._traced, static_argnames="queries_per_row", compiler_options=fast
         )
@@ -124,7 +124,7 @@ def check_head(
     check_chain(paged, kv, params, reference, tokens[:NUM_ROWS], given[:NUM_ROWS], carried)
     check_tree(paged, kv, reference, tokens[:NUM_ROWS], given[:NUM_ROWS], carried)
 
-    # the next rows with true features, over what the drafts left
+    # the next rows with true features, over the drafts' entries
     _, carried, logits = paged.run(kv, tokens[NUM_ROWS:], fused[NUM_ROWS:], start=NUM_ROWS)
     np.testing.assert_allclose(carried, whole[NUM_ROWS:], **TOLERANCE)
     np.testing.assert_allclose(logits, reference.logits(whole[NUM_ROWS:]), **TOLERANCE)

@@ -38,7 +38,7 @@ TARGET = uniform_decoder(
     num_kv_heads=2,
     head_dim=8,
 )
-# what EAGLE's own LLaMA 3 head says: no rope_theta of its target, bias false
+# like EAGLE's own LLaMA 3 head: no rope_theta of its target, bias false
 HEAD = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

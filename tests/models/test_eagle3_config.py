@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 128000,
 }
 TARGET = uniform_decoder(**SIZES)
-# what EAGLE's own LLaMA 3.1 head says: no rope_theta, no head_dim, no aux ids
+# like EAGLE's own LLaMA 3.1 head: no rope_theta, no head_dim, no aux ids
 HEAD = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -133,7 +133,7 @@ def test_draft_rope_theta_overrides_the_config(tmp_path: Path) -> None:
         ({"eagle_config": {AUX_IDS: [1, 15, 28]}}, (2, 16, 29)),
         ({"eagle_config": {AUX_IDS: [3, 17, 30]}}, (4, 18, 31)),  # SGLang adds one to all
         ({"eagle_config": {AUX_IDS: [0, 31]}}, (1, 32)),
-        ({"eagle_config": {AUX_IDS: [20, 26, 32]}}, (20, 26, 32)),  # but where the last is L
+        ({"eagle_config": {AUX_IDS: [20, 26, 32]}}, (20, 26, 32)),  # unless the last is L
         ({"eagle_config": {AUX_IDS: [2, 16, 29]}, AUX_IDS: [3, 17, 30]}, (3, 17, 30)),  # written so
         ({"eagle_config": {AUX_IDS: []}}, (2, 16, 29)),
         ({AUX_IDS: [1, 15, 31]}, (2, 16, 32)),

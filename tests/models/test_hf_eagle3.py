@@ -232,7 +232,7 @@ def test_a_midlayer_head_may_state_its_targets_number_of_layers(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"is 8, but the weights beside it have 1: \[0\]"):
         load_eagle3_config(tmp_path, target=TARGET)
     stated = load_eagle3_config(tmp_path, target=TARGET, reads_names=False)
-    assert stated.layer.num_layers == 8  # nothing but config.json, for weights that are made
+    assert stated.layer.num_layers == 8  # config.json alone, for random weights
 
 
 @pytest.mark.parametrize("stated", [2, 7, 40])

@@ -34,7 +34,7 @@ from tests.support.golden_arrays import arrays_of
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"
 OF_SPECULATORS = ("plain", "norm_before_residual", "norm_before_fc", "fc_norm", "qwen3_layers")
 OF_ITS_ROPE = ("llama3_rope", "yarn_rope")  # five steps; the last over the whole vocabulary
-# A setting of each golden head that the reference must be told.
+# The reference's setting for each golden head.
 SETTINGS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"normed": "whole"},
@@ -261,7 +261,7 @@ def test_a_further_layers_input_norm_may_be_called_as_sglang_has_it(tmp_path: Pa
     tensors = load_file(file)
     save_file({new if name == old else name: x for name, x in tensors.items()}, file)
     jax.tree.map(np.testing.assert_array_equal, load(), expected)
-    save_file(tensors | {new: tensors[old]}, file)  # one of the two is not what the head reads
+    save_file(tensors | {new: tensors[old]}, file)  # the head does not read one of the two
     with pytest.raises(CheckpointError, match=rf"{new}"):
         load()
 

@@ -29,7 +29,7 @@ from tests.speculative.mtp_checkpoints import CONFIGS
 
 MASKS_FIRST = "mask_first_embedding"
 WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
-LENT = {  # what the target shares
+LENT = {  # shared with the target
     "embed": {"table": np.zeros((320, WIDTH), np.float32)},
     "lm_head": {"kernel": np.zeros((WIDTH, 320), np.float32)},
 }
@@ -44,7 +44,7 @@ ALONE: dict[str, Any] = {
     "head_dim": HEAD,
     "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 1,
-    # what the published config says beside it
+    # other settings of the published config
     "attention_bias": False,
     "aux_loss_alpha": 0.001,
     "norm_topk_prob": True,
@@ -55,7 +55,7 @@ ALONE: dict[str, Any] = {
 QWEN = ALONE | {"architectures": ["Qwen3NextForCausalLMMTP"], "attn_output_gate": True}
 LATENT = CONFIGS["deepseek_v3"] | {"architectures": ALONE["architectures"], "num_hidden_layers": 1}
 LAYOUTS = {"nextn": ALONE, "nextn_latent": LATENT, "qwen": QWEN, **CONFIGS}
-FIRST = {  # what stands before the names of the first layer
+FIRST = {  # prefix of the first layer's names
     "nextn": "model.layers.0.",
     "nextn_latent": "model.layers.0.",
     "qwen": "mtp.layers.0.",

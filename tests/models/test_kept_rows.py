@@ -24,7 +24,7 @@ FFN = TARGET.one_layer.ffn
 assert isinstance(FFN, DenseSpec)
 LENS = (5, 4, 6)
 STARTS = np.append(0, np.cumsum(LENS))
-SIZE = STARTS[-1] + 49  # padding, so that what is left out weighs
+SIZE = STARTS[-1] + 49  # padding, so that the saved work matters
 LAST = jnp.asarray(STARTS[1:] - 1, jnp.int32)
 ROWS = AttentionMetadata(
     page_table=jnp.asarray([[1], [2], [3]], jnp.int32),
@@ -70,7 +70,7 @@ def test_a_target_computes_the_last_layer_of_the_rows_that_are_asked_for(
 
     of_mlp = 2 * (SIZE - len(LENS)) * 3 * TARGET.hidden_size * FFN.inner
     saved = flops(lambda p: run(p, None), params) - flops(lambda p: run(p, LAST), params)
-    if TARGET.num_layers in aux:  # somebody reads what the last layer makes of every row
+    if TARGET.num_layers in aux:  # the last layer's output of every row is read
         assert saved < of_mlp / 2
     else:
         assert saved > of_mlp

@@ -23,7 +23,7 @@ from tests.pallas_kernels.gpu_kernel_compile import H200
 
 H, G, D = LLAMA_3_1_8B.heads
 E = LLAMA_3_1_8B.hidden_size
-LAYERS = 2  # so that what is the same for all of them can be seen to be shared
+LAYERS = 2  # to check that they share equal computations
 
 
 def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:

@@ -112,7 +112,7 @@ def draw_row(rng: np.random.Generator, case: Case, *, num_rows: int, prefix: int
         mask = rng.random((num_rows, case.tail)) < 0.4
         own = case.tail - case.queries + np.arange(num_rows)
         mask[np.arange(num_rows), own] = True
-        mask[:, case.tail - case.queries + num_rows :] = False  # nobody wrote there
+        mask[:, case.tail - case.queries + num_rows :] = False  # unwritten slots
         start = prefix + case.queries - case.tail
         tail_positions = start + np.sort(rng.integers(0, case.tail, case.tail))
         positions = tail_positions[own]
@@ -180,7 +180,7 @@ def draw_rows(rng: np.random.Generator, case: Case) -> list[Row]:
     elif case.batch > 1:
         prefixes[1] = least
     if not case.writes:
-        # Queries over what is there already: the last rows of the prefix are their own.
+        # Queries over written slots: the last rows of the prefix are their own.
         prefixes = [max(n, 1) for n in prefixes]
     free = list(rng.permutation(np.arange(1, case.batch * case.pages_per_row + 3)))
     rows: list[Row] = []
@@ -287,7 +287,7 @@ def test_equals_the_dense_oracle_and_reads_no_poison(name: str, ops: str) -> Non
         for row, places in zip(rows, query_places(case, rows), strict=True):
             expected = attend_densely(row, scale=0.3, sinks=sinks, **options)
             np.testing.assert_allclose(np.asarray(out)[places], expected, rtol=2e-5, atol=2e-5)
-        # Everything but page 0 is as it was, and the new rows are where they belong.
+        # Only page 0 and the slots of the new rows have changed.
         np.testing.assert_array_equal(np.asarray(pool)[1:], pool_of(case, rows, with_new=True)[1:])
 
 

@@ -99,7 +99,7 @@ CASES = {
     "direct, producer": gpu_case(
         Tuning(loader="producer", stages=1, splits=1), page_size=16, queries=16, heads=(8, 1)
     ),
-    # Results that it cannot: too many queries a tile, and one that lies in two tiles.
+    # Results that it cannot place: too many queries per tile, and one in two tiles.
     "many queries, group 1": gpu_case(page_size=16, queries=20, heads=(2, 2)),
     "two tiles, group 3": gpu_case(page_size=16, queries=25, heads=(6, 2)),
 }

@@ -221,7 +221,7 @@ def test_equals_the_reference_at_serving_shapes(
     pages = fields["page_table"].shape[1]
     order = np.random.default_rng(0).permutation(batch * pages) + 1
     prefix = np.linspace(700, 1168, batch).astype(np.int32)
-    words = (1 << (np.arange(queries) + 1)) - 1  # a chain, said as a tree
+    words = (1 << (np.arange(queries) + 1)) - 1  # a chain, declared as a tree
     positions = jnp.asarray(prefix[:, None] + np.arange(queries), jnp.int32)
     rows = AttentionMetadata(
         page_table=jnp.asarray(order.reshape(batch, pages), jnp.int32),

@@ -191,7 +191,7 @@ def check(rng: np.random.Generator, case: Case) -> None:
     close = {"rtol": 2e-5, "atol": 2e-5} if case.dtype == jnp.float32 else {"atol": 0.03}
     real = real.reshape(-1)
     np.testing.assert_allclose(out[real], wanted[real], **close)
-    # Everything but page 0 is as it was, and the new rows are where they belong, bit by bit.
+    # Only page 0 and the slots of the new rows have changed, bit by bit.
     pool, wanted_pool = (np.asarray(x, np.float32)[1:] for x in (pool, wanted_pool))
     np.testing.assert_array_equal(pool, wanted_pool)
 

@@ -47,7 +47,7 @@ def test_the_kernel_is_the_reference(
     ("layers", "num_path", "row", "dtype"),
     [
         (7, 4, (2, 32), jnp.float32),  # two shares of the layers, the last not full
-        (3, 20, (2, 8), jnp.float32),  # more moves than a program holds: a layer each
+        (3, 20, (2, 8), jnp.float32),  # more moves than fit a program: one layer each
         (1, 3, (6, 200), jnp.float32),  # 1,200 columns: the last chunk not full
         (2, 3, (2, 5), jnp.float16),  # ten columns: fewer than a warp's
     ],

@@ -232,6 +232,6 @@ def test_runs_on_chip(m: int, by_blocks: bool) -> None:
         assert_close(got, wanted, share=2**-6)
         for _ in range(3):
             assert jnp.array_equal(got, run(tokens, weight))
-        if by_blocks or m <= MOST_TOKENS:  # a row is the same beside any number of others
+        if by_blocks or m <= MOST_TOKENS:  # a row is the same with any number of others
             chosen = jax.jit(partial(chosen_product, is_gated=is_gated))
             assert jnp.array_equal(chosen(x, weight)[:1], chosen(x[:1], weight))

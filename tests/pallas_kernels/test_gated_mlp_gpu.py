@@ -309,5 +309,5 @@ def test_runs_on_chip_at_model_shapes(m: int) -> None:
     assert_close(first, expected)
     for tuning in (DEFAULT, alone, replace(DEFAULT, overlaps=False), turned, NARROW, FEW):
         run = jax.jit(lambda x, w, tuning=tuning: gated_product(x, w, tuning=tuning))
-        for _ in range(6):  # nothing depends on who comes first, nor on how the weights lie
+        for _ in range(6):  # results depend neither on timing nor on the weights' layout
             assert jnp.array_equal(first, run(x, w)), tuning

@@ -122,6 +122,6 @@ def test_runs_on_chip(m: int) -> None:
     assert tuning is not None
     got = jax.jit(partial(few_gated_product, tuning=tuning))(x, w)
     assert_close(got, reference(x, w))
-    if m > 1:  # and each token by itself, as the others count for nothing
+    if m > 1:  # and each token by itself, since the others must not matter
         alone = few_gated_product(x[:1], w, tuning=SEVERAL)
         assert_close(alone, reference(x[:1], w))

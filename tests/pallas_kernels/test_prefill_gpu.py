@@ -215,7 +215,7 @@ def test_equals_the_reference_on_the_chip_in_other_types(name: str, dtype: Any) 
     suppress_health_check=[HealthCheck.too_slow],
     max_examples=3,
 )
-@example(drawn=([0] * 5, [40, 0, 0, 7, 0]), seed=0)  # nobody walks them
+@example(drawn=([0] * 5, [40, 0, 0, 7, 0]), seed=0)  # no row has queries
 @given(drawn=row_lengths(batch=5, queries=80, slots=320), seed=st.integers(0, 99))
 def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:
     case = Case(

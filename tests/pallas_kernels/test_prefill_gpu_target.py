@@ -81,7 +81,7 @@ def test_equals_the_reference_at_serving_shapes(page_size: int) -> None:
     rows = dataclasses.replace(rows, page_table=jnp.asarray(order.reshape(3, -1), jnp.int32))
     run = jax.jit(functools.partial(attend_packed, scale=0.09))
     out = run(q, pool, rows)
-    for _ in range(30):  # nothing depends on who comes first
+    for _ in range(30):  # results do not depend on timing
         np.testing.assert_array_equal(out, run(q, pool, rows))
     out = out.astype(jnp.float32)
     starts = np.append(0, np.cumsum(lengths))

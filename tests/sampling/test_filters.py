@@ -40,7 +40,7 @@ def kept_by_sorting(x: np.ndarray, filters: Filters) -> tuple[np.ndarray, float]
     ranked = x[order].astype(np.float64)
     p = np.exp(ranked - ranked[0])
     p /= p.sum()
-    first_of_tie = np.searchsorted(-ranked, -ranked, side="left")  # how many lie above
+    first_of_tie = np.searchsorted(-ranked, -ranked, side="left")  # how many are above
     mass_above = np.append(0.0, np.cumsum(p))[first_of_tie]
     by_k = first_of_tie < top_k
     by_p = (mass_above < top_p) | (top_p >= 1.0)

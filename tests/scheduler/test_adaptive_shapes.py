@@ -54,7 +54,7 @@ def test_never_much_slower_than_the_best_shape_held_fixed(
     found = result(card, rows, dial)
     assert found["of_best"] >= LEAST, found
     assert found["expected_of_emitted"] == pytest.approx(1, abs=0.03)
-    # Slow moments, up to 8% of the time of plain steps of one row, are expected by nothing.
+    # Slow moments, up to 8% of the time of plain steps of one row, are not in the expectation.
     assert 0.88 < found["expected_of_measured_seconds"] < 1.03
 
 

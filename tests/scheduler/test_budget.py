@@ -163,7 +163,7 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
         start = committed + (unread + later) * most
         if later == 0 or start <= last:
             assert start + limits.draft_shape.num_scratch_slots <= owned
-        else:  # it starts at most here; where it starts at `last` or before, it is of use
+        else:  # it starts at most here; it is useful if it starts at `last` or before
             assert last + limits.draft_shape.num_scratch_slots <= owned
     single = small_limits(**{**knobs, "num_rounds": 1})
     alone = budget.pages_for_decode(single, committed, unread_tokens=ahead, last=last)

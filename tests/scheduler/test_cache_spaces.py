@@ -88,7 +88,7 @@ class Spaces(RuleBasedStateMachine):
         self.tables: dict[int, list[dict[int, int]]] = {}  # as the device has them
         self.arrival = self.step = self.clock = 0
 
-    # What should be.
+    # The model.
 
     def key(self, row: Tenancy | Sequence, depth: int) -> Key:
         sequence = row.sequence if isinstance(row, Tenancy) else row
@@ -174,7 +174,7 @@ class Spaces(RuleBasedStateMachine):
         assert row.last_cached is not None
         return row.last_cached.depth
 
-    # What happens.
+    # The rules.
 
     @precondition(lambda self: len(self.rows) < 3)
     @rule(key=KEYS, ids=ALIKE, most=st.integers(1, 30))

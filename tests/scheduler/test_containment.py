@@ -36,7 +36,7 @@ from tests.support.flat_limits import with_limits
 
 LIMITS = with_windows(small_limits(num_pages=40, prefix_cache=True, overlap_depth=2), 8, spare=20)
 
-# Where the books of a row are changed: by a plan, by a result, by its end.
+# The calls that change a row's state: a plan, a result, its end.
 PLACES = [
     (CacheSpaces, "admit"),
     (CacheSpaces, "grow"),

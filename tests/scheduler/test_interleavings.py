@@ -25,7 +25,7 @@ from tests.support.fake_text import FakeTextStream, expected_output, text_of
 from tests.support.flat_limits import with_limits
 from tests.support.random_shapes import RandomShapes
 
-# They differ in what they write beyond the text, look ahead at, and lag behind by.
+# They differ in scratch writes, lookahead and lag.
 ALGORITHMS = [Algorithm.EAGLE3, Algorithm.STANDALONE, Algorithm.MULTI_LAYER_EAGLE]
 SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 
@@ -335,7 +335,7 @@ class Interleavings(RuleBasedStateMachine):
             assert (ids, text, last.finish) == (expected.ids, expected.text, expected.finish)
             assert last.cached_tokens < last.prompt_tokens
             is_fixed = len(self.limits.shapes) == 1
-            if last.num_retractions == 0 and is_fixed:  # a prefill would begin other rounds
+            if last.num_retractions == 0 and is_fixed:  # a prefill would start other rounds
                 assert chunks[-1].counters == self.counted(request, num_out=len(ids))
 
     def counted(self, request: Request, *, num_out: int) -> SpecCounters:

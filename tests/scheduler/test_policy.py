@@ -57,15 +57,21 @@ GPU = with_limits(
     ("num_rows", "num_tokens", "num_decoding", "since_decode", "expected"),
     [
         (1, 8000, 0, 0, 8192),  # alone a prompt is not cut
-        (1, 8000, 1, 0, 2048),  # beside rows that decode it is
+        (1, 8000, 1, 0, 2048),  # while rows decode it is
         (1, 8000, 1, 2048, 0),  # and then it is their turn
-        (1, 700, 40, 700, 1348),  # what is left of the budget
-        (1, 8000, 40, 700, 1024),  # all of it that pads nothing
+        (1, 700, 40, 700, 1348),  # the rest of the budget
+        (1, 8000, 40, 700, 1024),  # the part of it without padding
         (1, 700, 40, 1900, 0),  # scraps
         (2, 1500, 40, 0, 1024),  # the first of two does not wait for the second
         (5, 3800, 40, 1024, 1024),
         (5, 3800, 40, 2048, 0),
-        (11, 8000, 20, 2048, 4096),  # four budgets, 8 * 10 / 20, in steps of half of what waits
+        (
+            11,
+            8000,
+            20,
+            2048,
+            4096,
+        ),  # four budgets, 8 * 10 / 20, in steps of half of the waiting tokens
         (11, 8000, 20, 4 * 2048, 0),
         (60, 46_000, 4, 0, 8192),  # twelve budgets at most
         (60, 46_000, 4, 12 * 2048, 0),

@@ -117,4 +117,4 @@ def test_decode_steps_come_within_the_time(depth: int) -> None:
         between.append(sum(len(chunk.token_ids) for chunk in plan.chunks))
     learned = longest[longest.index(max(longest)) + 8 :]
     assert max(learned) <= 10, longest
-    assert max(longest) <= 64  # while nothing is known, and then sizes not seen yet
+    assert max(longest) <= 64  # before any measurement, and then for sizes not seen yet

@@ -102,7 +102,7 @@ def test_other_extra_keys_and_other_weights_share_nothing() -> None:
     bench.submit(turn("d"))
     bench.must_dispatch(StepKind.PREFILL)
     bench.scheduler.set_weight_version("2")
-    bench.run_all()  # d has KV of both: nobody finds it
+    bench.run_all()  # d has KV of both weights, so it is not cached
     assert [cached_of("e", None), cached_of("f", None)] == [0, 16]
 
 
@@ -118,7 +118,7 @@ def test_a_name_that_is_used_again_finds_the_pages_of_its_own_text() -> None:
 def test_cached_pages_make_room_and_running_rows_keep_theirs() -> None:
     limits = limits_of(num_pages=16, num_slots=2, decode_buckets=(1, 2))
     bench = Bench(limits)
-    for i in range(6):  # more than the pool holds
+    for i in range(6):  # more than fits the pool
         bench.submit(turn(f"r{i}", *range(i, i + 12), max_new_tokens=20))
     bench.submit(turn("long", *range(50, 65), max_new_tokens=40))
     bench.run_all()
@@ -156,7 +156,7 @@ def test_what_a_failed_step_wrote_is_found_by_nobody() -> None:
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
     again = bench.scheduler.plan()
     assert again is not None
-    assert again.admissions[0].cached_len == 12  # what the collected steps wrote is there
+    assert again.admissions[0].cached_len == 12  # the collected steps' pages are cached
 
 
 def test_without_it_nothing_is_kept() -> None:

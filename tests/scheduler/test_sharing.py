@@ -184,7 +184,7 @@ def test_whoever_comes_and_goes_rows_are_told_what_is_true() -> None:
         stats = bench.scheduler.stats
         assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
         for request in requests:
-            if request.request_id not in bench.chunks:  # aborted before it said anything
+            if request.request_id not in bench.chunks:  # aborted before it emitted a token
                 continue
             output = bench.output(request.request_id)
             assert output == expected_ids(request, len(output))

@@ -60,7 +60,7 @@ def test_a_retracted_one_goes_before_all_of_its_rank_and_no_other() -> None:
 
 
 def test_patience_begins_anew_when_a_sequence_gives_way() -> None:
-    """As many sequences of a higher rank as for any other may go before it, and no more."""
+    """A limited number of a higher rank may go before it: as many as before any other."""
     queue = WaitingQueue(HIGH)
     queue.push(waiting(0, 0))
     assert queue.pop().arrival == 0

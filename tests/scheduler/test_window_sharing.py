@@ -181,7 +181,7 @@ def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algori
             text = (*each.prompt_ids, *bench.output(each.request_id))
             again = turn(f"{each.request_id} again", *text, 1)
             found = cached_of(bench, again)
-            # The last token's own row is not there, nor what looks ahead to it.
+            # The last token is not cached, nor are entries that look ahead to it.
             assert found == (len(text) - 1 - limits.draft_shape.tokens_ahead) // 2 * 2, (
                 num_new,
                 again,

@@ -56,7 +56,7 @@ def test_the_worked_example_of_a_prompt() -> None:
     scheduler.enqueue([request_of(20, 1)])
     indices: list[list[int]] = []
     num_free: list[int] = []
-    for _ in range(3):  # nothing is read in between
+    for _ in range(3):  # no result is read in between
         plan = scheduler.plan()
         assert plan is not None
         assert plan.kind is StepKind.PREFILL

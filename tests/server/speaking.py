@@ -47,7 +47,7 @@ MISTRAL_TEMPLATE = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAIL
 elif message.role == "tool" %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]{% elif
 message.tool_calls %}[TOOL_CALLS]{% for call in message.tool_calls %}{{ call.id }}{{ call.function |
 tojson }}{% endfor %}{% else %}{{ message.content }}{% endif %}{% endfor %}"""
-# It adds the arguments to text, as if they were text: so do DeepSeek's own.
+# It adds the arguments to text, like DeepSeek's own templates.
 DEEPSEEK_TEMPLATE = """{% if tools %}## Tools
 {% for tool in tools %}{{ tool.function | tojson }}
 {% endfor %}{% endif %}{% for message in messages %}{% if message.role == "user" %}{{
@@ -57,7 +57,7 @@ DEEPSEEK_TEMPLATE = """{% if tools %}## Tools
 "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + call.function.name + "<｜tool▁sep｜>" +
 call.function.arguments + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>" }}{% endfor %}{% endif
 %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜></think>{% endif %}"""
-# By --tool-call-parser: what is special in such a tokenizer, and its template.
+# By --tool-call-parser: special tokens of such a tokenizer, and its template.
 SPECIAL: Mapping[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
@@ -78,7 +78,7 @@ TEMPLATES: Mapping[str, str] = {
     "mistral": MISTRAL_TEMPLATE,
     "gpt-oss": HARMONY_TEMPLATE,
 }
-# What a model of the format says to call get_weather for Paris.
+# The text of a model of the format that calls get_weather for Paris.
 ARGUMENTS = '{"city": "Paris é"}'
 CALLS: Mapping[str, str] = {
     "qwen": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',

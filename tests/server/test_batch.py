@@ -66,7 +66,7 @@ def test_every_line_is_answered_in_order_as_the_server_would(
     native = {"text": "y", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     requests = requests_file(
         tmp_path / "in",
-        line(1, temperature=0, seed=4),  # an answer tells its seed
+        line(1, temperature=0, seed=4),  # an answer contains its seed
         "no JSON",
         line(3, "/v1/chat/completions", messages=chat, seed=5),
         line(4, temperature=-1),

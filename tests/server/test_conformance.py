@@ -79,7 +79,7 @@ def arguments(shape: str, cache: Path) -> dict[str, Any]:
         "dtype": "float32",
         "max_running_requests": 4,
         "chunked_prefill_size": 64,
-        "max_total_tokens": 2400,  # C20: less than what runs at once would like
+        "max_total_tokens": 2400,  # C20: less than the running requests need
         "max_queued_requests": 512,
         "compilation_cache_dir": str(cache),
     }
@@ -127,7 +127,7 @@ def plain_texts(cache: Path) -> list[str]:
     return [result["text"] for result in results]
 
 
-# Each shape compiles an engine of its own: one in the second pass, all by hand.
+# Each shape compiles another engine: one in the second pass, all by hand.
 @pytest.fixture(
     scope="module",
     params=[

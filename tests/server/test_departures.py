@@ -43,7 +43,7 @@ def test_a_client_may_be_gone_at_any_byte(engine: Engine, caplog: pytest.LogCapt
     """It leaves during its request or its answer, by an end or by a reset."""
     whole = json.dumps({"text": "x", "sampling_params": ENDLESS, "stream": True}).encode()
     request = HEAD % len(whole) + whole
-    engine.generate("x", {"max_new_tokens": 1})  # what is opened once is open
+    engine.generate("x", {"max_new_tokens": 1})  # files that are opened once are open
     with serving(engine) as port:
         before = num_files()
         cuts = [(i, 0) for i in range(0, len(request), 9)]
@@ -131,7 +131,7 @@ def test_hostile_bodies_leave_no_memory_behind(engine: Engine) -> None:
         lambda: b'{"text": "' + b"a " * 10_000_000 + b'"}',
         lambda: b'{"input_ids": [' + b",".join([b"1"] * 4_000_000) + b"]}",
     ]
-    ask(app, "POST", "/generate", content=kinds[0]())  # what is loaded once
+    ask(app, "POST", "/generate", content=kinds[0]())  # modules that are loaded once
     gc.collect()  # httpx keeps a request's body in a cycle
     before = resident_mib()
     for make in kinds:

@@ -24,7 +24,7 @@ from tests.support.broken_step import FailingEngine
 from .helpers import wait_idle
 
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True, "sampling_seed": 7}
-# Of each kind, one that must go on as it would have.
+# One request of each kind, which must continue unchanged.
 KINDS: dict[str, dict[str, Any]] = {
     "sampled": {**LONG, "temperature": 0.9},
     "greedy": {**LONG, "temperature": 0.0},
@@ -82,7 +82,7 @@ def test_text_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
         assert ids_of(running.result(timeout=120)) == expected
     assert apart.stats.num_restarts == before + 1
     wait_idle(apart)
-    # In the meantime nothing ran here, and it goes on from a process that has nothing cached.
+    # No step ran meanwhile, and it continues in a process with an empty cache.
     assert ids_of(apart.generate(prompts[:1], params[:1])) == expected[:1]
 
 
@@ -99,7 +99,7 @@ def test_text_goes_on_over_a_lost_state(engine: Engine, engine_arguments: dict[s
 @pytest.mark.slow
 def test_a_grammar_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
     expected = ids_of(engine.generate(["def f("], [CONSTRAINED]))
-    assert ids_of(apart.generate(["def f("], [CONSTRAINED])) == expected  # its programs are there
+    assert ids_of(apart.generate(["def f("], [CONSTRAINED])) == expected  # its programs exist
     with ThreadPoolExecutor() as pool:
         running = pool.submit(apart.generate, ["def f("], [CONSTRAINED])
         kill_while(apart, running, after_tokens=5, number=signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_it_answers_as_an_engine_in_this_process(
     info, here = apart.get_server_info(), engine.get_server_info()
     assert {name for name in here if info[name] != here[name]} <= {
         *("engine_process", "startup_seconds", "internal_states", "random_seed"),
-        *("num_programs", "num_programs_wanted"),  # ones that others asked for
+        *("num_programs", "num_programs_wanted"),  # programs that other tests requested
     }
     params = {"max_new_tokens": 8, "temperature": 0.0}
     options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}

@@ -83,7 +83,7 @@ def test_a_head_that_does_not_come_ends_the_connection(engine: Engine) -> None:
             assert send(port, *parts).startswith(b"HTTP/1.1 408")
         slowly = [b"GET ", b"/health ", b"HTTP/1.1\r\n", b"A: b\r\n"]
         assert b"408" in send(port, *slowly, pause=0.12)
-        # Nor does a second head that is only begun.
+        # An incomplete second head also times out.
         begun = send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he", pause=0.1)
         assert begun.startswith(b"HTTP/1.1 200")
         assert b"HTTP/1.1 408" in begun
@@ -129,7 +129,7 @@ def test_a_body_may_make_room_in_the_moment_in_which_its_time_ends() -> None:
             async with asyncio.timeout(0.01) as limit:
                 with budget.open(limit) as body:
                     budget.add(body, 8)
-                    loop.call_at(limit.when() or 0.0, add, ample)  # just after the limit's own
+                    loop.call_at(limit.when() or 0.0, add, ample)  # just after the limit
                     await asyncio.sleep(60)
 
         async with asyncio.timeout(60) as ample:
@@ -193,7 +193,7 @@ def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
     assert len(answer["output_ids"]) == 400
 
 
-IDS = json.dumps({"tokens": [5] * 3_000_000}).encode()  # its answer outgrows what systems buffer
+IDS = json.dumps({"tokens": [5] * 3_000_000}).encode()  # its answer exceeds the system's buffers
 PATIENT = ServerArgs(request_timeout=60, log_interval=0)  # with bodies
 
 
@@ -235,7 +235,7 @@ def test_an_answer_that_is_read_slowly_comes_whole(engine: Engine) -> None:
 
 def test_connections_are_bounded(engine: Engine) -> None:
     assert 1 <= most_connections() <= 4096
-    assert most_connections(128) > 32  # files open beside them are counted, not guessed
+    assert most_connections(128) > 32  # other open files are counted, not guessed
     assert most_connections(3) == 1
     with serving(engine, most=2) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
@@ -381,7 +381,7 @@ def test_sigterm_lets_what_runs_end(
             next(lines)
             server.send_signal(signal.SIGTERM)
             assert half_sent.recv(12) == b"HTTP/1.1 503"
-            deadline = time.monotonic() + 10  # it still listens, and says no
+            deadline = time.monotonic() + 10  # it still listens, and refuses
             while client.get(f"{url}/ready").status_code != 503:
                 assert time.monotonic() < deadline
             assert client.post(f"{url}/generate", json=body).status_code == 503

@@ -47,7 +47,7 @@ def test_c6_prompt_from_the_start_asked_for(client: httpx.Client) -> None:
         assert meta["completion_tokens"] == 4 == len(meta["output_token_logprobs"])
         assert [len(top) for top in meta["output_top_logprobs"]] == [5] * 4
         assert [ids for _, ids, _ in meta["output_token_logprobs"]] == result["output_ids"]
-        # Temperature 0 takes the likeliest.
+        # Temperature 0 takes the most likely token.
         assert [top[0][:2] for top in meta["output_top_logprobs"]] == [
             entry[:2] for entry in meta["output_token_logprobs"]
         ]

@@ -206,7 +206,7 @@ def test_the_log_line_says_what_ran(engine: Engine) -> None:
 def test_retry_after_follows_the_queue(engine: Engine) -> None:
     now = [0.0]
     meter = RateMeter(clock=lambda: now[0])
-    assert meter.seconds_until_left(stats_of(engine), 5) == 1.0  # nothing is known yet
+    assert meter.seconds_until_left(stats_of(engine), 5) == 1.0  # no rate is known yet
     meter.sample(stats_of(engine))
     now[0] = 4.0
     assert meter.seconds_until_left(stats_of(engine, num_finished=8), 1) == 1.0  # at least

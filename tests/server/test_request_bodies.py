@@ -41,7 +41,7 @@ def test_a_malformed_body_is_a_400(
     assert response.status_code == 400
     found = response.json()["error"]["message"]
     assert message in found
-    assert "sys." not in found  # nobody's client is told about Python
+    assert "sys." not in found  # clients see no advice about Python
 
 
 def test_a_huge_body_is_a_413(engine: Engine) -> None:

@@ -95,7 +95,7 @@ def test_an_incremental_stream_builds_each_character_once() -> None:
     assert len(events) > NUM_CHUNKS // 2
     assert "".join(event["text"] for event in events) == "abc" * NUM_CHUNKS
     assert sum(len(event["output_ids"]) for event in events) == 3 * NUM_CHUNKS
-    assert len(completion.texts) == NUM_CHUNKS  # nobody joined what was sent before
+    assert len(completion.texts) == NUM_CHUNKS  # text that was sent is not joined again
     assert completion.text == "abc" * NUM_CHUNKS
 
 
@@ -120,7 +120,7 @@ def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     results += stream
-    assert len(results) == 2  # what was there at first, and all that came meanwhile
+    assert len(results) == 2  # the first chunk, and all that came meanwhile
     assert results[-1]["output_ids"] == whole["output_ids"]
     assert results[-1]["text"] == whole["text"]
 
@@ -208,5 +208,5 @@ def test_an_event_with_log_probabilities_costs_what_is_new(incremental: bool) ->
         completion.add(everything_of(number))
         written.take()
     num_ids = len(completion.output_ids)
-    # A token, its two likeliest, the watched one; a tree of two nodes for two tokens; the prompt.
+    # A token, its two most likely, the watched one; two nodes per two tokens; the prompt.
     assert len(named) <= num_ids * (1 + 2 + 1 + 1) + 2 * 4

@@ -108,7 +108,7 @@ def test_what_is_too_long_is_refused_unread(
 
     async def run() -> list[httpx.Response]:
         found = []
-        for context_length in (100, MAX_SIZE):  # what a context may hold is taken
+        for context_length in (100, MAX_SIZE):  # a prompt that fits the context is accepted
             async with served(tokenizer, context_length=context_length) as client:
                 found.append(await client.post(path, json=body))
         return found

@@ -36,7 +36,7 @@ SECRET = "/srv/secret/file.so"
 ASK = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
-# What the server refuses by the state of its own files: method, path, body, and its status.
+# Requests refused for the state of the server's files: method, path, body, and status.
 REFUSED: list[tuple[str, dict[str, Any], int]] = [
     (CHAT, {"messages": ASK, "reasoning_effort": "low"}, 400),
     (CHAT, {"messages": ASK, "tools": [TOOL]}, 400),
@@ -157,7 +157,7 @@ def test_what_a_library_said_is_in_the_log_alone(
             for _ in range(4)  # until the engine is closed for good
         ]
         texts += [ask(app, "GET", path).text for path in ("/health", "/ready", "/v1/models")]
-        with pytest.raises(EngineClosedError, match=SECRET):  # who runs the engine is told
+        with pytest.raises(EngineClosedError, match=SECRET):  # the operator's log has it
             engine.generate("x")
     assert "ran each of 2 times that the engine failed" in texts[0]
     assert "the engine is closed" in texts[3]

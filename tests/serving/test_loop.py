@@ -138,7 +138,7 @@ def test_idle_time_is_not_busy_time() -> None:
             before = loop.busy_seconds
             await read(loop.submit([make_request(name)])[0])
             await until_idle(loop)
-            await asyncio.sleep(0)  # the loop sees that there is nothing to do
+            await asyncio.sleep(0)  # the loop finds no work
             at_idle = loop.busy_seconds
             assert at_idle - before >= 0.02  # a prefill and a decode at the least
             await asyncio.sleep(0.05)

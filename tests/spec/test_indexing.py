@@ -25,7 +25,7 @@ def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
     before it."""
     assert indexing.chosen_position(seq_len, depth) == indexing.target_position(seq_len, depth + 1)
     assert indexing.draft_position(seq_len, depth) + 1 == indexing.target_position(seq_len, depth)
-    # EAGLE's row i holds (emitted token i, feature i): the draft position at depth i + 1.
+    # EAGLE's row i is (emitted token i, feature i): the draft position at depth i + 1.
     assert indexing.emitted_position(seq_len, depth) == indexing.draft_position(seq_len, depth + 1)
 
 

@@ -54,7 +54,7 @@ def test_a_scaling_counts_wherever_it_is_written(rope: dict[str, Any], tmp_path:
     assert load(tmp_path, **rope) == EXPECTED
 
 
-# (what a file says, the theta that transformers 5.24 makes of it)
+# (a file's keys, the theta that transformers 5.24 reads from them)
 THETAS = [
     ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 1e4),
     ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}}, 1e4),

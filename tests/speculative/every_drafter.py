@@ -60,7 +60,7 @@ from tests.speculative.engines import (
 
 F64 = npt.NDArray[np.float64]
 SIZE, VOCAB = TARGET.hidden_size, TARGET.vocab_size
-HALF = SIZE // 2  # what two value heads of the tiny models can carry
+HALF = SIZE // 2  # the capacity of two value heads of the tiny models
 MIN_MATCH = 3
 
 EAGLE1 = eagle1_spec(
@@ -109,7 +109,7 @@ class HeadGuesses:
 
 @dataclass(frozen=True)
 class LayerGuesses:
-    """Those of separate layers: layer s after a path of s drafts."""
+    """The guesses of separate layers: layer s after a path of s drafts."""
 
     layers: MtpReference
 

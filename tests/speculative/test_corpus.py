@@ -67,7 +67,7 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path: Path, tokenizer: Path) -> No
 def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path, tokenizer: Path) -> None:
     for name, text in (
         ("b.txt", "bee"),
-        ("a/z.md", "12 13"),  # no list of ids: it stands in a directory of texts
+        ("a/z.md", "12 13"),  # no list of ids: it is in a directory of texts
         ("a/c.jsonl", '{"text": "one"}\n\n"two"\n{"text": "", "id": 3}'),
         (".git/config", "hidden"),
         (".hidden", "hidden"),

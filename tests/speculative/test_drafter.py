@@ -82,7 +82,7 @@ def test_the_worked_example_as_a_drafter_is_told_of_it() -> None:
     assert following_ids(emitted).tolist()[:5] == [A1, A2, Y, B1, Z]
     assert emitted.rows.prefix_lens.tolist() == [L, L]
     assert emitted.rows.q_positions.tolist() == [7, 8, 9] * 2
-    assert next_positions(emitted).tolist() == [10, 9]  # where the next roots stand
+    assert next_positions(emitted).tolist() == [10, 9]  # positions of the next roots
     assert emitted.is_first.tolist() == [False, False]
 
 
@@ -212,7 +212,7 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
     assert made[Algorithm.EAGLE].needs == Needs(hidden=True)
     ahead = {a: d.algorithm.tokens_ahead(3, 2) for a, d in made.items()}
     assert ahead[Algorithm.EAGLE3] == ahead[Algorithm.NEXTN] == 1
-    assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 holds token i + 3
+    assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 has token i + 3
     own_pools = made[Algorithm.MULTI_LAYER_EAGLE].cache_groups
     assert [(group.name, group.num_layers) for group in own_pools] == [
         ("draft 0", 1),
@@ -236,7 +236,7 @@ def test_pools_follow_the_declared_groups() -> None:
         CacheGroup("narrow", 1, KV(num_heads=1, qk_dim=16, v_dim=16), window=32),
     )
     pools = empty_pools(groups, num_pages=5, page_size=3, shards=2, dtype=jnp.bfloat16, ops=Ops())
-    # One kv head on two shards is held by both.
+    # One kv head on two shards is on both.
     assert [pool.shape for pool in pools] == [(5, 3, 8, 8)] * 2 + [(5, 3, 4, 16)]
     assert {pool.dtype for pool in pools} == {np.dtype(jnp.bfloat16)}
     assert empty_pools((), num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops()) == ()

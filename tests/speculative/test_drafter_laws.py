@@ -48,9 +48,9 @@ from tests.speculative.published_layers import FAMILIES
 
 CHAIN, TREE = (5, 1), (3, 2)
 SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
-# Layers of one's own in two families as well, with windows, sinks, gated heads and narrow values.
+# Separate layers in two families as well, with windows, sinks, gated heads and narrow values.
 LAWFUL = {kind.name: kind for kind in (*EVERY, *(of_layers(name) for name in FAMILIES))}
-# What CI runs of each kind; the whole cross is run by hand.
+# CI's cases of each kind; the whole cross product runs by hand.
 FAST: dict[str, Shape] = {
     "dflash": TREE,
     "eagle3": (5, 2),
@@ -342,7 +342,7 @@ MUTATIONS = (
         (3, 1),
     ),
     Mutation(
-        "the last of a chain",  # whose row nobody has written where all of it is accepted
+        "the last of a chain",  # its row is unwritten if the whole chain is accepted
         ranked,
         "last_two",
         lambda f: (

@@ -59,7 +59,7 @@ RUN_FACTORS: dict[str, tuple[Any, ...]] = {
     "batch": (1, 2, 5, 8),
     "chunk": (5, 8, 32),
     "depth": (0, 1, 2),
-    "temperature": (0.0, 1.3),  # divided by 1, all logits are what they were
+    "temperature": (0.0, 1.3),  # division by 1 changes no logit
     "filters": tuple(FILTERS),
     "penalty": (False, True),
 }
@@ -274,7 +274,7 @@ def kept_state(runner: Any) -> Iterator[list[Any]]:
 
     def filled(leaf: jax.Array) -> jax.Array:
         value = rng.integers(0, 3, leaf.shape).astype(leaf.dtype)
-        value[:1] = 0  # the dummy row has no length, and pages of nobody
+        value[:1] = 0  # the dummy row has no length and no pages
         return jax.device_put(value, leaf.sharding)
 
     state = jax.tree.map(filled, runner.state)

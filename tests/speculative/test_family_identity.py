@@ -32,7 +32,7 @@ from tests.speculative.family_targets import ALIKE, LAYERS, drawn, target_of
 NEW_TOKENS, CHUNK = 60, 8
 CHAIN, TREE = (3, 1, 4), (3, 4, 16)
 LOOKUP = (3, 3, 8)
-# What CI runs: sinks beside YaRN and experts, unequal heads with gates, values narrower than keys.
+# CI's cases: sinks with YaRN and experts, unequal heads with gates, values narrower than keys.
 # Of the others only the forward differs, which is test_families.py's.
 IN_CI = {"gpt_oss": TREE, "step3p5": LOOKUP, "mimo_v2": CHAIN}
 
@@ -109,5 +109,5 @@ def test_speculative_equals_plain(family: str, shape: tuple[int, int, int]) -> N
         assert list(served.ids) == expected
         assert served.num_leaked_pages == 0
         histogram += np.asarray(served.counters.accept_histogram)
-    # A lookup finds nothing or much.
+    # A lookup finds no match or many.
     assert histogram[-1] if is_lookup else histogram.all(), histogram

@@ -50,7 +50,7 @@ SHAPES = {
     "tree": spec_of(3, 2, 6),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
 }
-# (prompt length, sampling): the second asks for nothing.
+# (prompt length, sampling): the second requests no hidden states.
 ASKED: tuple[tuple[int, dict[str, Any]], ...] = (
     (19, {}),
     (11, {"return_hidden_states": False}),

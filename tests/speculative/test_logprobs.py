@@ -53,7 +53,7 @@ from tests.support.flat_limits import with_limits
 
 TOLERANCE = 1e-4
 WATCHED = (3, 300, 7)
-# (prompt length, sampling): the second asks for nothing, the others for different parts.
+# (prompt length, sampling): the second requests none, the others different parts.
 ASKED: tuple[tuple[int, dict[str, Any]], ...] = (
     (19, {"logprob_start_len": 0, "top_logprobs_num": 5, "token_ids_logprob": WATCHED}),
     (11, {"return_logprob": False}),
@@ -178,7 +178,7 @@ def test_they_equal_a_dense_forward(name: str, shards: int, chunk_size: int, dep
 
 
 def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
-    """The same prompts come again: their cached prefix ends early enough."""
+    """Equal prompts come again: their cached prefix ends early enough."""
     engine = with_prefix_cache(compiled("tree", 2))
     asked = requests()
     view = ViewRunner(engine.runner(), with_limits(engine.limits, prefill_buckets=(8,)))

@@ -155,7 +155,7 @@ def test_a_tree_is_valid_and_holds_the_best_branches(
     paths = [path(node) for node in range(1, nodes)]
     possible = {tuple(branch[: d + 1]) for branch in tokens for d in range(3)}
     assert set(paths) <= possible
-    assert len(set(paths)) == min(nodes - 1, len(possible))  # copies only where nothing is left
+    assert len(set(paths)) == min(nodes - 1, len(possible))  # copies only if no other node is left
     if num_matches and nodes > 4:
         assert (tokens[0][0],) in paths
 

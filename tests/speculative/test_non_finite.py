@@ -35,7 +35,7 @@ from tests.support.caches import empty_pools
 from tests.support.dial_drafter import dial_params
 
 TREE, PAGE = (2, 2, 4), 16
-IS_NAN, IS_INF = 311, 312  # of no prompt but those that say so
+IS_NAN, IS_INF = 311, 312  # only in prompts that are made with it
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def engine(kind: str) -> Compiled:
     )
 
 
-# Compiling is what a kind costs.
+# Compiling dominates a kind's cost.
 DRAFTING = [
     "chain",
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind != "chain"),
@@ -328,7 +328,7 @@ def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
         (chunks,) = session.serve([request], retract_after=retract_after)
         assert ids_of(chunks) == ids_of(expected)
         assert chunks[-1].num_retractions == (retract_after is not None)
-        # A retraction moves the verifications, and what the last one proposed is scratch.
+        # A retraction moves the verifications, and the last proposal is scratch.
         committed = 45 + 19 - compiled.limits.draft_shape.num_scratch_slots
         for name in ("kv", "draft_kv"):
             ours, theirs = (rows_of(each, name, committed) for each in (session, whole))

@@ -91,7 +91,7 @@ def kept(x: np.ndarray, request: Request) -> np.ndarray:
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     order = np.argsort(-scaled, kind="stable")
-    before = np.empty(V)  # mass of what is likelier
+    before = np.empty(V)  # mass of more likely tokens
     before[order] = np.concatenate(([0.0], np.cumsum(p[order])[:-1]))
     rank = np.empty(V, int)
     rank[order] = np.arange(V)
@@ -127,7 +127,7 @@ def test_the_text_is_the_plain_samplers() -> None:
         assert served.ids[i] == expected[i], request.sampling
     again = serve(compiled, asked[8:], dial=dial_for(asked[8:], expected[8:]))
     assert list(again.ids) == expected[8:]
-    assert set(again.accepted[-1]) == {0}  # the one that asked for no speculation
+    assert set(again.accepted[-1]) == {0}  # the request with speculation off
     assert again.per_request[-1].verify_ct == 0
     assert max(max(row) for row in (*served.accepted, *again.accepted)) >= 2
 

@@ -76,12 +76,12 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
     assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.pool.num_pages)
     assert all(shapes.used.values()), shapes.used
     told, own = told_by_plans(compiled, served), served.counters
-    # Rows run on after their end in steps that were in flight: nobody counts those.
+    # Steps that were in flight at a row's end are not counted.
     assert 0 < own.verify_ct <= told.verify_ct
     assert own.verify_ct == sum(own.accept_histogram)
     assert own.num_proposed <= told.num_proposed
     assert own.num_proposed == sum(counters.num_proposed for counters in served.per_request)
-    if depth == 0 and setting.rounds == 1:  # nothing runs on
+    if depth == 0 and setting.rounds == 1:  # no step runs on
         assert own.verify_ct == told.verify_ct
         assert own.num_proposed == told.num_proposed
 
@@ -90,7 +90,7 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
     """Its caches and state are those of a row that always drafted: every draft is accepted."""
     kind = KINDS[setting.kind]
-    # As many steps, whatever the rounds of each: some shapes must last.
+    # An equal number of steps for any rounds per step: some shapes must last.
     requests = requests_of(4, num_tokens=80 * setting.rounds, seed=90)
     texts = plain_texts(tuple(requests), target=setting.kind)
     own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])

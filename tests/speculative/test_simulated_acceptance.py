@@ -76,7 +76,7 @@ def settled(
     rows = rows_of(BATCH, seed=seed)
     tree = random_tree(draft_shape, rows, seed=seed)
     nodes = draft_shape.num_draft_tokens
-    if target_ids is None:  # 99 is no draft: the real walk accepts nothing
+    if target_ids is None:  # 99 is no draft: the real walk accepts none
         target_ids = jnp.full((BATCH, nodes), 99, jnp.int32)
     hidden = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.float32)[:, None], (BATCH, nodes, 2))
     pages = jnp.arange((1 + BATCH * 8) * PAGE_SIZE, dtype=jnp.float32)

@@ -34,7 +34,7 @@ from tests.speculative.test_prefix_cache import (
 from tests.speculative.test_windows import SOME, WINDOW, windowed
 
 # Page size, and S/K/N. itself: a target that drafts for itself, with windows of its own. mimo_v2,
-# step3p5: layers of a family, whose windows lie in the target's space and lag behind it.
+# step3p5: layers of a family, whose windows use the target's space and lag.
 KINDS = {
     "plain": (16, 0, 1, 1),
     "chain": (4, 3, 1, 4),

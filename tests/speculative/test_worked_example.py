@@ -92,7 +92,7 @@ def test_accept_compact_advance(
     assert ids.tolist() == [emitted]
     assert gather_bonus(ids, num_accepted).tolist() == [emitted[num_emitted - 1]]
 
-    # compact: every slot holds its own number; page_of is TABLE
+    # compact: every slot contains its own number; page_of is TABLE
     pages = np.zeros((4, PAGE_SIZE, 2, 1), np.float32)
     for slot in range(12):
         pages[int(TABLE[0, slot // PAGE_SIZE]), slot % PAGE_SIZE] = slot

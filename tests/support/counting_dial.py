@@ -35,7 +35,7 @@ from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 
 LEVELS = 65536  # of acceptance
-# Makes the embedding dominate what 32 layers of random weights add: the last token decides.
+# Makes the embedding dominate the sum of 32 random layers: the last token decides.
 EMBEDDING_SCALE = 1000.0
 OTHERS = 0.6
 # Spread of confidence around the acceptance, relative to its distance from 0 or 1.

@@ -278,7 +278,7 @@ class FakeRunner:
         self._pages.write(row, text, first=chunk.start, end=end, scratch=0)
         self._windows.write(row, text, first=chunk.start, end=end, scratch=0)
         row.num_filled = row.seq_len = end
-        row.read_len = len(fill_ids)  # what the host may assume after dispatching the fill
+        row.read_len = len(fill_ids)  # the host's assumption after dispatching the fill
         next_id = None if row.is_filled else fill_ids[end]
         require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
         if not row.is_filled:

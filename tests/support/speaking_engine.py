@@ -122,7 +122,7 @@ class SpeakingEngine(Engine):
         self._preparation = Heard(self.grammars, self.reasoning)
         make_stream = functools.partial(stream_of, self._tokenizer)
         self._scheduler = Scheduler(self._limits, make_stream=make_stream)
-        return cast(Weights, None)  # there are none
+        return cast(Weights, None)  # it has no weights
 
     def _token_at(self, request: Request, position: int) -> int:
         index = position - len(request.prompt_ids)

@@ -86,13 +86,13 @@ def test_every_node_is_told_what_may_follow_its_own_path(
     state.accept(path)
     # root -> x, wrong, y; wrong -> x; y -> y, end
     tokens, parents = [0, x, wrong, y, x, y, end_id], [-1, 0, 0, 0, 2, 3, 3]
-    for _ in range(2):  # and the state is where it was
+    for _ in range(2):  # and the state is unchanged
         masks = [allowed_ids(row) for row in filled(state, tokens, parents, vocab_size)]
         paths = {0: (), 1: (x,), 3: (y,), 5: (y, y)}
         for node, after in paths.items():
             assert masks[node] == root_of(grammars, given, (*path, *after), vocab_size)
         everything = set(range(num_words(vocab_size) * 32))
-        assert all(masks[node] == everything for node in (2, 4, 6))  # nobody comes there
+        assert all(masks[node] == everything for node in (2, 4, 6))  # no path reaches these nodes
     assert {x, y} <= masks[0]
     assert wrong not in masks[0]
 
@@ -343,7 +343,7 @@ def test_a_grammar_whose_run_failed_is_made_anew(
     """Sequences share the lexer state, so the next one would fail as well."""
     given = source(regex=".*[ab].{200}c")
     grammar = guided.compile(given)
-    waiting = grammar  # compiled, and not begun yet
+    waiting = grammar  # compiled, and not started yet
     state, ids = grammar.begin(), tokenizer.encode("a", add_special_tokens=False)
     state.accept((vocab_size,))  # no token: an error of the package
     assert state.failed

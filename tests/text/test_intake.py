@@ -106,7 +106,7 @@ def test_a_priority_is_an_integer_and_few_stop_ids_can_be_masked() -> None:
             RequestError, match=f"priority is {shown_json(priority)}; expected an integer"
         ):
             INTAKE.read(Prompt(input_ids=[1], priority=priority))  # type: ignore[arg-type]
-    most = list(range(1, MAX_MASKED_STOP_IDS))  # beside the end of sequence
+    most = list(range(1, MAX_MASKED_STOP_IDS))  # besides the end of sequence
     params: dict[str, Any] = {"min_new_tokens": 1, "stop_token_ids": most}
     assert INTAKE.read(Prompt(input_ids=[1], sampling=params))[0] == (1,)
     params["stop_token_ids"] = [*most, 300]

@@ -191,7 +191,7 @@ def test_nodes_of_a_tree_have_the_masks_of_their_own_paths(tokenizer: Tokenizer)
             tokens.append(draw.choice(choices))
             parents.append(parent)
             paths.append((*paths[parent], tokens[-1]))
-    for _ in range(2):  # and the state is where it was
+    for _ in range(2):  # and the state is unchanged
         for found, path in zip(masks(state, tokenizer, tokens, parents), paths, strict=True):
             alone = grammar.begin()
             alone.accept(path)
@@ -211,7 +211,7 @@ def test_after_reasoning_the_grammar_begins_inside_a_text(by_kind: dict[str, Tok
     for token_id in (*(token.id for token in ids), spaced):
         state.accept((token_id,))
     assert end not in next_ids(state, llama)  # it is " true" there, of which more must come
-    # The answer may begin with the grammar's text, or with `{`, which opens the reasoning.
+    # The answer may start with the grammar's text, or with `{`, which opens the reasoning.
     marks = ReasoningMarks("</t>", open="{")
     for opening, is_whole in ((), True), ((llama.token_to_id("{"), *(t.id for t in ids)), False):
         state = grammars.after_reasoning(grammar, marks).begin()

@@ -55,7 +55,7 @@ def test_nodes_after_the_mark_on_their_own_path_are_masked_and_no_others(
     # root - 9 - a - b, and 20 - 9; root - 1 - 2 - 3 - a; root - 20
     tokens = [0, 9, a, b, 20, 9, 1, 2, 3, a, 20]
     parents = [-1, 0, 1, 2, 0, 4, 0, 6, 7, 8, 0]
-    for _ in range(2):  # and the state is where it was
+    for _ in range(2):  # and the state is unchanged
         found = masks(state, tokens, parents)
         assert found[1] == found[5] == found[8] == of_inner()
         assert found[2] == found[9] == of_inner(a)

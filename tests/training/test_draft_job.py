@@ -119,7 +119,7 @@ def test_stored_features_teach_what_the_targets_own_forward_does(
     hidden = np.load(written / "hidden.npy")
     assert hidden.shape[1:] == (LENGTH, 32)
     assert not (written / "aux.npy").exists()  # this head reads the last hidden alone
-    # what is there is read, not made again: other features give other weights
+    # stored features are read, not made again: other features give other weights
     np.save(written / "hidden.npy", hidden[::-1])
     shuffled = run(folder, tmp_path / "again", features_dir=tmp_path / "features")
     assert np.abs(shuffled["fc.weight"] - undisturbed["fc.weight"]).max() > 1e-3

@@ -9,7 +9,6 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
   - The producer copies whole pages by TMA into a ring in shared memory, row by row, from the first
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
-
   - Of an FP8 pool one consumer converts K of a block to f16, the other V, in alternating buffers.
 
 P is cast to the pool's type (f16 for FP8) before the second product. Interpret mode's wgmma takes

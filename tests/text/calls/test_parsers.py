@@ -183,12 +183,12 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
         DEEPSEEK_R1,
         f'<think>Hm, {DS}f\n{{}}{DS_END}</think>Ok. {DS_ALL}{DS}f\n```json\n{{"x": 1}}\n```{DS_END}'
         f"{DS_ALL_END}",
-        [f"?Hm, {DS}f\n{{}}{DS_END}", "Ok. ", 'f({"x": 1}'],  # what is only thought is no call
+        [f"?Hm, {DS}f\n{{}}{DS_END}", "Ok. ", 'f({"x": 1}'],  # reasoning is no call
     ),
     (FORCED, f"[{CALL},\n {CALL}]", ['f({"x": 1}', 'f({"x": 1}']),
     (FORCED, CALL, ['f({"x": 1}']),
 ]
-# A call that is none comes back as it was written; of one that began, what is left does.
+# Text that is no call comes back as written; of a call that started, the rest does.
 MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (QWEN, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', None),
     (QWEN, '<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
