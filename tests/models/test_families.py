@@ -99,7 +99,7 @@ def assert_equals_transformers(variant: str, logits: Any, hidden: Any, aux: Any)
 
 
 def unread(cache: jax.Array) -> jax.Array:
-    """What no row has written: NaN, or accepted tokens of another row."""
+    """Fill a cache with what no row has written: NaN, or accepted tokens of another row."""
     return jnp.full_like(cache, 1 if cache.dtype == jnp.int32 else jnp.nan)
 
 
@@ -209,7 +209,7 @@ def test_fused_experts_are_the_same_model() -> None:
 def test_inside_of_a_model_that_reads_images_is_the_same_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Qwen3.5's MoEs are published: experts fused, names and config nested, vision beside."""
+    """Its checkpoint is laid out as for published Qwen3.5 MoEs: fused experts, nested names."""
     config = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
     tensors = dict(load_file(GOLDEN / "qwen3_5_moe" / "model.safetensors"))
     for layer in range(2):

@@ -28,7 +28,7 @@ ENDPOINT = "http://127.0.0.1:1/v1/traces"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What an SDK's provider was given, in memory."""
+    """Keep in memory what an SDK's provider receives."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     export = importlib.import_module("opentelemetry.sdk.trace.export")
     memory = importlib.import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter")

@@ -121,7 +121,7 @@ class LayerGuesses:
 
 @dataclass(frozen=True)
 class BlockGuesses:
-    """Of a block drafter of S levels."""
+    """A block drafter's, of S levels."""
 
     block: BlockReference
     num_steps: int

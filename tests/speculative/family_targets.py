@@ -91,7 +91,7 @@ def qwen3_next() -> Layers:
 
 
 def qwen3_5() -> Layers:
-    """The same mixers, of which a key head has three value heads, and dense MLPs."""
+    """Return the same mixers with three value heads for each key head, and dense MLPs."""
     (_, _), (own, _) = qwen3_next()
     return ((dataclasses.replace(DELTA_NET, num_heads=6), DENSE), (own, DENSE))
 
@@ -177,7 +177,7 @@ def target_of(family: str) -> ModelSpec:
 
 
 def drawn(spec: ModelSpec) -> Params:
-    """Draw random weights; biases and sinks away from 0, and states that remember tens of tokens."""
+    """Draw weights; biases and sinks away from 0, states that remember tens of tokens."""
     table = table_of(spec)
     params = init_params(table, seed=3)
     values = {own.path: value_at(params, own.path) for own in table}

@@ -99,7 +99,7 @@ def reference_of(name: str) -> BlockReference:
 
 
 def write(path: Path, name: str) -> None:
-    """As z-lab publishes it: without embedding and lm_head, windows with the row itself."""
+    """Write a checkpoint as z-lab does: no embedding or lm_head; windows include the row."""
     spec = SPECS[name]
     attention = spec.layer.layers[0].softmax_attention
     config: dict[str, Any] = {

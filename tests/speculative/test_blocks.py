@@ -90,7 +90,7 @@ def test_what_is_not_computed_is_refused_by_name(fault: str, pair: Path, tmp_pat
 
 
 def test_layouts_count_layers_and_windows_differently(pair: Path, tmp_path: Path) -> None:
-    """The same model in speculators' words, where a window counts from the root."""
+    """Reads the same model in speculators' format, where a window counts from the root."""
     config = json.loads((pair / "dflash" / "config.json").read_text())
     plain = load_block_config(pair / "dflash", target=TARGET)
     of_head = {

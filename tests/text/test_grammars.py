@@ -219,7 +219,7 @@ def test_what_a_schema_asks_and_is_not_enforced_is_logged_once(
     vocab_size: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A property's name, a default and a known format are none of it."""
+    """A property's name, a default and a known format are not in the log."""
     file = {"type": "string", "format": "path"}
     schema: dict[str, Any] = {
         "type": "object",
