@@ -120,7 +120,7 @@ def _cost_lines(found: Diagnosis) -> list[str]:
 def _verdict(found: Diagnosis) -> list[str]:
     lines = [f"not decided: {each}" for each in found.undecided]
     if found.undecided:
-        lines.append("  more prompts or more --max-new-tokens decide it")
+        lines.append("  measure with more prompts or --max-new-tokens")
     if found.findings:
         for each in found.findings:
             lines += [f"FOUND ({each.kind}): {each.what}", f"  repair: {each.repair}"]
@@ -128,8 +128,8 @@ def _verdict(found: Diagnosis) -> list[str]:
     if found.pays is None:
         lines.append(
             f"not decided: whether speculation pays: {found.speedup:.2f} ± "
-            f"{found.speedup_margin:.2f} has 1 within; a quieter machine, more prompts or more "
-            "--max-new-tokens decide it"
+            f"{found.speedup_margin:.2f} includes 1; measure on a quieter machine, or with more "
+            "prompts or --max-new-tokens"
         )
         return lines
     return [*lines, *_conclusion(found)]

@@ -279,10 +279,10 @@ def test_the_verdict_says_what_it_could_not_decide() -> None:
     assert close.pays is None
     assert close.to_json()["pays"] is None
     said = text_of(close)
-    assert "= 1.03 ± 0.11\nnot decided: whether speculation pays: 1.03 ± 0.11 has 1 within" in said
+    assert "= 1.03 ± 0.11\nnot decided: whether speculation pays: 1.03 ± 0.11 includes 1" in said
     assert diagnosis(step=1.0, error=0.1).pays
     said = text_of(diagnosis(step=1.0, undecided=("whether it fits",)))
-    assert "not decided: whether it fits\n  more prompts" in said
+    assert "not decided: whether it fits\n  measure with more prompts" in said
     assert "nothing is wrong" not in said
     found = Finding(kind="norm", what="a", repair="b")
     said = text_of(diagnosis(step=1.0, undecided=("whether it fits",), findings=(found,)))
