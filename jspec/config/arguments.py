@@ -49,25 +49,21 @@ class Shorthand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """Metadata of a field, in addition to its name, type and default.
-
-    replaced: likewise for other servers' values, with a warning
-    is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket)
-    """
+    """Metadata of a field, in addition to its name, type and default."""
 
     text: str
     group: str
     aliases: tuple[str, ...] = ()  # other names of its flag
     choices: tuple[str, ...] = ()  # all its values
-    translated: Mapping[str, str] = field(default_factory=dict)
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    translated: Mapping[str, str] = field(default_factory=dict)  # others' values to ours
+    replaced: Mapping[str, str] = field(default_factory=dict)  # the same, with a warning
     low: float | None = None
     high: float | None = None
     above: float | None = None  # an excluded lower bound
     expected: str = ""  # for errors, if the bounds do not express it
     is_local: bool = False  # it names something on this machine
     is_model: bool = False  # a directory, which "" cannot be
-    is_fetched: bool = False
+    is_fetched: bool = False  # gs:// is fetched (engine/weights, engine/programs)
     shorthands: tuple[Shorthand, ...] = ()  # flags that set it without a value
 
 

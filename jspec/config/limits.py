@@ -92,17 +92,12 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingLimits:
-    """How steps are planned.
+    """How steps are planned."""
 
-    prefill_budget: prompt tokens between two decode steps while rows decode; 0: chunk_size
-    prefill_seconds: time limit that replaces the budget once prefill times are known
-    num_rounds: verifications of one decode step without the host in between
-    """
-
-    prefill_budget: int = 0
-    prefill_seconds: float | None = None
+    prefill_budget: int = 0  # prompt tokens between two decodes while rows decode; 0: chunk_size
+    prefill_seconds: float | None = None  # replaces it once prefill times are known
     overlap_depth: int = 1
-    num_rounds: int = 1
+    num_rounds: int = 1  # verifications of one decode without the host in between
     max_queued_requests: int = 128
     priority_order: PriorityOrder = PriorityOrder.OFF
     prefix_cache: bool = False  # keep pages after their rows

@@ -287,25 +287,20 @@ SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
 class Request:
     """One sequence to generate, as the scheduler sees it. One of n choices is one Request.
 
-    seed: final; that of choice i of n is hash(sampling_seed, i).
     stop_matching, grammar: made from `sampling` once for all n; None: not made yet.
-    reasoning: what may stand in front of the grammar's text or of an answer; None: nothing.
-    shown_ids: special tokens that have text also where `skip_special_tokens` is set.
-    extra_key: requests with different ones share no cached prefix.
-    priority: used if priorities are on (`SchedulingLimits.priority_order`).
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int
+    seed: int  # final; that of choice i of n is hash(sampling_seed, i)
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    reasoning: ReasoningMarks | None = None  # that may precede the grammar's text
-    shown_ids: frozenset[int] = frozenset()
-    extra_key: str | None = None
-    priority: int = 0
+    reasoning: ReasoningMarks | None = None  # that may precede the grammar's text or an answer
+    shown_ids: frozenset[int] = frozenset()  # special tokens that always have text
+    extra_key: str | None = None  # requests with different ones share no cached prefix
+    priority: int = 0  # used if priorities are on (`SchedulingLimits.priority_order`)
     caller: str | None = None  # user with whom slots are shared; None: the call
 
     @property
@@ -385,18 +380,14 @@ PromptToken = tuple[int, TokenLogprob | None]
 class StreamChunk:
     """The output that one round added to one request; the last chunk has the finish reason.
 
-    text: new text without partial characters
-    prompt_logprobs: of the prompt's ids from logprob_start_len on, in the first chunk; None
-        for the very first token, which has none
     hidden_states: f32[E] that chose each of new_ids, if requested; for the first token
         f32[prompt, E], of the whole prompt
-    draft_tree: the verified tree, if requested
     """
 
     request_id: str
     new_ids: tuple[int, ...]  # after truncation; the first num_accepted were drafts
     num_accepted: int
-    text: str
+    text: str  # without partial characters
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     num_retractions: int = 0
@@ -404,6 +395,6 @@ class StreamChunk:
     weight_version: str = DEFAULT_VERSION  # of the last prefill
     counters: SpecCounters = field(default_factory=SpecCounters)
     logprobs: tuple[TokenLogprob, ...] = ()  # of new_ids, if requested
-    prompt_logprobs: tuple[PromptToken, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()  # in the first chunk; token 0 has None
     hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)
-    draft_tree: VerifiedTree | None = None
+    draft_tree: VerifiedTree | None = None  # if requested

@@ -213,14 +213,13 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 class Row:
     """Encoding of a parameter in a row of the device's SamplingBatch.
 
-    neutral: value in a row without the parameter; a function if it depends on V
-    encode: (request, V) -> the value, or values; fewer than the row's size leave the rest
-        neutral. None sends the parameter as is.
+    encode: (request, V) -> the value, or values; fewer than the row's size leave the rest neutral.
+        None sends the parameter as is.
     """
 
     dtype: Any  # 32 bits wide: all travels as i32 bits
     shape: tuple[int, ...] = ()
-    neutral: float | Callable[[int], int] = 0
+    neutral: float | Callable[[int], int] = 0  # if absent; a function if it depends on V
     encode: Callable[[Any, int], Any] | None = None
     name: str = ""  # field of SamplingBatch, if not the parameter's own
 

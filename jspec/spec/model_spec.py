@@ -29,10 +29,7 @@ class AttentionSpec:
     """Grouped-query attention of one layer.
 
     window: a query sees keys with q_position - key_position < window, itself included; None: all.
-    sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
-    scale: of the scores before their softmax; None is head_dim ** -0.5.
-    v_dim: dimensions of a value head, at most head_dim; None: head_dim. value_scale: factor of V.
     gate: factors of the heads' output, sigmoids of a projection of the layer's normed input.
     kv_dtype: of cached K and V (or a latent). Only the engine sets it (`cached_in`).
     """
@@ -42,13 +39,13 @@ class AttentionSpec:
     head_dim: int  # D
     rope: RopeConfig = field(default_factory=RopeConfig)
     window: int | None = None
-    sinks: bool = False
+    sinks: bool = False  # each head has a learned logit in its softmax, which adds nothing
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
-    scale: float | None = None
-    v_dim: int | None = None
-    value_scale: float = 1.0
+    scale: float | None = None  # of scores before their softmax; None: head_dim ** -0.5
+    v_dim: int | None = None  # dimensions of a value head, at most head_dim; None: head_dim
+    value_scale: float = 1.0  # factor of V
     rotary_dim: int | None = None  # leading head dimensions with RoPE; None: all
     gate: HeadGate | None = None
     kv_dtype: str | None = None  # None: the engine's dtype
@@ -188,14 +185,11 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated MLP, silu(gate) * up (SwiGLU).
-
-    limit: clamps silu(gate) from above and up to [-limit, limit].
-    """
+    """A gated MLP, silu(gate) * up (SwiGLU)."""
 
     inner: int  # intermediate_size
     bias: bool = False
-    limit: float | None = None
+    limit: float | None = None  # clamps silu(gate) from above and up to [-limit, limit]
 
 
 class Routing(enum.Enum):
@@ -218,11 +212,7 @@ class Gate(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts (MoE), gated MLPs: each token runs through top_k of num_experts.
-
-    shared: one more MLP for every token, added to the experts' output
-    shared_gate: that MLP's output is multiplied by the sigmoid of one product with the token
-    """
+    """A mixture of experts (MoE), gated MLPs: each token runs through top_k of num_experts."""
 
     num_experts: int
     top_k: int
@@ -231,8 +221,8 @@ class MoESpec:
     gate: Gate = Gate.SILU
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # factor of the chosen experts' weights
-    shared: DenseSpec | None = None
-    shared_gate: bool = False
+    shared: DenseSpec | None = None  # one more MLP for every token, added to the experts' output
+    shared_gate: bool = False  # that MLP's output times the sigmoid of one product with the token
     num_groups: int = 1  # each of equally many neighbouring experts
     top_groups: int = 1  # number of groups, the best, among whose experts the top k are chosen
 

@@ -83,14 +83,10 @@ CHAT_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A checked POST /v1/chat/completions.
-
-    sampling: max_new_tokens None: the rest of the context.
-    separate_reasoning: effective only with --reasoning-parser.
-    """
+    """A checked POST /v1/chat/completions."""
 
     messages: Messages
-    sampling: SamplingParams
+    sampling: SamplingParams  # max_new_tokens None: the rest of the context
     template_options: Mapping[str, Any]  # of `Engine.chat_prompt`
     options: AnswerOptions
     rid: str | None
@@ -98,7 +94,7 @@ class ChatCall:
     extra_key: str | None = None
     caller: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
-    separate_reasoning: bool = True
+    separate_reasoning: bool = True  # effective only with --reasoning-parser
 
     @property
     def num_chars(self) -> int:
