@@ -117,7 +117,7 @@ def test_what_contradicts_itself_is_an_error_with_both_values(
 
 
 def test_linear_and_dynamic(tmp_path: Path) -> None:
-    """As Vicuna-16k and deepseek-coder have it; `dynamic` changes nothing within the context."""
+    """Vicuna-16k and deepseek-coder have `linear`; `dynamic` changes nothing within the context."""
     linear = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     expected = RopeConfig(factor=4.0, is_linear=True)
     assert load(tmp_path, **linear) == load(tmp_path, **rope_json(expected)) == expected
