@@ -11,7 +11,7 @@ from tests.support.tiny_models import write_tiny_pair
 
 @pytest.fixture(scope="session")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), num_layers=2, max_position=512)
+    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=512)
     return {
         "model_path": str(pair.target_path),
         "speculative_algorithm": "EAGLE3",

@@ -59,7 +59,7 @@ def _as_before() -> Iterator[None]:
 
 def write_alternating(path: Path, family: Any) -> ModelSpec:
     """Write a tiny checkpoint of the guide's family; return its spec."""
-    base = tiny_target_config(num_layers=2)
+    base = tiny_target_config()
     path.mkdir()
     plain = family_named("llama").to_json(base)
     own = {"architectures": list(family.architectures), "sliding_window": WINDOW}

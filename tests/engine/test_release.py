@@ -59,7 +59,7 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
     settings: Any = jax.config
     directory = settings.jax_compilation_cache_dir
     folder = tmp_path_factory.mktemp("release")
-    pair = write_tiny_pair(folder, num_layers=2, max_position=64)
+    pair = write_tiny_pair(folder, max_position=64)
     arguments = {
         "model_path": str(pair.target_path),
         "max_running_requests": 1,

@@ -51,7 +51,7 @@ def flops(run: Any, *args: Any) -> float:
     return float(cost["flops"])
 
 
-@pytest.mark.parametrize("aux", [(1, 2), (TARGET.num_layers,)], ids=str)
+@pytest.mark.parametrize("aux", [(0, 1), (TARGET.num_layers,)], ids=str)
 def test_a_target_computes_the_last_layer_of_the_rows_that_are_asked_for(
     aux: tuple[int, ...],
 ) -> None:

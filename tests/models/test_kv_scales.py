@@ -82,7 +82,7 @@ WANTED = [(0.5, 1.0), (1.0, 1.0), (0.5 / 3, 1.0 / 3)]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_are_read_in_every_form(form: str, tmp_path: Path) -> None:
-    pair = write_tiny_pair(tmp_path)
+    pair = write_tiny_pair(tmp_path, num_layers=3)
     with_scales(pair, form, shape=() if form == "ModelOpt" else (1,))
     with_config(pair.target_path, **SCHEME)
     models = load(pair)
@@ -98,7 +98,7 @@ def test_scales_are_read_in_every_form(form: str, tmp_path: Path) -> None:
 
 
 def test_the_flag_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pair = write_tiny_pair(tmp_path)
+    pair = write_tiny_pair(tmp_path, num_layers=3)
     with caplog.at_level(logging.INFO):
         assert load(pair).config.kv_cache_dtype == "float32"
         assert load(pair, kv_cache_dtype="fp8_e4m3").config.kv_cache_dtype == "fp8_e4m3"
@@ -107,7 +107,9 @@ def test_the_flag_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_an_update_brings_its_own_scales(tmp_path: Path) -> None:
-    ours, theirs, bare = (write_tiny_pair(tmp_path / name) for name in ("a", "b", "c"))
+    ours, theirs, bare = (
+        write_tiny_pair(tmp_path / name, num_layers=3) for name in ("a", "b", "c")
+    )
     with_scales(ours, "compressed-tensors")
     with_scales(theirs, "ModelOpt", first=0.25)
     weights, runner = serving(load(ours, kv_cache_dtype="fp8_e4m3"))
@@ -132,7 +134,7 @@ def test_an_update_brings_its_own_scales(tmp_path: Path) -> None:
 def test_scales_that_do_not_fit(
     value: float, shape: tuple[int, ...], message: str, tmp_path: Path
 ) -> None:
-    pair = write_tiny_pair(tmp_path)
+    pair = write_tiny_pair(tmp_path, num_layers=3)
     with_scales(pair, "compressed-tensors", first=value, shape=shape)
     # Layers are read side by side, so either scale may be the first that is found.
     with pytest.raises(CheckpointError, match=message):

@@ -46,6 +46,7 @@ from tests.speculative import own_blocks
 from tests.speculative.engines import DRAFT, TARGET, spec_of
 from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
 from tests.support.caches import empty_pools
+from tests.support.tiny_models import tiny_target_config
 
 TABLE = jnp.asarray([[3, 1, 2]], jnp.int32)
 
@@ -173,7 +174,7 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
 
 def drafters() -> dict[Algorithm, Drafter]:
     """Return one of each algorithm; none is run here."""
-    head = FeatureHead(DRAFT, Ops())
+    head, three = FeatureHead(DRAFT, Ops()), tiny_target_config(num_layers=3)
     eagle1 = eagle1_spec(layer=DRAFT.layer, draft_vocab_size=DRAFT.layer.vocab_size)
     of_last_hidden = FeatureHead(eagle1, Ops())
     return {
@@ -186,7 +187,7 @@ def drafters() -> dict[Algorithm, Drafter]:
         ),
         Algorithm.NEXTN: EagleDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.NEXTN)),
         Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
-            FeatureHead(mtp_spec(layer=TARGET, target_num_layers=3), Ops()),
+            FeatureHead(mtp_spec(layer=three, target_num_layers=3), Ops()),
             spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
         ),
         Algorithm.DFLASH: BlockDrafter(

@@ -11,7 +11,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %
 
 def flags_of_one_stream(folder: Path) -> list[str]:
     """Return `jspec generate`'s defaults as flags of `serve`; `folder` keeps compiled programs."""
-    pair = write_tiny_pair(folder, num_layers=2, max_position=16384)
+    pair = write_tiny_pair(folder, max_position=16384)
     (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
     return [
         *("--model-path", str(pair.target_path), "--speculative-algorithm", "EAGLE3"),

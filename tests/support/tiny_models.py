@@ -37,7 +37,7 @@ class TinyPair:
     draft_config: HeadSpec
 
 
-def tiny_target_config(*, num_layers: int = 3, max_position: int = 256) -> ModelSpec:
+def tiny_target_config(*, num_layers: int = 2, max_position: int = 256) -> ModelSpec:
     """Return a Llama that compiles in a second; V = 320 leaves ids beyond the bytes."""
     return uniform_decoder(
         vocab_size=320,
@@ -86,7 +86,7 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
 
 
 def write_tiny_pair(
-    directory: Path, *, seed: int = 0, num_layers: int = 3, max_position: int = 256
+    directory: Path, *, seed: int = 0, num_layers: int = 2, max_position: int = 256
 ) -> TinyPair:
     """Write `directory/target` and `directory/draft`; the same seed gives the same bytes."""
     target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)

@@ -158,10 +158,10 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
     [
         (
             {"kind": Kind.EAGLE3},
-            r"a target of 3 layers has no default EAGLE-3 layers .* or aux_layer_ids where one is",
+            r"a target of 2 layers has no default EAGLE-3 layers .* or aux_layer_ids where one is",
         ),
         ({"kind": Kind.EAGLE3, "aux_layer_ids": (1, 2)}, r"aux_layer_ids is \(1, 2\); expected"),
-        ({"kind": Kind.EAGLE3, "aux_layer_ids": (0, 4)}, r"expected ids in \[0, 3\]"),
+        ({"kind": Kind.EAGLE3, "aux_layer_ids": (0, 3)}, r"expected ids in \[0, 2\]"),
         ({"draft_vocab_size": 9}, "draft_vocab_size is 9, but the head is EAGLE; expected it"),
         (
             {"kind": Kind.EAGLE3, "aux_layer_ids": (0, 2), "draft_vocab_size": 321},
