@@ -66,5 +66,5 @@ FAMILY = Family(
     to_json=to_json,
     table=table,
     mtp=MTP,
-    unread=("model.visual.", "visual."),
+    unread=("model.visual.",),
 )

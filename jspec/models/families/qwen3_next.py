@@ -125,11 +125,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     count = fields.integer("num_hidden_layers")
     interval = fields.integer("full_attention_interval", 4)
     rule = tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
-    kinds = fields.strings("layer_types") or rule
-    if unknown := sorted(set(kinds) - {FULL, LINEAR}):
-        raise ConfigError(
-            f"{fields.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {LINEAR!r}"
-        )
+    kinds = _given_kinds(fields) or rule
     if len(kinds) != count:
         raise CheckpointError(
             f"{fields.path}: layer_types has {len(kinds)} entries; expected num_hidden_layers "
@@ -138,6 +134,15 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     if FULL not in kinds:
         raise ConfigError(
             f"{fields.path}: none of the {count} layers is {FULL!r}; expected at least one"
+        )
+    return kinds
+
+
+def _given_kinds(fields: Fields) -> tuple[str, ...]:
+    kinds = fields.strings("layer_types")
+    if unknown := sorted(set(kinds) - {FULL, LINEAR}):
+        raise ConfigError(
+            f"{fields.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {LINEAR!r}"
         )
     return kinds
 
@@ -194,10 +199,7 @@ def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
     own.refuse(
         "mtp_use_dedicated_embeddings", allowed=(False,), why="the target's embedding is used"
     )
-    if unknown := sorted(set(own.strings("layer_types")) - {FULL, LINEAR}):  # of the target
-        raise ConfigError(
-            f"{own.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {LINEAR!r}"
-        )
+    _given_kinds(own)  # the target's
     eps = own.number("rms_norm_eps", 1e-6)
     layer = LayerSpec(attention=_attention(own), ffn=_experts(own) or read_dense(own), eps=eps)
     model = ModelSpec(
