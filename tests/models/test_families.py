@@ -103,7 +103,10 @@ def unread(cache: jax.Array) -> jax.Array:
     return jnp.full_like(cache, 1 if cache.dtype == jnp.int32 else jnp.nan)
 
 
-@pytest.mark.slow_cases("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5")
+@pytest.mark.slow_cases(
+    *("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5"),
+    *("kimi_k2-xla", "glm4_moe_lite-xla"),
+)
 @pytest.mark.parametrize(
     ("variant", "ops"),
     [
