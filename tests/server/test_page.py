@@ -89,6 +89,17 @@ def test_fields_take_any_number_and_an_empty_one_is_the_default() -> None:
     assert 'if ($(id).value !== "") found[name] = Number($(id).value);' in text
 
 
+def test_what_a_browser_keeps_is_named_and_has_no_key() -> None:
+    text = page()
+    assert "This browser keeps prompts, settings and answers." in text
+    kept = re.search(r"function keep\(\) \{(.*?)\n\}", text, re.DOTALL)
+    assert kept
+    assert "localStorage.setItem" in kept[1]
+    assert text.count("localStorage.setItem") == 1
+    assert "apiKey" not in kept[1]
+    assert '{messages: [{role: "user", content: text}]}' in text  # of /tokenize
+
+
 def rule_of(function: str) -> tuple[str, str]:
     """Return the pattern and the replacement of the page's function that rewrites JSON, in
     Python."""

@@ -172,3 +172,76 @@ def test_the_tree_of_a_step_is_drawn_and_reached_by_keys(page: Any) -> None:
         assert page.locator(".tree .chip.draft").count() == len(tree["accepted"])
         refused = len(tree["ids"]) - 1 - len(tree["accepted"])
         assert page.locator(".tree .chip.no").count() == refused
+
+
+def shown(page: Any) -> list[Any]:
+    fields = ("#temperature", "#max_new_tokens", "#seed", "textarea")
+    texts = (".out", ".seed", ".word", ".why", "dd", ".bars span")
+    return [
+        *(page.input_value(each) for each in fields),
+        *(page.locator(each).all_text_contents() for each in texts),
+        page.is_checked("#chat"),
+    ]
+
+
+def test_a_reload_shows_prompts_settings_and_answers_until_they_are_forgotten(page: Any) -> None:
+    page.fill("textarea", "some words")
+    page.fill("#max_new_tokens", "24")
+    page.fill("#seed", "18446744073709551613")
+    page.check("#chat")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running")
+    before = shown(page)
+    page.reload()
+    assert shown(page) == before
+    first, *_, last = page.evaluate("[...panels[0].steps.keys()]")
+    page.evaluate(f"panels[0].showStep('{last}')")
+    assert f"Verification {last}: 3 drafted" in page.locator(".step").text_content()
+    page.fill("#max_new_tokens", "8000")
+    page.click("#go")
+    wait(page, f"panels[0].meta !== null && panels[0].steps.has({first})")
+    page.reload()
+    assert page.locator(".word").text_content() == "stopped"
+    assert page.locator(".why").text_content() == "by a reload"
+    page.click("#forget")
+    wait(page, "document.readyState === 'complete' && panels[0].meta === null")
+    assert page.input_value("textarea") == "class Stack:"
+    assert page.evaluate("localStorage.length") == 0
+
+
+def test_a_chat_is_written_as_the_template_has_it(page: Any) -> None:
+    page.fill("textarea", "some words")
+    page.fill("#max_new_tokens", "8")
+    page.check("#chat")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running")
+    said = "".join(page.locator(".out .prompt").all_text_contents())
+    assert said.endswith("<user>some words</><assistant>")
+
+
+def test_nothing_moves_when_a_step_is_shown_and_a_chain_has_no_bars(page: Any) -> None:
+    page.check("#trees")
+    page.fill("#max_new_tokens", "24")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running", seconds=240)
+    places = page.evaluate(
+        """() => {
+          const panel = panels[0], found = [];
+          for (const step of [undefined, ...panel.steps.keys()]) {
+            panel.showStep(step && String(step));
+            const parts = [panel.section, panel.output.element, panel.get(".histogram")];
+            found.push(JSON.stringify(parts.map((part) => part.getBoundingClientRect())));
+          }
+          return new Set(found).size;
+        }"""
+    )
+    assert places == 1
+    bars = page.evaluate(
+        """() => [...panels[0].steps.keys()].flatMap((step) => {
+          panels[0].showStep(String(step));
+          return [...document.querySelectorAll(".tree li > ul")].map((list) =>
+            [list.children.length > 1, getComputedStyle(list).borderLeftWidth !== "0px"]);
+        })"""
+    )
+    assert bars
+    assert all(has_branches == has_bar for has_branches, has_bar in bars)

@@ -6,9 +6,11 @@
 const $ = (id) => document.getElementById(id);
 const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens"};
 const PROMPTS = ["class Stack:", "def read_lines(path):\n", "import json\n\n\ndef load(", "for i in range("];
+const TICKS = ["chat", "trees"], STORE = "jspec-page";
+const META = ["completion_tokens", "acceptance_length", "spec_verify_ct", "spec_accept_histogram", "sampling_seed", "finish_reason"];
 const MAX_PANELS = 8, POLL_MS = 400, NEAR_END_PX = 12;
 const panels = [];
-let apiKey = "", isAsking = null, queue = {running: 0, queued: 0};
+let apiKey = "", isAsking = null, hasBranches = true, isLeaving = false, queue = {running: 0, queued: 0};
 
 function make(tag, kind, text) {
   const element = document.createElement(tag);
@@ -41,11 +43,11 @@ async function askForKey(refused) {
   });
   return isAsking;
 }
-async function post(payload, signal) {
+async function post(path, payload, signal) {
   for (;;) {
     const key = apiKey;
     const options = {method: "POST", headers: headers(), body: written(payload), signal};
-    const answer = await fetch("generate", options);
+    const answer = await fetch(path, options);
     if (answer.ok) return answer;
     const message = (await answer.json()).error.message;
     if (answer.status !== 401 || !(await askForKey(key))) throw new Error(message);
@@ -123,6 +125,7 @@ class Panel {
     for (const kind of ["pointerover", "click"]) {
       out.addEventListener(kind, (event) => this.showStep(event.target.dataset.step));
     }
+    this.prompt.addEventListener("input", keepSoon);
     out.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
       event.preventDefault();
@@ -136,6 +139,28 @@ class Panel {
     this.section.remove();
     panels.splice(panels.indexOf(this), 1);
     refresh();
+    keep();
+  }
+  // What a reload shows again; null without an answer.
+  kept() {
+    if (!this.meta) return null;
+    const meta = Object.fromEntries(META.map((name) => [name, this.meta[name]]));
+    const [word, why] = this.running ? ["stopped", "by a reload"] : [this.get(".word").textContent, this.get(".why").textContent];
+    return {meta, word, why, isBad: this.get(".word").classList.contains("bad"), rate: this.get(".rate").textContent,
+      seed: this.seed, shown: this.shown, pieces: this.pieces, trees: [...this.trees]};
+  }
+  restore(answer) {
+    this.seed = answer.seed;
+    this.shown = answer.shown;
+    this.output.append(answer.shown, "prompt");
+    for (const piece of answer.pieces) this.add(piece);
+    this.trees = new Map(answer.trees);
+    this.section.classList.toggle("with-trees", answer.trees.some(([, tree]) => branches(tree)));
+    this.meta = answer.meta;
+    this.showSeed(this.seed ?? answer.meta.sampling_seed);
+    this.showNumbers(answer.meta);
+    this.get(".rate").textContent = answer.rate;
+    this.say(answer.word, answer.why, answer.isBad);
   }
   say(word, why = "", isBad = false) {
     this.get(".word").textContent = word;
@@ -149,6 +174,8 @@ class Panel {
     this.output.clear();
     this.steps = new Map();
     this.trees = new Map();
+    this.pieces = [];
+    this.section.classList.toggle("with-trees", hasBranches && $("trees").checked);
     this.meta = this.first = this.hot = null;
     this.isWaiting = false;
     this.showStep();
@@ -165,19 +192,33 @@ class Panel {
     this.seed = sampling.sampling_seed;  // as entered: the server reports -3 as 2^64 - 3
     this.isWaiting = true;
     this.say("sent");
-    this.output.append(this.prompt.value, "prompt");
     try { await this.generate(sampling, this.running.signal); }
     catch (error) {
-      if (error.name === "AbortError") this.say("stopped", "by you");
+      if (isLeaving) this.say("stopped", "by a reload");
+      else if (error.name === "AbortError") this.say("stopped", "by you");
       else this.say("failed", error.message, true);
     }
     this.isWaiting = false;
     this.running = null;
     refresh();
+    keep();
+  }
+  // The prompt as a request has it: text, or the tokens of a chat of one message, which are shown
+  // as the template writes them.
+  async asked(signal) {
+    const text = this.shown = this.prompt.value;
+    if (!$("chat").checked) return {text};
+    const chat = await post("tokenize", {messages: [{role: "user", content: text}]}, signal);
+    const input_ids = (await chat.json()).tokens;
+    const told = await post("detokenize", {tokens: input_ids, skip_special_tokens: false}, signal);
+    this.shown = (await told.json()).text;
+    return {input_ids};
   }
   async generate(sampling, signal) {
-    const answer = await post({text: this.prompt.value, stream: true, return_spec_tokens: true,
-      return_draft_trees: $("trees").checked, sampling_params: sampling}, signal);
+    const wantsTrees = $("trees").checked, asked = await this.asked(signal);
+    this.output.append(this.shown, "prompt");
+    const answer = await post("generate", {...asked, stream: true, return_spec_tokens: true,
+      return_draft_trees: wantsTrees, sampling_params: sampling}, signal);
     let shown = 0, error = null;
     for await (const event of events(answer.body)) {
       if (event.error) { error = event.error.message; break; }
@@ -194,6 +235,7 @@ class Panel {
     this.say(word, why, word === "aborted" || word === "broken off");
   }
   add(piece) {
+    this.pieces.push(piece);
     this.output.append(piece.text, piece.accepted ? "draft" : "own", piece.step);
     if (!piece.step) return;
     if (!this.steps.has(piece.step)) this.steps.set(piece.step, []);
@@ -209,8 +251,11 @@ class Panel {
     }
     const seconds = (performance.now() - this.first.time) / 1000;
     const rate = seconds > 0 ? (meta.completion_tokens - this.first.tokens) / seconds : 0;
-    this.get(".count").textContent = meta.completion_tokens;
     if (rate > 0) this.get(".rate").textContent = rate.toFixed(rate < 100 ? 1 : 0);
+    this.showNumbers(meta);
+  }
+  showNumbers(meta) {
+    this.get(".count").textContent = meta.completion_tokens;
     if (!meta.spec_verify_ct) return;
     this.get(".length").textContent = meta.acceptance_length.toFixed(2);
     this.get(".steps").textContent = meta.spec_verify_ct;
@@ -219,7 +264,7 @@ class Panel {
   showSeed(seed) {
     const use = make("button", "quiet", "use again");
     use.type = "button";
-    use.addEventListener("click", () => { $("seed").value = seed; });
+    use.addEventListener("click", () => { $("seed").value = seed; keep(); });
     this.get(".seed").replaceChildren("seed " + seed + " ", use);
   }
   showHistogram(counts) {
@@ -266,6 +311,8 @@ class Panel {
 }
 function visible(text) { return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"); }
 
+function branches(tree) { return new Set(tree.parents).size < tree.parents.length; }
+
 // A tree as nested lists from its root: accepted, rejected, and the target's own tokens.
 function drawn(tree, own) {
   const last = tree.accepted.at(-1) ?? 0, box = make("div", "tree");
@@ -304,11 +351,39 @@ function refresh() {
   $("add").disabled = panels.length >= MAX_PANELS;
   for (const panel of panels) panel.get(".remove").hidden = panels.length === 1;
 }
-function addPanel() {
-  const panel = new Panel(PROMPTS[panels.length % PROMPTS.length]);
+function addPanel(prompt, answer) {
+  const panel = new Panel(prompt ?? PROMPTS[panels.length % PROMPTS.length]);
   panels.push(panel);
   $("panels").append(panel.section);
+  if (answer) panel.restore(answer);
   refresh();
+}
+
+// Prompts, settings and answers outlive a reload, in this browser. The server's key is not kept.
+function keep() {
+  const fields = Object.fromEntries([...Object.keys(FIELDS), "seed"].map((id) => [id, $(id).value]));
+  const ticks = Object.fromEntries(TICKS.map((id) => [id, $(id).checked]));
+  for (const isWhole of [true, false]) {  // without the answers if there is no room for them
+    const kept = panels.map((panel) => [panel.prompt.value, isWhole ? panel.kept() : null]);
+    try {
+      localStorage.setItem(STORE, JSON.stringify({fields, ticks, panels: kept}));
+      return;
+    } catch { /* full, or the browser keeps nothing */ }
+  }
+}
+let keeping = 0;
+function keepSoon() {
+  clearTimeout(keeping);
+  keeping = setTimeout(keep, POLL_MS);
+}
+function restore() {
+  try {
+    const {fields, ticks, panels: kept} = JSON.parse(localStorage.getItem(STORE));
+    for (const [id, value] of Object.entries(fields)) $(id).value = value;
+    for (const [id, value] of Object.entries(ticks)) $(id).checked = value;
+    for (const [prompt, answer] of kept.slice(0, MAX_PANELS)) addPanel(prompt, answer);
+  } catch { /* nothing is kept, or by another version of this page */ }
+  if (!panels.length) addPanel();
 }
 async function readServer() {
   const answer = await fetch("server_info", {headers: headers()});
@@ -317,6 +392,7 @@ async function readServer() {
 function showModel(info) {
   const shape = ["num_steps", "eagle_topk", "num_draft_tokens"]
     .map((name) => info["speculative_" + name]).join("/");
+  hasBranches = info.speculative_eagle_topk > 1;
   const isPlain = info.speculative_algorithm === "NONE";
   $("model").textContent = [info.served_model_name,
     isPlain ? "plain decoding" : info.speculative_algorithm + " " + shape, info.device].join(" · ");
@@ -346,6 +422,15 @@ $("bar").addEventListener("submit", (event) => {
   refresh();
   watch();
 });
-$("add").addEventListener("click", addPanel);
-addPanel();
+$("bar").addEventListener("input", keepSoon);
+$("add").addEventListener("click", () => { addPanel(); keep(); });
+$("forget").addEventListener("click", () => {
+  removeEventListener("pagehide", keep);
+  clearTimeout(keeping);
+  try { localStorage.removeItem(STORE); } catch { /* the browser keeps nothing */ }
+  location.reload();
+});
+addEventListener("beforeunload", () => { isLeaving = true; });  // streams fail before pagehide
+addEventListener("pagehide", keep);
+restore();
 readServer().then((info) => { if (info) showModel(info); }).catch(() => {});
