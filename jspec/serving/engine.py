@@ -332,7 +332,8 @@ class Engine:
 
     def describe_programs(self) -> tuple[str, ...]:
         """Return lines on which programs are compiled, and when the others will be."""
-        return describe_ready(self._limits, self._runner.ready_programs)
+        ready, building = self._runner.ready_programs, self._preparation.building
+        return describe_ready(self._limits, ready, building=building)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return resolved arguments, flat, and live counters (SGLang's /server_info)."""

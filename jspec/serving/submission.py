@@ -36,6 +36,13 @@ class Preparation:
     def __init__(self, grammars: Grammars, runner: PlanRunner) -> None:
         self._grammars, self._runner = grammars, runner
         self._asked, self._asking = PLAIN, threading.Lock()
+        self._waiting: list[StepOptions] = []  # options of the calls that wait for programs
+
+    @property
+    def building(self) -> StepOptions:
+        """Options whose missing programs are being compiled."""
+        with self._asking:
+            return PLAIN.union(self._waiting)
 
     async def check(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:
@@ -62,12 +69,16 @@ class Preparation:
             new = asked.members - self._asked.members
             self._asked = self._asked.union((asked,))
             asked = self._asked
+            self._waiting.append(asked)
         try:
             self._runner.ensure(programs_on_demand(self._runner.limits, asked))
         except BuildError:  # must not block the other kind
             with self._asking:
                 self._asked = StepOptions(self._asked.members - new)
             raise
+        finally:
+            with self._asking:
+                self._waiting.remove(asked)
         return made
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from jspec.engine.programs.program_growth import BuildError
+from jspec.engine.programs.program_keys import describe_ready
+from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import QueueFullError, RequestError
 from jspec.messages.request import FinishKind, Request, SamplingParams
 from jspec.scheduler.scheduler import ABORTED
@@ -122,3 +127,54 @@ def test_those_that_wait_for_space_get_it_in_order_and_others_are_refused() -> N
         assert kinds == [FinishKind.LENGTH, FinishKind.ABORT, FinishKind.LENGTH]
 
     with_loop(body, num_slots=1, max_queued_requests=1, num_pages=200, context_length=256)
+
+
+class SlowRunner:
+    """Has no program for a grammar until `may_end` is set; then it has, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.limits = small_limits()
+        self.ready_programs: tuple[ProgramKey, ...] = ()
+        self.may_end, self._error = threading.Event(), error
+
+    def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
+        self.may_end.wait(30)
+        if self._error is not None:
+            raise self._error
+        self.ready_programs = keys
+
+
+@pytest.mark.parametrize("error", [None, BuildError("no")])
+def test_programs_that_a_request_waits_for_are_told_and_do_not_stop_others(
+    error: BuildError | None,
+) -> None:
+    runner = SlowRunner(error)
+    preparation = Preparation(cast(Any, None), cast(Any, runner))
+
+    def lines() -> tuple[str, ...]:
+        return describe_ready(runner.limits, runner.ready_programs, building=preparation.building)[
+            1:
+        ]
+
+    asks = replace(make_request("a"), sampling=SamplingParams(return_draft_trees=True))
+    later = "compiled at the first request for them"
+
+    async def main() -> None:
+        assert lines() == (f"grammars and draft trees: {later}", f"hidden states: {later}")
+        waits = asyncio.create_task(preparation.run([asks]))
+        while not preparation.building:
+            await asyncio.sleep(0.001)
+        now = "being compiled; requests for them wait, others go on"
+        assert lines() == (f"grammars and draft trees: {now}", f"hidden states: {later}")
+        assert await preparation.run([make_request("b")])  # at once
+        assert not waits.done()
+        runner.may_end.set()
+        if error is None:
+            await waits
+        else:
+            with pytest.raises(BuildError):
+                await waits
+        when = later if error else "compiled"
+        assert lines() == (f"grammars and draft trees: {when}", f"hidden states: {later}")
+
+    run(main())

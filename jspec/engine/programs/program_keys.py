@@ -53,14 +53,23 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
     return tuple(key for key in program_keys(limits) if key not in made)
 
 
-def describe_ready(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[str, ...]:
-    """Return lines on which programs are compiled, and when the others will be."""
+def describe_ready(
+    limits: ServeLimits, ready: Iterable[ProgramKey], *, building: StepOptions = PLAIN
+) -> tuple[str, ...]:
+    """Return lines on which programs are compiled, and when the others will be.
+
+    building: options whose programs are being compiled for a request.
+    """
     made = set(ready)
     num_later = len(later_programs(limits, made))
     lines = [f"programs: {len(made)} compiled, {num_later} more while serving"]
     for option, what in ON_DEMAND.items():
         keys = programs_on_demand(limits, StepOptions(frozenset({option})))
-        when = "compiled" if made.issuperset(keys) else "compiled at the first request for them"
+        when = "compiled at the first request for them"
+        if made.issuperset(keys):
+            when = "compiled"
+        elif option in building:
+            when = "being compiled; requests for them wait, others go on"
         lines.append(f"{what}: {when}")
     return tuple(lines)
 
