@@ -29,7 +29,7 @@ from jspec.cli.measurement import report as bench_report
 from jspec.cli.verify import write_json as write_verify_json
 from jspec.errors import OutputError
 from jspec.files.output_files import whole_file, write_text
-from jspec.server.service import open_trace
+from jspec.server.control.trace_file import open_trace
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.data.examples import RowTable
 from jspec.training.data.feature_store import write_features

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -18,13 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 from jspec.errors import (
-    ConfigError,
     EngineClosedError,
     JspecError,
     QueueFullError,
     QueueTimeoutError,
     RequestError,
-    reason_of,
     shown,
 )
 from jspec.messages.request import Request, StreamChunk
@@ -39,6 +36,7 @@ from jspec.server.control.request_spans import (
     exporting_spans,
     parent_headers,
 )
+from jspec.server.control.trace_file import open_trace
 from jspec.server.http.exchange import unless_gone
 from jspec.server.http.streaming import (
     DONE,
@@ -359,32 +357,6 @@ def _split_text(tokenizer: Tokenizer, request: Request) -> SpecTokens:
         shown_ids=request.shown_ids,
     )
     return tracker.to_json
-
-
-def open_trace(path: str) -> RequestTrace:
-    """Open a trace that appends lines to a file. Raises ConfigError if it cannot be opened."""
-    try:
-        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the process ends)
-    except OSError as error:
-        raise ConfigError(
-            f"trace_requests is {path!r}: {error.strerror}; expected a file to append to"
-        ) from error
-    is_full = False
-
-    def write(line: str) -> None:
-        """A full disk ends the trace but no request."""
-        nonlocal is_full
-        if is_full:
-            return
-        try:
-            file.write(line)
-        except OSError as error:
-            is_full = True
-            with contextlib.suppress(OSError):  # closing flushes again
-                file.close()
-            LOGGER.warning("%s: request tracing has stopped: %s", path, reason_of(error))
-
-    return RequestTrace(write)
 
 
 def _begin(trace: RequestTrace, requests: Sequence[Request], marks: Mapping[Border, float]) -> None:

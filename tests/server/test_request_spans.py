@@ -13,6 +13,7 @@ import pytest
 from starlette.applications import Starlette
 
 from jspec.errors import ConfigError
+from jspec.messages.response import Completion
 from jspec.server.app import create_app
 from jspec.server.control import request_spans
 from jspec.server.control.request_spans import RequestSpans, check_exporter, exporting_spans
@@ -104,6 +105,14 @@ def test_a_trace_that_is_not_sampled_stays_so(app: Starlette, spans: Any) -> Non
     assert ask(app, "POST", "/generate", json=body, headers={"traceparent": "x"}).is_success
     (other,) = finished(spans, 1)
     assert other.parent is None
+
+
+def test_what_no_client_waited_for_is_an_error(app: Starlette, spans: Any) -> None:
+    app.state.service._spans.record(Completion("left"), {}, {})
+    (span,) = spans.get_finished_spans()
+    assert (span.status.status_code.name, span.status.description) == ("ERROR", "the client left")
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert "gen_ai.latency.time_in_queue" not in span.attributes
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
