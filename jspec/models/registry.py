@@ -60,7 +60,10 @@ BLOCKS: dict[str, str] = {
     "MuseGlimmerAssistantModel": "dflash",
     "DSparkDraftModel": "dspark",
     "Qwen3DSparkModel": "dspark",
+    "DFlash2DraftModel": "dflash2",
+    "DFlash2BeamDraftModel": "dflash2",
     "dflash": "dflash",
+    "dflash2": "dflash2",
     "dspark": "dspark",
 }
 

@@ -32,8 +32,31 @@ class MarkovSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionSpec:
+    """Grouped dynamic convolutions (DFlash2) before and after each sub-layer.
+
+    y[t] = sum over taps i of (base[i] + c[t, i]) x[t - i], within the block. c[t] is a product of
+    the sub-layer's normed input at t; a group of channels shares it.
+    """
+
+    taps: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorSpec:
+    """A selector (DFlash2): scores a row's `num_candidates` best tokens by the token before.
+
+    score(b, c) = logit(c) + <before(b) * hidden(h), after(c)>, vectors of `rank`
+    """
+
+    rank: int
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """A block drafter's model (DFlash, DSpark).
+    """A block drafter's model (DFlash, DSpark, DFlash2).
 
     layer: its decoder layers; vocab_size is the target's V. draft_vocab_size: U.
     aux_layer_ids: as in HeadSpec: the residual at the INPUT of these layers of the target
@@ -43,7 +66,8 @@ class BlockSpec:
         other layers the rows see each other both ways.
     windows_from_root: a window counts back from the root for all rows of the block, instead of
         from each row
-    markov: a head that lets logits depend on the token before
+    markov, selector: of candidates by the token before; at most one of them
+    convolution: around every sub-layer
     """
 
     layer: ModelSpec
@@ -55,6 +79,8 @@ class BlockSpec:
     causal_windows: bool = True
     windows_from_root: bool = False
     markov: MarkovSpec | None = None
+    selector: SelectorSpec | None = None
+    convolution: ConvolutionSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
@@ -65,6 +91,17 @@ class BlockSpec:
             raise ConfigError(
                 f"mask_token_id is {self.mask_token_id}; expected an id of the vocabulary of "
                 f"{self.layer.vocab_size}"
+            )
+        size, own = self.layer.hidden_size, self.convolution
+        if own is not None and (size % own.group_size or own.taps > self.block_size):
+            raise ConfigError(
+                f"a convolution has groups of {own.group_size} and {own.taps} taps; expected a "
+                f"divisor of hidden_size {size}, and at most block_size {self.block_size}"
+            )
+        if self.selector is not None and self.selector.num_candidates > self.draft_vocab_size:
+            raise ConfigError(
+                f"selector_top_k is {self.selector.num_candidates}; expected at most the draft "
+                f"vocabulary {self.draft_vocab_size}"
             )
         if self.most_steps < 1:
             raise ConfigError(f"block_size is {self.block_size}; expected at least 2")

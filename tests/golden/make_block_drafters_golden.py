@@ -60,6 +60,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
         {"num_hidden_layers": 1},
     ),
+    "dflash2": (
+        "dflash2",
+        {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7},
+        WINDOWS,
+    ),
 }
 
 
@@ -92,6 +97,7 @@ def of_speculators(name: str) -> None:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.model import SpeculatorModel
     from speculators.models.dflash import core
+    from speculators.models.dflash2 import core as dflash2
     from speculators.models.dspark import core as dspark
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import Qwen3Config
@@ -125,11 +131,22 @@ def of_speculators(name: str) -> None:
     )
     found: dict[str, Any] = {}
 
-    def kept(logits: torch.Tensor, *_: Any, **named: Any) -> Any:
-        found.update(named, logits=logits)
+    def kept(logits: torch.Tensor | None = None, *_: Any, **_named: Any) -> Any:
+        found.setdefault("logits", logits)
         return torch.zeros(()), {}
 
-    core.compute_metrics = dspark.compute_metrics = kept
+    core.compute_metrics = dspark.compute_metrics = dflash2.compute_metrics = kept
+    if kind == "dflash2":
+        selector = model.candidate_selector
+
+        def selected(logits: torch.Tensor, hidden: torch.Tensor, before: Any, ids: Any) -> Any:
+            """The scores of the candidates; other tokens have none."""
+            del selector.score_candidates, ids
+            chosen, scores = selector.select(logits, hidden, before)
+            found["logits"] = torch.full_like(logits, -torch.inf).scatter(-1, chosen, scores)
+            return scores
+
+        selector.score_candidates = selected
     model(*inputs, max_anchors=len(ROOTS))
     is_whole = config.draft_vocab_size == VOCAB_SIZE
     keep(

@@ -6,6 +6,7 @@ everything from the row's start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.models.eagle3_reference import F64, LayersReference
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReference(LayersReference):
-    """DFlash and DSpark. windows: of each layer, as config.json gives it; None: none.
+    """DFlash, DSpark and DFlash2. windows: of each layer, as config.json gives it; None: none.
 
     reach: keys before p - window + reach are not seen. from_root: windows count from the root.
     """
@@ -27,6 +28,7 @@ class BlockReference(LayersReference):
     is_causal: bool = True  # in layers with a window
     from_root: bool = False
     markov: str | None = None  # DSpark's kind of head
+    num_candidates: int | None = None  # of DFlash2's selector
 
     def rows(self, num_steps: int) -> int:
         return num_steps + (not self.from_root)
@@ -41,9 +43,30 @@ class BlockReference(LayersReference):
         return self.norm(x, "norm.weight")
 
     def run_layer(self, x: F64, ctx: F64, layer: str, window: int | None) -> F64:
-        normed = self.norm(x, f"{layer}input_layernorm.weight")
-        x = x + self.mixed(normed, ctx, layer, window)
-        return x + self.mlp(self.norm(x, f"{layer}post_attention_layernorm.weight"), layer)
+        read = self.norm(x, f"{layer}input_layernorm.weight")
+        x = x + self.convolved(
+            f"{layer}attention_conv.", read, lambda y: self.mixed(y, ctx, layer, window)
+        )
+        read = self.norm(x, f"{layer}post_attention_layernorm.weight")
+        return x + self.convolved(f"{layer}mlp_conv.", read, lambda y: self.mlp(y, layer))
+
+    def convolved(self, name: str, x: F64, sublayer: Callable[[F64], F64]) -> F64:
+        """A sub-layer between two convolutions, where there are any."""
+        if f"{name}base_kernel" not in self.tensors:
+            return sublayer(x)
+        base = self.weight(f"{name}base_kernel")
+        sides, taps, size = base.shape
+        dynamic = self.product(x, f"{name}kernel_projection").reshape(len(x), sides, taps, -1)
+        kernel = base + np.repeat(dynamic, size // dynamic.shape[-1], axis=-1)
+
+        def convolve(y: F64, side: int) -> F64:
+            out = np.zeros_like(y)
+            for t in range(len(y)):
+                for tap in range(min(taps, t + 1)):
+                    out[t] += kernel[t, side, tap] * y[t - tap]
+            return out
+
+        return convolve(sublayer(convolve(x, 0)), 1)
 
     def mixed(self, x: F64, ctx: F64, layer: str, window: int | None) -> F64:
         length, size = len(ctx), len(x)
@@ -76,7 +99,16 @@ class BlockReference(LayersReference):
         """The logits of what follows a path of drafts. hidden: of all rows of the block."""
         before = [root] * (len(hidden) - num_steps) + [root, *path]
         row = len(before) - 1
-        logits = self.logits(hidden[row])
+        logits: F64 = self.logits(hidden[row])
+        if self.num_candidates is not None:
+            selector = "candidate_selector."
+            best = np.argsort(-logits, kind="stable")[: self.num_candidates]
+            context = self.weight(f"{selector}predecessor_codebook")[before[row]]
+            context = context * self.product(hidden[row], f"{selector}hidden_projection")
+            scores = np.full_like(logits, -np.inf)
+            more = self.weight(f"{selector}successor_codebook")[best] @ context
+            scores[best] = logits[best] + more
+            return scores
         if self.markov is None:
             return logits
         entry = self.weight("markov_head.markov_w1.weight")[before]

@@ -30,7 +30,7 @@ from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "blocks"
-PAGE, PAGES = 4, 8
+PAGE, PAGES, CHUNK = 4, 8, 8
 # What the reference is told of each.
 SETTINGS: dict[str, dict[str, Any]] = {
     "assistant": {"windows": (4, None), "reach": 0, "is_causal": False},
@@ -46,6 +46,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dspark_vanilla": {"windows": (None, None), "from_root": True, "markov": "vanilla"},
     "dspark_gated": {"windows": (None,), "markov": "gated"},
     "dspark_rnn": {"windows": (None,), "markov": "rnn"},
+    "dflash2": {
+        "windows": (4, None),
+        "reach": 0,
+        "windows_from_root": True,
+        "is_causal": False,
+        "num_candidates": 7,
+    },
 }
 
 
@@ -76,9 +83,11 @@ class Row:
     """One row whose context is told in chunks."""
 
     def __init__(self, spec: BlockSpec, params: Any, golden: dict[str, np.ndarray]) -> None:
-        size = spec.most_steps
+        size, topk = spec.most_steps, spec.draft_vocab_size
+        if spec.selector is not None:
+            topk = spec.selector.num_candidates
         self.drafter = BlockDrafter(
-            BlockHead(spec, Ops()), spec_of(size, spec.draft_vocab_size, 9, Algorithm.DFLASH)
+            BlockHead(spec, Ops()), spec_of(size, topk, 9, Algorithm.DFLASH)
         )
         self.params = jax.tree.map(jnp.asarray, params)
         self.golden = golden
@@ -92,49 +101,58 @@ class Row:
             ops=Ops(),
         )
         self.length = 0
+        fast = {"xla_backend_optimization_level": 0}  # compiling is what the tests cost
+        self._advance = jax.jit(self.drafter.advance, compiler_options=fast)
+        self._levels = jax.jit(self._ranked, compiler_options=fast)
 
     def tell(self, end: int) -> None:
-        places = jnp.arange(self.length, end, dtype=jnp.int32)
+        """Advance over a chunk, padded to CHUNK tokens."""
+        count = end - self.length
+        places = jnp.arange(self.length, self.length + CHUNK, dtype=jnp.int32)
         ids = jnp.asarray(self.golden["token_ids"], jnp.int32)
         emitted = Emitted(
             token_ids=ids[places],
             features=Features(
-                hidden=jnp.zeros((end - self.length, 0)),
+                hidden=jnp.zeros((CHUNK, 0)),
                 aux_hidden=jnp.asarray(self.golden["features"])[places],
             ),
             next_ids=ids[end : end + 1],
             rows=AttentionMetadata(
                 page_table=self.table,
                 prefix_lens=jnp.asarray([self.length], jnp.int32),
-                cu_q_lens=jnp.asarray([0, end - self.length], jnp.int32),
+                cu_q_lens=jnp.asarray([0, count], jnp.int32),
                 q_positions=places,
             ),
-            last=jnp.asarray([end - self.length - 1], jnp.int32),
+            last=jnp.asarray([count - 1], jnp.int32),
             is_first=jnp.asarray([self.length == 0]),
             sampling=empty_sampling(1, vocab_size=64),
             queries_per_row=None,
         )
-        self.caches, _ = self.drafter.advance(self.params, self.caches, (), emitted)
+        self.caches, _ = self._advance(self.params, self.caches, (), emitted)
         self.length = end
 
     def log_probs(self) -> np.ndarray:
         """[S, U], each level after the text's own tokens."""
-        first, num_steps = self.length, self.drafter.draft_shape.num_steps
-        ids = jnp.asarray(self.golden["token_ids"], jnp.int32)
+        size = self.drafter.draft_shape.num_steps
+        ids = jnp.asarray(self.golden["token_ids"][self.length : self.length + size], jnp.int32)
+        length = jnp.asarray([self.length], jnp.int32)
+        self.caches, found = self._levels(self.params, self.caches, ids, length)
+        return np.asarray(found)[:, np.sort(np.asarray(self.params["draft_ids"]))]
+
+    def _ranked(self, params: Any, caches: Any, ids: Any, length: Any) -> Any:
         rows = StepBatch(
-            root_ids=ids[first : first + 1],
-            seq_lens=jnp.asarray([first], jnp.int32),
+            root_ids=ids[:1],
+            seq_lens=length,
             page_table=self.table,
             sampling=empty_sampling(1, vocab_size=64),
         )
-        out, self.caches = self.drafter.run_block(self.params, self.caches, rows)
-        rank, carried = self.drafter.ranking(self.params, out, rows)
-        found = np.full((num_steps, 64), -np.inf)
-        for depth in range(num_steps):
-            parents = ids[None, first + depth : first + depth + 1]
-            carried, candidates, terms = rank(depth, parents, carried)
-            found[depth, np.asarray(candidates)[0, 0]] = np.asarray(terms)[0, 0]
-        return found[:, np.sort(np.asarray(self.params["draft_ids"]))]
+        out, caches = self.drafter.run_block(params, caches, rows)
+        rank, carried = self.drafter.ranking(params, out, rows)
+        found = jnp.full((len(ids), 64), -jnp.inf)
+        for depth in range(len(ids)):
+            carried, candidates, terms = rank(depth, ids[None, depth : depth + 1], carried)
+            found = found.at[depth, candidates[0, 0]].set(terms[0, 0])
+        return caches, found
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -154,6 +172,7 @@ def reference_of(name: str, golden: dict[str, np.ndarray]) -> BlockReference:
     )
 
 
+@pytest.mark.slow_cases("dflash_both_ways", "dspark_gated", "dspark_vanilla")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_blocks_after_chunks_equal_the_library_that_wrote_the_head(name: str) -> None:
     spec, params, golden = golden_head(name)

@@ -69,6 +69,7 @@ REST = (
     Setting("recurrent", (2, 2, 7), 16, shards=2),
     Setting("dflash", (3, 1, 4), 1, rounds=2, shards=2),
     Setting("dspark", (3, 2, 11), 4, shards=2),
+    Setting("dflash2", (2, 3, 13), 16, shards=2),
 )
 
 

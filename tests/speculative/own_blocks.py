@@ -17,12 +17,17 @@ from jspec.models.heads.dflash import block_params
 from jspec.models.heads.head_params import HEAD
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
+from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, MarkovSpec, SelectorSpec
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from tests.models.block_reference import BlockReference
 from tests.speculative.engines import TARGET, tiny_params
 
 WINDOW = 6
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+}
 
 
 @functools.cache
@@ -64,6 +69,12 @@ SPECS["dspark"] = dataclasses.replace(
     causal_windows=False,
     markov=MarkovSpec(rank=12, kind=MarkovKind.RNN),
 )
+SPECS["dflash2"] = dataclasses.replace(
+    SPECS["dflash"],
+    causal_windows=False,
+    convolution=ConvolutionSpec(taps=2, group_size=8),
+    selector=SelectorSpec(rank=8, num_candidates=16),
+)
 
 
 @functools.cache
@@ -95,6 +106,7 @@ def reference_of(name: str) -> BlockReference:
         is_causal=spec.causal_windows,
         from_root=spec.from_root,
         markov=None if spec.markov is None else spec.markov.kind.name.lower(),
+        num_candidates=None if spec.selector is None else spec.selector.num_candidates,
     )
 
 
@@ -103,7 +115,7 @@ def write(path: Path, name: str) -> None:
     spec = SPECS[name]
     attention = spec.layer.layers[0].softmax_attention
     config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel" if spec.markov is None else "DSparkDraftModel"],
+        "architectures": [ARCHITECTURES[name]],
         "model_type": "qwen3",
         "vocab_size": spec.layer.vocab_size,
         "hidden_size": spec.layer.hidden_size,
@@ -128,6 +140,13 @@ def write(path: Path, name: str) -> None:
     if spec.markov is not None:
         kind = spec.markov.kind.name.lower()
         config |= {"markov_rank": spec.markov.rank, "markov_head_type": kind}
+    if spec.convolution is not None and spec.selector is not None:
+        config["dflash_config"] |= {
+            "conv_kernel_size": spec.convolution.taps,
+            "conv_group_size": spec.convolution.group_size,
+            "selector_rank": spec.selector.rank,
+            "selector_top_k": spec.selector.num_candidates,
+        }
     own = [each for each in block_params(spec) if each.layouts and each.path != HEAD]
     tensors = stored_tensors(tuple(own), params_of(name), dtype=np.float32)
     write_checkpoint(path, config, tensors)

@@ -71,6 +71,28 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_target_layers": 9}, "num_target_layers is 9; expected the target's 3"),
     "block": ({"block_size": 5}, "speculative_num_steps is 5; expected at most 4, by the draft's"),
     "causal": ({"is_causal": True}, "is_causal is True; expected false or no such key in a head"),
+    "of_dspark": (
+        {"markov_rank": 8},
+        "markov_rank is 8; expected no such key in a checkpoint of df",
+    ),
+    "of_dflash2": (
+        {"dflash_config": {"selector_rank": 8}},
+        "selector_rank is 8; expected no such k",
+    ),
+    "markov": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "markov_head_type": "gru"},
+        "markov_head_type is 'gru'; expected 'vanilla' or 'gated' or 'rnn'",
+    ),
+    "relative": ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
+    "convolution": (
+        {
+            "architectures": ["DFlash2DraftModel"],
+            **{"conv_kernel_size": 2, "conv_group_size": 5, "selector_rank": 8},
+            "selector_top_k": 8,
+        },
+        "groups of 5 and 2 taps; expected a divisor of hidden_size 32",
+    ),
+    "scaled": ({"output_multiplier": 0.5}, "output_multiplier is 0.5; expected no such key"),
     "windows": ({"use_sliding_window": False}, "use_sliding_window is False; expected True"),
 }
 
@@ -87,6 +109,11 @@ def test_what_is_not_computed_is_refused_by_name(fault: str, pair: Path, tmp_pat
     (draft / "config.json").write_text(json.dumps(config | changes | {"dflash_config": nested}))
     with pytest.raises(JspecError, match=message):
         load(pair, draft)
+
+
+def test_a_tree_is_no_wider_than_the_selector_s_candidates(pair: Path) -> None:
+    with pytest.raises(JspecError, match="topk is 17; expected at most 16, the draft's selector"):
+        load(pair, pair / "dflash2", speculative_eagle_topk=17, speculative_num_draft_tokens=18)
 
 
 def test_layouts_count_layers_and_windows_differently(pair: Path, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ FAST: dict[str, Shape] = {
     "ngram": (5, 2),
 }
 SLOW: dict[str, Shape] = {
+    "dflash2": TREE,
     "dspark": TREE,
     "eagle1": CHAIN,
     "multi_layer_chained": (3, 1),
@@ -313,6 +314,13 @@ MUTATIONS = (
         "target_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         "dflash",
+    ),
+    Mutation(
+        "a selector's candidates",
+        BlockHead,
+        "transitions",
+        lambda f: lambda self, params, ids, *rest: jnp.roll(f(self, params, ids, *rest), 1, -1),
+        "dflash2",
     ),
     Mutation(
         "the token before a Markov head's",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields, in_file, read_fields
@@ -31,7 +32,13 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_files import check_target, refuse_unknown
 from jspec.models.registry import BLOCKS
-from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
+from jspec.spec.block_spec import (
+    BlockSpec,
+    ConvolutionSpec,
+    MarkovKind,
+    MarkovSpec,
+    SelectorSpec,
+)
 from jspec.spec.model_spec import ModelSpec
 
 NESTED, INPUT_IDS, OUTPUT_IDS = (
@@ -47,7 +54,10 @@ KNOWN = frozenset(
     )
 )
 # How the names of settings that only one kind has begin.
-OF_KINDS = {"dspark": ("markov_", "confidence_", "enable_confidence")}
+OF_KINDS = {
+    "dspark": ("markov_", "confidence_", "enable_confidence"),
+    "dflash2": ("conv_", "selector_"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +109,7 @@ def load_block_config(
             causal_windows=_causal_windows(found, layer),
             windows_from_root=found.is_speculators,
             markov=_markov(found),
+            **_of_dflash2(found),
         )
 
 
@@ -170,15 +181,16 @@ def _windows(found: _Layout, fields: Fields) -> tuple[int | None, ...]:
 
 def _causal_windows(found: _Layout, layer: ModelSpec) -> bool:
     """Return whether rows see no later row in layers with a window; in other layers they do."""
+    both_ways = found.kind == "dflash2"
     if found.is_speculators:
-        return not found.head.flag("sliding_window_non_causal", False)
+        return not found.head.flag("sliding_window_non_causal", both_ways)
     is_causal = found.head.get("is_causal")
     if is_causal is True and any(each.attention.window is None for each in layer.layers):
         raise ConfigError(
             f"{found.head.path}: is_causal is True; expected false or no such key in a head with "
             "layers of full attention, whose rows see each other both ways"
         )
-    return found.head.flag("is_causal", not found.is_assistant)
+    return found.head.flag("is_causal", not (found.is_assistant or both_ways))
 
 
 def _aux_layer_ids(found: _Layout, num_layers: int) -> tuple[int, ...]:
@@ -206,6 +218,21 @@ def _markov(found: _Layout) -> MarkovSpec | None:
     kinds = {kind.name.lower(): kind for kind in MarkovKind}
     found.head.refuse("markov_head_type", allowed=tuple(kinds), why="no other head is known")
     return MarkovSpec(rank=found.head.integer("markov_rank"), kind=kinds[name])
+
+
+def _of_dflash2(found: _Layout) -> dict[str, Any]:
+    if found.kind != "dflash2":
+        return {}
+    return {
+        "convolution": ConvolutionSpec(
+            taps=found.head.integer("conv_kernel_size"),
+            group_size=found.head.integer("conv_group_size"),
+        ),
+        "selector": SelectorSpec(
+            rank=found.head.integer("selector_rank"),
+            num_candidates=found.head.integer("selector_top_k"),
+        ),
+    }
 
 
 def _refuse_other_kinds(kind: str, table: Fields) -> None:

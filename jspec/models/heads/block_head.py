@@ -6,12 +6,14 @@ block, at positions L, L + 1, ...: the embeddings of the root and of masks run t
     and attend to the context and to each other. logits = lm_head(norm(out)); the row at position p
     predicts the token at p, and with `BlockSpec.from_root` the token at p + 1.
 Markov head (DSpark, DeepSeek, 2026): logits += after(m), m by `MarkovKind` of the token before.
+DFlash2 (z-lab, 2026): `ConvolutionSpec` around each sub-layer, `SelectorSpec` after lm_head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from jspec.models.params import ParamTable, with_formats
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
+from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, MarkovSpec
 from jspec.spec.model_spec import LayerSpec
 from jspec.spec.weight_format import Formats
 
@@ -67,7 +69,7 @@ def _write_context(
     )
 
 
-@partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
+@partial(jax.jit, static_argnames=("spec", "settings", "convolution"), inline=False)
 def _run_layer(
     params: Params,
     stream: Residual,
@@ -77,24 +79,50 @@ def _run_layer(
     *,
     spec: LayerSpec,
     settings: LayerSettings,
+    convolution: ConvolutionSpec | None,
 ) -> tuple[Residual, jax.Array]:
     """Run a layer over the block. positions: for RoPE; rows has those that windows count from."""
     ops, own = settings.ops, params["attention"]
     attend = PagedAttend(cache, rows, spec.softmax_attention, settings, kv_scales_of(own))
-    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
-    mixed = attention(
-        own,
-        normed,
-        positions,
-        attend,
-        spec=spec.softmax_attention,
-        eps=spec.eps,
-        shard=settings.shard,
-        ops=ops,
-    )
-    x, normed = norm_of_sum(params["post_norm"], Residual(x=x, delta=mixed), eps=spec.eps, ops=ops)
-    out = feed_forward(params, normed, spec=spec, settings=settings)
-    return Residual(x=x + out), attend.cache
+
+    def mixed(x: jax.Array) -> jax.Array:
+        how: Any = {"eps": spec.eps, "shard": settings.shard, "ops": ops}
+        return attention(own, x, positions, attend, spec=spec.softmax_attention, **how)
+
+    def mlp(x: jax.Array) -> jax.Array:
+        return feed_forward(params, x, spec=spec, settings=settings)
+
+    around = {"attention_conv": ("input_norm", mixed), "mlp_conv": ("post_norm", mlp)}
+    for name, (norm_name, sublayer) in around.items():
+        x, read = norm_of_sum(params[norm_name], stream, eps=spec.eps, ops=ops)
+        if convolution is None:
+            stream = Residual(x=x, delta=sublayer(read))
+            continue
+        before, after = _kernels(params[name], read, spec=convolution, ops=ops)
+        out = sublayer(_convolved(read, before, size=settings.queries_per_row))
+        stream = Residual(x=x, delta=_convolved(out, after, size=settings.queries_per_row))
+    return Residual(x=stream.sum()), attend.cache
+
+
+def _kernels(
+    params: Params, x: Float[Array, "T E"], *, spec: ConvolutionSpec, ops: Ops
+) -> Float[Array, "2 T taps E"]:
+    """Return the kernels of the convolutions before and after a sub-layer."""
+    dynamic = linear(params["dynamic"], x, ops=ops).reshape(len(x), 2, spec.taps, -1)
+    of_channels = jnp.repeat(dynamic, spec.group_size, axis=-1)
+    return jnp.moveaxis(params["base"].astype(x.dtype) + of_channels, 1, 0)
+
+
+def _convolved(
+    x: Float[Array, "T E"], kernel: Float[Array, "T taps E"], *, size: int | None
+) -> Float[Array, "T E"]:
+    """Convolve blocks of `size` rows; no tap reaches before its block's first row."""
+    blocks = x.reshape(-1, size or len(x), x.shape[-1])
+    out = jnp.zeros_like(x)
+    for tap in range(kernel.shape[1]):
+        shifted = jnp.pad(blocks, ((0, 0), (tap, 0), (0, 0)))[:, : blocks.shape[1]]
+        out += shifted.reshape(x.shape) * kernel[:, tap]
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +195,7 @@ class BlockHead:
                 own,
                 spec=layer,
                 settings=settings,
+                convolution=self.spec.convolution,
             )
         out = norm(params["norm"], stream.sum(), eps=self.spec.layer.rms_norm_eps)
         return out.reshape(batch, size, -1), tuple(pools)
@@ -196,6 +225,20 @@ class BlockHead:
             gate = jax.nn.sigmoid(gate)
             state, before = gate * state + (1 - gate) * jnp.tanh(new), jnp.tanh(out)
         return state, logits_of(before, own["after"])
+
+    def transitions(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B P"],
+        hidden: Float[Array, "B E"],
+        candidates: Int[Array, "B C"],
+    ) -> Float[Array, "B P C"]:
+        """Return the selector's terms of a row's candidates by the token before it."""
+        own = params["selector"]
+        before = jnp.take(own["before"], token_ids, axis=0, mode="clip")
+        after = jnp.take(own["after"], candidates, axis=0, mode="clip")
+        context = before * linear(own["hidden"], hidden, ops=self.ops)[:, None]
+        return jnp.einsum("bpr,bcr->bpc", context, after, preferred_element_type=jnp.float32)
 
     def no_state(self, batch: int, dtype: DTypeLike) -> Float[Array, "B 1 r"]:
         """Return the recurrent state before a block; it has no entries without a recurrence."""

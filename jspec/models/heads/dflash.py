@@ -25,9 +25,18 @@ from jspec.models.heads.head_files import (
 )
 from jspec.models.heads.head_params import EMBED, FUSED, draft_ids
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, or_fused, prefixed
-from jspec.spec.block_spec import BlockSpec, MarkovKind, MarkovSpec
-from jspec.spec.weight_format import Formats
+from jspec.models.params import (
+    Form,
+    Init,
+    ParamPath,
+    ParamSpec,
+    ParamTable,
+    Part,
+    or_fused,
+    prefixed,
+)
+from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, MarkovSpec
+from jspec.spec.weight_format import Formats, Shape
 
 # transformers' names for the product of the features and the norm after it.
 ENCODER = {
@@ -56,23 +65,52 @@ def block_params(spec: BlockSpec) -> ParamTable:
             *attention_params(layer.softmax_attention, in_size=E, out_size=E),
             norm("post_norm", "post_attention_layernorm", E),
             *ffn_params(layer.ffn, size=E),
+            *_convolution_params(spec.convolution, size=E),
         )
         table += prefixed(own, path=("layers", i), stored=f"layers.{i}.")
     table += (norm("norm", "norm", E), lm_head(E, U, tied=False), draft_ids(U))
     if spec.markov is not None:
         own = _markov_params(spec.markov, size=E, vocab_size=model.vocab_size, draft_size=U)
         table += prefixed(own, path=("markov",), stored="markov_head.")
+    if spec.selector is not None:
+        rank, V = spec.selector.rank, model.vocab_size
+        own = (
+            _table(("before",), "predecessor_codebook", (V, rank)),
+            _table(("after",), "successor_codebook", (V, rank)),
+            *product(("hidden",), E, (("hidden_projection", rank, 1),), op=None),
+        )
+        table += prefixed(own, path=("selector",), stored="candidate_selector.")
     return or_fused(table, FUSED)
+
+
+def _table(path: ParamPath, name: str, shape: Shape) -> ParamSpec:
+    part = Part(name=name, shape=shape, size=shape[-1], form=Form.AS_HELD)
+    return ParamSpec(path=path, shape=shape, layouts=((part,),))
+
+
+def _convolution_params(spec: ConvolutionSpec | None, *, size: int) -> ParamTable:
+    """Declare a layer's convolutions: [before and after the sub-layer, taps, E], and a product."""
+    if spec is None:
+        return ()
+    table: list[ParamSpec] = []
+    for name in ("attention_conv", "mlp_conv"):
+        width = 2 * spec.taps * (size // spec.group_size)
+        own = (
+            _table(("base",), "base_kernel", (2, spec.taps, size)),
+            *product(("dynamic",), size, (("kernel_projection", width, 1),), op=None),
+        )
+        table += prefixed(own, path=(name,), stored=f"{name}.")
+    return tuple(table)
 
 
 def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: int) -> ParamTable:
     """Declare a Markov head: a vector of each id before, the product to logits, and the gates."""
     rank = spec.rank
-    before = Part(name="markov_w1.weight", shape=(vocab_size, rank), size=rank, form=Form.AS_HELD)
+    before = _table(("before",), "markov_w1.weight", (vocab_size, rank))
     after = replace(
         lm_head(rank, draft_size, tied=False, name="markov_w2.weight"), path=("after",), op=None
     )
-    table = (ParamSpec(path=("before",), shape=(vocab_size, rank), layouts=((before,),)), after)
+    table = (before, after)
     if spec.kind is MarkovKind.GATED:
         gate = (("gate_proj", rank, 1),)
         return (*table, *product(("gate",), size + rank, gate, bias=True, op=None))

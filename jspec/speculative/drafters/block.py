@@ -4,7 +4,8 @@
 root and S mask tokens, whose rows see the cached text and each other, and builds a tree of what
 they guess: what may follow a token depends on its depth alone, so the best paths are combinations
 of the levels' best candidates. With a Markov head (DSpark) it depends on the token before, too: the
-levels are ranked one after the other, which is one small product each.
+levels are ranked one after the other, which is one small product each. A selector (DFlash2) ranks
+each level's best tokens in the same way.
 
     worked example, L = 7, root t7, S = 2; a verification accepts a1 a2 with bonus y
     propose   rows t7 MASK MASK at positions 7 8 9, in scratch slots 7 8 9; the masks' rows guess
@@ -28,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DraftTree
+from jspec.layers.linear import Shard
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.api import AttentionMetadata
@@ -35,7 +37,7 @@ from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import cache_groups
 from jspec.speculative.beams import RankLevel, grow_block
-from jspec.speculative.candidates import Ranking, rank_candidates
+from jspec.speculative.candidates import Ranking, rank_candidates, top_candidates
 from jspec.speculative.drafter import Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import pack_bits
@@ -43,7 +45,7 @@ from jspec.speculative.tree import pack_bits
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafter:
-    """DFlash and DSpark. draft_noise: as in `candidates.Ranking`."""
+    """DFlash, DSpark and DFlash2. draft_noise: as in `candidates.Ranking`."""
 
     model: BlockHead
     draft_shape: SpeculativeConfig
@@ -107,29 +109,66 @@ class BlockDrafter:
         self, params: Params, out: Float[Array, "B R E"], rows: StepBatch
     ) -> tuple[RankLevel, Any]:
         """Return how levels are ranked, and what the root carries for it."""
-        num_steps, topk = self.draft_shape.num_steps, self.draft_shape.topk
+        num_steps, spec = self.draft_shape.num_steps, self.model.spec
         hidden = out[:, -num_steps:]
         base = self.model.logits(params, hidden)
-        rank = partial(self._rank, params, rows)
+        if spec.markov is not None:
+            state = self.model.no_state(out.shape[0], out.dtype)
+            for row in range(out.shape[1] - num_steps):  # of the root, whose logits are not used
+                state, _ = self.model.markov(params, rows.root_ids[:, None], out[:, row], state)
+            return partial(self._rank_after, params, rows, base, hidden), state
         depths = jnp.arange(num_steps, dtype=jnp.int32)
-        if self.model.spec.markov is None:
-            found = rank(base, depths)
+        topk = self.draft_shape.topk if spec.selector is None else spec.selector.num_candidates
+        ids, terms = self._rank(params, rows, base, depths, topk=topk)
+        if spec.selector is not None:
+            return partial(self._rank_selected, params, hidden, ids, terms), ()
 
-            def rank_alike(depth: int, parents: jax.Array, carried: Any) -> Any:
-                square = (*parents.shape, topk)
-                return carried, *(jnp.broadcast_to(x[:, depth, None], square) for x in found)
+        def rank_alike(depth: int, parents: jax.Array, carried: Any) -> Any:
+            square = (*parents.shape, topk)
+            return carried, *(jnp.broadcast_to(x[:, depth, None], square) for x in (ids, terms))
 
-            return rank_alike, ()
+        return rank_alike, ()
 
-        def rank_after(depth: int, parents: jax.Array, state: Any) -> Any:
-            state, more = self.model.markov(params, parents, hidden[:, depth], state)
-            depths = jnp.full(parents.shape[1:], depth, jnp.int32)
-            return state, *rank(base[:, depth, None] + more, depths)
+    def _rank_after(
+        self,
+        params: Params,
+        rows: StepBatch,
+        base: Float[Array, "B S U"],
+        hidden: Float[Array, "B S E"],
+        depth: int,
+        parents: Int[Array, "B P"],
+        state: Float[Array, "B P r"],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rank by a Markov head: a `RankLevel`."""
+        state, more = self.model.markov(params, parents, hidden[:, depth], state)
+        depths = jnp.full(parents.shape[1:], depth, jnp.int32)
+        logits = base[:, depth, None] + more
+        return state, *self._rank(params, rows, logits, depths, topk=self.draft_shape.topk)
 
-        state = self.model.no_state(out.shape[0], out.dtype)
-        for row in range(out.shape[1] - num_steps):  # the root's row, whose logits are not used
-            state, _ = self.model.markov(params, rows.root_ids[:, None], out[:, row], state)
-        return rank_after, state
+    def _rank_selected(
+        self,
+        params: Params,
+        hidden: Float[Array, "B S E"],
+        ids: Int[Array, "B S C"],
+        terms: Float[Array, "B S C"],
+        depth: int,
+        parents: Int[Array, "B P"],
+        carried: Any,
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        """Rank by a selector among the levels' candidates: a `RankLevel`.
+
+        terms: with the shared noise, so that candidates too are those of the target's choice
+        """
+        found = ids[:, depth]
+        more = self.model.transitions(params, parents, hidden[:, depth], found)
+        places, best = top_candidates(
+            terms[:, depth, None] + more,
+            jnp.arange(found.shape[1], dtype=jnp.int32),
+            topk=self.draft_shape.topk,
+            shard=Shard(),
+        )
+        own = jnp.take_along_axis(found[:, None], places, axis=2, mode="clip")
+        return carried, own, best
 
     def _rank(
         self,
@@ -137,6 +176,8 @@ class BlockDrafter:
         rows: StepBatch,
         logits: Float[Array, "B R U"],
         depths: Int[Array, "R"],
+        *,
+        topk: int,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
         """Rank the tokens after nodes at these depths."""
         positions = indexing.chosen_position(rows.seq_lens[:, None], depths)
@@ -145,7 +186,7 @@ class BlockDrafter:
             params["draft_ids"],
             rows.sampling,
             positions=positions,
-            ranking=Ranking(self.draft_shape.topk, self.draft_noise),
+            ranking=Ranking(topk, self.draft_noise),
             shard=self.model.shard,
             ops=self.model.ops,
         )

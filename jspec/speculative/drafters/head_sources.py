@@ -152,6 +152,13 @@ def block_source(request: DraftRequest) -> DraftSource:
             f"{spec.most_steps}, by the draft's block_size {spec.block_size}"
         )
 
+    of_level = None if spec.selector is None else spec.selector.num_candidates
+    if of_level is not None and args.speculative.topk > of_level:
+        raise ConfigError(
+            f"speculative_eagle_topk is {args.speculative.topk}; expected at most {of_level}, the "
+            f"draft's selector_top_k"
+        )
+
     def make(ops: Ops, shard: Shard) -> Drafter:
         model = BlockHead(spec, ops, shard, request.formats)
         return BlockDrafter(model, args.speculative, args.speculative_draft_noise)
