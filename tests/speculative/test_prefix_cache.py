@@ -283,7 +283,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
 
 
 def test_counts_without_the_cached_ids_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: rows do not get the cached ids. Those with penalties then write another text, unless
+    """Mutation: rows do not get the cached ids. Those with penalties write another text, unless
     they computed the whole prompt themselves."""
     monkeypatch.setattr(prefill_planner, "cached_draft_prefills", lambda *_: ())
     prompt = make_request(0, prompt_len=60, seed=80).prompt_ids
