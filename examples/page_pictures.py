@@ -37,7 +37,7 @@ class Picture:
 TAKEN = (
     Picture(name="page-desktop.png", width=1180, height=1080, num_prompts=2),
     Picture(name="page-dark.png", width=1180, height=1080, num_prompts=2, scheme="dark"),
-    Picture(name="page-phone.png", width=390, height=1420, is_touched=True),
+    Picture(name="page-phone.png", width=390, height=1560, is_touched=True),
 )
 
 
