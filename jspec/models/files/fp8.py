@@ -37,6 +37,7 @@ from jspec.spec.weight_format import Shape
 SCALES = ("_scale_inv", "_scale")
 MODELOPT, _OLDER_MODELOPT = "modelopt", "modelopt_fp8"
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT, _OLDER_MODELOPT)
+E4M3_NAMES = ("e4m3", "float8_e4m3fn")  # DeepSeek's, MiniMax's
 BLOCK = (128, 128)  # the default of config.json
 STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # of products
 _OF_ACTIVATIONS = (*STATIC, "q_scale")
@@ -66,7 +67,7 @@ def check_quantization(fields: Fields) -> tuple[int, int]:
         why = "fp8 with a scale per tensor or row is all that is read of it"
         inner.refuse("quant_algo", allowed=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), why=why)
         return BLOCK
-    table.refuse("fmt", allowed=("e4m3",), why="fp8 is read in this form alone")
+    table.refuse("fmt", allowed=E4M3_NAMES, why="fp8 is read in this form alone")
     return _block(table, "weight_block_size")
 
 
