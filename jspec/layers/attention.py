@@ -63,14 +63,45 @@ def project(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Float[Array, "*b heads D"], Rotation]:
-    """Return the heads of q, k and v, and the norms and RoPE that they still need."""
+    """Return the heads of q, k and v, and the norms and RoPE that they still need.
+
+    Norms that span heads are applied here: they need the sums of squares of all shards.
+    """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
     norms = None
-    if "q_norm" in params:
+    if spec.qk_norm and spec.norms_span_heads:
+        heads = _normed_together(
+            params, heads, num_heads=num_heads, spec=spec, eps=eps, shard=shard
+        )
+    elif "q_norm" in params:
         norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
     cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
     return heads, Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
+
+
+def _normed_together(
+    params: dict[str, Any],
+    heads: Float[Array, "*b heads D"],
+    *,
+    num_heads: int,
+    spec: AttentionSpec,
+    eps: float,
+    shard: Shard,
+) -> Float[Array, "*b heads D"]:
+    """Norm all of a token's q heads as one vector, and all of its k heads, over all shards."""
+    q, k, v = jnp.split(heads, (num_heads, (heads.shape[-2] + num_heads) // 2), axis=-2)
+    wide = [x.astype(jnp.float32) for x in (q, k)]
+    squares = shard.sum(jnp.stack([jnp.sum(x * x, axis=(-2, -1)) for x in wide]))
+    # A kv head that several shards repeat is counted once for each: in the sum and here.
+    counts = [x.shape[-2] * x.shape[-1] * shard.size for x in wide]
+    normed = [
+        x
+        * jax.lax.rsqrt(total / count + eps)[..., None, None]
+        * params[name]["scale"].astype(jnp.float32).reshape(-1, spec.head_dim)
+        for x, total, count, name in zip(wide, squares, counts, ("q_norm", "k_norm"), strict=True)
+    ]
+    return jnp.concatenate((*(x.astype(heads.dtype) for x in normed), v), axis=-2)
 
 
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:

@@ -1,7 +1,8 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
 Inside a step's shard_map a column-parallel product needs no collective, a row-parallel one is an
-all-reduce over the `tensor` axis. An axis of None is outside of it (training, references).
+all-reduce over the `tensor` axis. A norm that spans heads is another, of two numbers a token. An
+axis of None is outside of it (training, references).
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ def attention_params(
         table += product(("gate",), in_size, (("g_proj", H, H),), axes=("embed", "heads"))
     if spec.gate is HeadGate.OF_NUMBERS:
         table = _with_gate_in_queries(table, spec, in_size=in_size)
-    if spec.qk_norm:
+    if spec.qk_norm and spec.norms_span_heads:
+        table += [_norm_of_heads("q_norm", H, D), _norm_of_heads("k_norm", G, D)]
+    elif spec.qk_norm:
         table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
     if spec.sinks:
         layouts = tuple(
@@ -128,6 +130,22 @@ def attention_params(
         )
     table += kv_scales(spec)
     return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def _norm_of_heads(name: str, num_heads: int, head_dim: int) -> ParamSpec:
+    """Declare a norm that spans heads, whose scale is split, and repeated, like the heads."""
+    size = num_heads * head_dim
+    part = Part(
+        name=f"{name}.weight",
+        shape=(size,),
+        size=size,
+        num_blocks=num_heads,
+        repeats=True,
+        form=Form.AS_HELD,
+    )
+    return ParamSpec(
+        path=(name, "scale"), shape=(size,), layouts=((part,),), axes=("heads",), init=Init.ONES
+    )
 
 
 def kv_scales(spec: AttentionSpec) -> ParamTable:

@@ -16,6 +16,7 @@ from jspec.models.families import (
     llama,
     mimo,
     mimo_v2,
+    minimax_m2,
     mistral,
     qwen2,
     qwen3,
@@ -44,6 +45,7 @@ FAMILIES: list[Family] = [
     glm4_moe_lite.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    minimax_m2.FAMILY,
 ]
 
 # Architectures of checkpoints with a layer for multi-token prediction and no target.

@@ -30,6 +30,7 @@ class AttentionSpec:
 
     window: a query sees keys with q_position - key_position < window, itself included; None: all.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
+    norms_span_heads: such a norm takes all query heads of a token as one vector, and all key heads.
     gate: factors of the heads' output, sigmoids of a projection of the layer's normed input.
     kv_dtype: of cached K and V (or a latent). Only the engine sets it (`cached_in`).
     """
@@ -41,6 +42,7 @@ class AttentionSpec:
     window: int | None = None
     sinks: bool = False  # each head has a learned logit in its softmax, which adds nothing
     qk_norm: bool = False
+    norms_span_heads: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # of scores before their softmax; None: head_dim ** -0.5

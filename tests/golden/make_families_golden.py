@@ -31,6 +31,8 @@ from transformers import (
     GptOssForCausalLM,
     MiMoV2FlashConfig,
     MiMoV2FlashForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -291,6 +293,20 @@ def latent_models() -> dict[str, PreTrainedModel]:
     }
 
 
+def spanning_models() -> dict[str, PreTrainedModel]:
+    """MiniMax M2: norms that span all heads, RoPE on half of each, MoE layers alone."""
+    torch.manual_seed(5)
+    config = MiniMaxM2Config(
+        **COMMON | {"intermediate_size": 8},
+        head_dim=8,
+        rotary_dim=4,
+        num_hidden_layers=3,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    )
+    return {"minimax_m2": MiniMaxM2ForCausalLM(config)}
+
+
 STEP = {
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -462,7 +478,7 @@ def main() -> None:
     for made in (models, later_models):
         write(made())
     write_step()
-    for made in (latest_models, last_models, hybrid_models, latent_models):
+    for made in (latest_models, last_models, hybrid_models, latent_models, spanning_models):
         write(made())
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.layers.attention import attention, causal_attention
+from jspec.layers.attention import attention, causal_attention, project
 from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
 from jspec.models.layer_params import attention_params
@@ -70,6 +70,50 @@ def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> Non
     mixed = answer * shares[..., None]
     expected = mixed.reshape(5, 24) @ params["out"]["kernel"] + out_bias
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_norms_that_span_heads_span_shards(num_shards: int) -> None:
+    """Two of four shards have the same kv head, whose squares their sum counts twice."""
+    own: dict[str, Any] = {"qkv_bias": False, "qk_norm": True, "norms_span_heads": True}
+    spec = dataclasses.replace(SPEC, **own)
+    rng = np.random.default_rng(0)
+    x, kernel = rng.normal(size=(5, 12)), rng.normal(size=(12, 8, 6))
+    scales = rng.uniform(0.5, 1.5, (4, 6)), rng.uniform(0.5, 1.5, (2, 6))
+    of_q = np.split(np.arange(4), num_shards)
+    of_kv = [
+        np.arange(2)[i * 2 // num_shards :][: max(2 // num_shards, 1)] for i in range(num_shards)
+    ]
+    order = [[*q, *(4 + kv), *(6 + kv)] for q, kv in zip(of_q, of_kv, strict=True)]
+    params = {
+        "qkv": {"kernel": np.stack([kernel[:, heads].reshape(12, -1) for heads in order])},
+        "q_norm": {"scale": np.stack([scales[0][heads].ravel() for heads in of_q])},
+        "k_norm": {"scale": np.stack([scales[1][heads].ravel() for heads in of_kv])},
+    }
+
+    def heads_of(shard: Any) -> jax.Array:
+        heads, rotation = project(
+            shard,
+            jnp.asarray(x, jnp.float32),
+            jnp.arange(5),
+            spec=spec,
+            eps=1e-2,
+            shard=Shard(num_shards, "shards"),
+            ops=Ops(),
+        )
+        assert rotation.norms is None
+        return heads
+
+    params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), params)
+    found = jax.vmap(heads_of, axis_name="shards")(params)
+    heads = np.einsum("te,ehd->thd", x, kernel)
+    q, k = (
+        normed(part.reshape(5, -1), scale.ravel(), eps=1e-2).reshape(part.shape)
+        for part, scale in zip((heads[:, :4], heads[:, 4:6]), scales, strict=True)
+    )
+    expected = np.concatenate((q, k, heads[:, 6:]), axis=1)
+    for mine, own_heads in zip(found, order, strict=True):
+        np.testing.assert_allclose(mine, expected[:, own_heads], atol=1e-5)
 
 
 def normed(x: Any, scale: Any, *, eps: float) -> Any:

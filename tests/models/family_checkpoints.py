@@ -33,6 +33,7 @@ FAMILY_CHECKPOINTS = (
     "deepseek_v3",
     "kimi_k2",
     "glm4_moe_lite",
+    "minimax_m2",
 )
 
 

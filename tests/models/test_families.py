@@ -52,6 +52,7 @@ VARIANTS = [
     "deepseek_v3",
     "kimi_k2",
     "glm4_moe_lite",
+    "minimax_m2",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 

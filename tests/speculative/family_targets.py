@@ -152,6 +152,11 @@ def glm4_moe_lite() -> Layers:
     return ((own, DENSE), (own, SHARED))
 
 
+def minimax_m2() -> Layers:
+    own = attention(qk_norm=True, norms_span_heads=True, rotary_dim=4)
+    return ((own, SIGMOIDS),) * 2
+
+
 LAYERS: dict[str, Callable[[], Layers]] = {
     "llama": llama,
     "mistral": mistral,
@@ -168,6 +173,7 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "glm4_moe_lite": glm4_moe_lite,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "minimax_m2": minimax_m2,
 }
 
 
