@@ -69,6 +69,14 @@ BLOCKS: dict[str, str] = {
     "dspark": "dspark",
 }
 
+LLAMA4 = (
+    "attention within chunks, layers without RoPE, norms after RoPE, a scale of queries that grows "
+    "with the position and experts whose inputs are weighted (Llama 4)"
+)
+GEMMA4 = (
+    "norms after attention and MLP, norms of V, GELU MLPs, K and V that layers share and "
+    "embeddings for each layer (Gemma 4)"
+)
 # Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
     "DeepseekV32ForCausalLM": "the indexer of sparse attention (DeepSeek-V3.2)",
@@ -78,6 +86,13 @@ NOT_BUILT: dict[str, str] = {
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",
     "Glm5NextForConditionalGeneration": "delta attention and sparse attention (GLM-5.3-Flash)",
     "MuseSparkForConditionalGeneration": "the decoder of Muse Spark",
+    "Mistral3ForConditionalGeneration": "the text model inside one that reads images (Mistral 3)",
+    "Mistral4ForCausalLM": "a scale of queries that grows with the position (Mistral Small 4)",
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4,
+    "NemotronHForCausalLM": "Mamba-2 layers, and layers of one mixer or one MLP (Nemotron-H)",
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,
 }
 
 

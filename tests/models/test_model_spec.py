@@ -184,6 +184,10 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "not built: compressed sparse attention"),
         ({"architectures": ["KimiK3ForConditionalGeneration"]}, "not built: delta attention"),
         ({"architectures": ["KimiLinearForCausalLM"]}, "not built: delta attention"),
+        ({"architectures": ["Mistral4ForCausalLM"]}, "not built: a scale of queries that grows"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "not built: attention within chu"),
+        ({"architectures": ["NemotronHForCausalLM"]}, "not built: Mamba-2 layers"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "not built: norms after attention and MLP"),
         ({"architectures": ["Glm5NextForConditionalGeneration"]}, "not built: delta attention"),
         (
             {"architectures": ["MuseSparkForConditionalGeneration"]},
