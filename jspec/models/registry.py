@@ -109,7 +109,9 @@ def draft_algorithm(fields: Fields) -> str | None:
     """Return SGLang's name of the algorithm for a draft's config.json; None if it is a target's."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
-    if fields.get("speculators_model_type") == "eagle3" or "Eagle3" in str(name):
+    if fields.get("speculators_model_type") in ("eagle3", "peagle") or "Eagle3" in str(name):
+        return "EAGLE3"
+    if "PEagle" in str(name):
         return "EAGLE3"
     if (fields.get("speculators_model_type") or name) in BLOCKS:
         return "DFLASH"

@@ -36,6 +36,8 @@ class HeadSpec:
         equal to the number of layers is the residual after the last one. Empty: the head reads
         the target's last hidden state, after its final norm.
     input_norm: the first layer norms what PROJECTED gives it; the layers after it always do
+    mask_token_id: the head drafts all levels in one forward (P-EAGLE). After the last pair come
+        pairs of this token and a learned feature, one for each further level
     per_level: layer s alone drafts level s + 1, with a pair, norm, lm_head and pool of its own;
         its slot i is of the pair (token i + s + 1, h). Else all layers run, one after the other, at
         every level.
@@ -58,12 +60,18 @@ class HeadSpec:
     feeds_back_normed: bool = False  # the next draft forward reads the normed output
     logit_scale: float = 1.0  # factor of the logits
     zeroes_first: bool = False  # the embedding of the token at slot 0 is zero
+    mask_token_id: int | None = None
     per_level: bool = False
     chained: bool = False
 
     def __post_init__(self) -> None:
         if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
             raise ConfigError(f"aux layer ids are {self.aux_layer_ids}; expected them to ascend")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.layer.vocab_size:
+            raise ConfigError(
+                f"mask_token_id is {self.mask_token_id}; expected an id of the vocabulary of "
+                f"{self.layer.vocab_size}"
+            )
         if self.feeds_back_normed and not self.norm_before_head:
             raise ConfigError("feeds_back_normed is True without norm_before_head; expected both")
         if self.join is Join.PROJECTED or self.fuses_features:
@@ -120,6 +128,7 @@ def eagle3_spec(
     norm_before_head: bool = True,
     feeds_back_normed: bool = False,
     logit_scale: float = 1.0,
+    mask_token_id: int | None = None,
 ) -> HeadSpec:
     return HeadSpec(
         layer=layer,
@@ -134,6 +143,7 @@ def eagle3_spec(
         own_head=True,
         feeds_back_normed=feeds_back_normed,
         logit_scale=logit_scale,
+        mask_token_id=mask_token_id,
     )
 
 

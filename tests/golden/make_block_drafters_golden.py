@@ -160,6 +160,60 @@ def of_speculators(name: str) -> None:
     )
 
 
+def of_parallel(name: str) -> None:
+    """P-EAGLE: pairs (token i + 1, feature i), and after those before a root a mask for each level
+    but the first."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = LlamaConfig(vocab_size=VOCAB_SIZE, attn_implementation="eager", **LAYERS)
+    model = PEagleDraftModel(
+        PEagleSpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=DRAFT_VOCAB_SIZE,
+            norm_before_residual=True,
+            norm_before_fc=True,
+            eagle_aux_hidden_state_layer_ids=list(LAYER_IDS),
+            mask_token_id=MASK,
+            speculators_config=SpeculatorsConfig(
+                algorithm="peagle",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+            ),
+        )
+    )
+    model = model.float().eval()
+    randomize(model)
+    features = torch.randn(1, NUM_TOKENS, len(LAYER_IDS) * SIZE)
+    token_ids = torch.randint(0, VOCAB_SIZE, (1, NUM_TOKENS))
+    pairs = torch.arange(NUM_TOKENS - 1)
+    last = torch.tensor(ROOTS) - 1
+    core.generate_cod_sample_indices = lambda **_: (
+        torch.cat((pairs, last.repeat(BLOCK - 1))),
+        torch.cat((0 * pairs, torch.arange(1, BLOCK).repeat_interleave(len(ROOTS)))),
+    )
+    core.compute_metrics = lambda **_: (torch.zeros(()), {})
+    found: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _m, _i, out: found.append(out[0]))
+    model(
+        features[:, :-1],
+        token_ids[:, 1:],
+        document_ids=torch.zeros(1, NUM_TOKENS - 1, dtype=torch.long),
+        verifier_last_hidden_states=torch.zeros(1, NUM_TOKENS - 1, SIZE),
+    )
+    masks = found[0][len(pairs) :].reshape(BLOCK - 1, len(ROOTS), -1).swapaxes(0, 1)
+    keep(
+        name,
+        model,
+        features=features[0],
+        token_ids=token_ids[0],
+        logits=torch.cat((found[0][last][:, None], masks), dim=1),
+    )
+
+
 def of_transformers(name: str) -> None:
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     from transformers.cache_utils import DFlashCache
@@ -205,7 +259,11 @@ def of_transformers(name: str) -> None:
 
 
 def main() -> None:
-    makers = {"assistant": of_transformers, **dict.fromkeys(VARIANTS, of_speculators)}
+    makers = {
+        "assistant": of_transformers,
+        "peagle": of_parallel,
+        **dict.fromkeys(VARIANTS, of_speculators),
+    }
     for name, make in makers.items():
         if (OUT / name).exists():  # delete what is to be made again
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from safetensors.numpy import load_file
 from jspec.config.limits import Algorithm
 from jspec.device.batch import Features
 from jspec.device.state import empty_sampling
+from jspec.errors import JspecError
 from jspec.models.heads.block_config import load_block_config
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.dflash import block_name, load_block
+from jspec.models.heads.eagle3 import load_eagle3
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.block_spec import BlockSpec
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Emitted, StepBatch
-from jspec.speculative.drafters.block import BlockDrafter
+from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from tests.models.block_reference import BlockReference
+from tests.models.eagle3_reference import Eagle3Reference
 from tests.speculative.engines import spec_of
 from tests.support.caches import empty_pools
 from tests.support.golden_arrays import arrays_of
@@ -69,26 +74,39 @@ def golden_target() -> ModelSpec:
     )
 
 
-def golden_head(name: str) -> tuple[BlockSpec, Any, dict[str, np.ndarray]]:
+def parallel_head() -> tuple[ParallelDrafter, Any, dict[str, np.ndarray]]:
+    golden = arrays_of(GOLDEN / "peagle" / "outputs.npz")
+    spec = load_eagle3_config(GOLDEN / "peagle", target=golden_target())
+    params = load_eagle3(GOLDEN / "peagle", spec, target_params={}, dtype=np.float32)
+    shape = spec_of(golden["logits"].shape[1], spec.draft_vocab_size, 9)
+    return ParallelDrafter(FeatureHead(spec, Ops()), shape), params, golden
+
+
+def golden_head(name: str) -> tuple[BlockDrafter, Any, dict[str, np.ndarray]]:
     golden = arrays_of(GOLDEN / name / "outputs.npz")
     spec = load_block_config(GOLDEN / name, target=golden_target())
     lent = {"embed": {"table": golden["embed"]}}
     if "lm_head" in golden:
         lent["lm_head"] = {"kernel": golden["lm_head"].T}
     params = load_block(GOLDEN / name, spec, target_params=lent, dtype=np.float32)
-    return spec, params, golden
+    size, topk = spec.most_steps, spec.draft_vocab_size
+    if spec.selector is not None:
+        topk = spec.selector.num_candidates
+    shape = spec_of(size, topk, 9, Algorithm.DFLASH)
+    return BlockDrafter(BlockHead(spec, Ops()), shape), params, golden
 
 
 class Row:
     """One row whose context is told in chunks."""
 
-    def __init__(self, spec: BlockSpec, params: Any, golden: dict[str, np.ndarray]) -> None:
-        size, topk = spec.most_steps, spec.draft_vocab_size
-        if spec.selector is not None:
-            topk = spec.selector.num_candidates
-        self.drafter = BlockDrafter(
-            BlockHead(spec, Ops()), spec_of(size, topk, 9, Algorithm.DFLASH)
-        )
+    def __init__(
+        self,
+        drafter: BlockDrafter | ParallelDrafter,
+        params: Any,
+        golden: dict[str, np.ndarray],
+    ) -> None:
+        self.drafter: Any = drafter
+        self.state = self.drafter.init_state(1, context_length=64, dtype=jnp.float32)
         self.params = jax.tree.map(jnp.asarray, params)
         self.golden = golden
         self.table = jnp.arange(1, 1 + PAGES, dtype=jnp.int32)[::-1][None]
@@ -128,7 +146,7 @@ class Row:
             sampling=empty_sampling(1, vocab_size=64),
             queries_per_row=None,
         )
-        self.caches, _ = self._advance(self.params, self.caches, (), emitted)
+        self.caches, self.state = self._advance(self.params, self.caches, self.state, emitted)
         self.length = end
 
     def log_probs(self) -> np.ndarray:
@@ -136,18 +154,17 @@ class Row:
         size = self.drafter.draft_shape.num_steps
         ids = jnp.asarray(self.golden["token_ids"][self.length : self.length + size], jnp.int32)
         length = jnp.asarray([self.length], jnp.int32)
-        self.caches, found = self._levels(self.params, self.caches, ids, length)
+        self.caches, found = self._levels(self.params, self.caches, self.state, ids, length)
         return np.asarray(found)[:, np.sort(np.asarray(self.params["draft_ids"]))]
 
-    def _ranked(self, params: Any, caches: Any, ids: Any, length: Any) -> Any:
+    def _ranked(self, params: Any, caches: Any, state: Any, ids: Any, length: Any) -> Any:
         rows = StepBatch(
             root_ids=ids[:1],
             seq_lens=length,
             page_table=self.table,
             sampling=empty_sampling(1, vocab_size=64),
         )
-        out, caches = self.drafter.run_block(params, caches, rows)
-        rank, carried = self.drafter.ranking(params, out, rows)
+        caches, rank, carried = self.drafter.guess(params, caches, state, rows)
         found = jnp.full((len(ids), 64), -jnp.inf)
         for depth in range(len(ids)):
             carried, candidates, terms = rank(depth, ids[None, depth : depth + 1], carried)
@@ -175,13 +192,39 @@ def reference_of(name: str, golden: dict[str, np.ndarray]) -> BlockReference:
 @pytest.mark.slow_cases("dflash_both_ways", "dspark_gated", "dspark_vanilla")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_blocks_after_chunks_equal_the_library_that_wrote_the_head(name: str) -> None:
-    spec, params, golden = golden_head(name)
-    assert spec.block_size == golden["logits"].shape[1]
-    row = Row(spec, params, golden)
+    drafter, params, golden = golden_head(name)
+    assert drafter.model.spec.block_size == golden["logits"].shape[1]
+    check_rows(Row(drafter, params, golden), golden)
+
+
+def check_rows(row: Row, golden: dict[str, np.ndarray]) -> None:
+    num_steps = row.drafter.draft_shape.num_steps
     for root, logits in zip(golden["roots"], golden["logits"], strict=True):
         row.tell(int(root))
-        expected = log_softmax(logits[-spec.most_steps :])
+        expected = log_softmax(logits[-num_steps:])
         np.testing.assert_allclose(row.log_probs(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_parallel_levels_equal_speculators() -> None:
+    """P-EAGLE, in jspec and in numpy: after the pair of the root come those of masks."""
+    drafter, params, golden = parallel_head()
+    check_rows(Row(drafter, params, golden), golden)
+    head = Eagle3Reference(
+        tensors=load_file(GOLDEN / "peagle" / "model.safetensors"),
+        head_dim=8,
+        eps=1e-6,
+        theta=1000.0,
+        normed="whole",
+        norm_before_residual=True,
+        num_layers=2,
+    )
+    for root, logits in zip(golden["roots"], golden["logits"], strict=True):
+        masks = len(logits) - 1
+        ids = [*golden["token_ids"][1 : root + 1].tolist(), *[63] * masks]
+        mask = head.weight("mask_hidden")[0].repeat(masks, axis=0)
+        hidden = head.fuse(np.vstack((golden["features"][:root], mask)))
+        found = head.logits(head.run(ids, hidden)[-len(logits) :])
+        np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -198,3 +241,27 @@ def test_the_numpy_reference_equals_it_too(name: str) -> None:
             np.testing.assert_allclose(
                 found, expected[size - num_steps + depth], rtol=1e-4, atol=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": None}, r"mask_token_id and pard_token are \[\]; expected one token id"),
+        ({"pard_token": 62}, r"mask_token_id and pard_token are \[63, 62\]; expected one token id"),
+        ({"mask_token_id": 64}, "mask_token_id is 64; expected an id of the vocabulary of 64"),
+    ],
+)
+def test_a_parallel_head_has_one_mask(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Also in the plain layout, which vLLM's names are read in."""
+    config = json.loads((GOLDEN / "peagle" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(JspecError, match=message):
+        load_eagle3_config(tmp_path, target=golden_target())
+    plain = config | config.pop("transformer_layer_config") | {"eagle_config": {}}
+    plain |= {"architectures": ["PEagleDraftModel"], "pard_token": 63}
+    del plain["mask_token_id"], plain["speculators_model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    found = load_eagle3_config(tmp_path, target=golden_target())
+    assert (found.mask_token_id, found.norm_before_residual) == (63, True)

@@ -251,7 +251,7 @@ def test_the_layers_styles(tmp_path: Path) -> None:
         ),
         ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4; expected 1"),
         ({"eagle_config": {"hidden_scale": 2.0}}, "hidden_scale is 2.0; expected no such key"),
-        ({"parallel_drafting": True}, "parallel_drafting is True"),
+        ({"mask_token_id": 5}, "mask_token_id is 5; expected no such key: the head does not draft"),
         ({"residual_multiplier": 0.2}, "residual_multiplier is 0.2; expected no such key"),
         ({"norm_after_fc": True}, "norm_after_fc is True; expected no such key"),
         ({"layer_types": ["sliding_attention"]}, "layer_types has .*sliding.*expected 'full_att"),

@@ -183,7 +183,7 @@ def test_a_map_that_contradicts_itself_is_refused(
         ("fc.bias", (8,), "a bias in fc; expected bias true"),
         ("midlayer.self_attn.q_norm.weight", (4,), "a norm of q; expected model_type 'qwen3'"),
         ("additional_layers.0.hidden_norm.weight", (8,), "further layers of an earlier SGLang"),
-        ("mask_hidden", (1, 24), "parallel drafting, which is not served"),
+        ("mask_hidden", (1, 24), r"parallel drafting \(P-EAGLE\); expected parallel_drafting true"),
         ("midlayer.self_attn.qkv_proj.weight", (16, 16), r"unknown tensor .*qkv_proj\.weight"),
         ("other.weight", (3,), r"unknown tensor other\.weight of shape \(3,\)"),
         ("lm_head.weight", (7, 8), r"lm_head\.weight has shape \(7, 8\); expected \(6, 8\)"),

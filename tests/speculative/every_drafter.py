@@ -36,7 +36,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.block import BlockDrafter
+from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
@@ -76,6 +76,7 @@ EAGLE1 = eagle1_spec(
     draft_vocab_size=VOCAB,
 )
 EAGLE3 = dataclasses.replace(DRAFT, aux_layer_ids=(0, TARGET.num_layers - 1, TARGET.num_layers))
+PARALLEL = dataclasses.replace(EAGLE3, mask_token_id=VOCAB - 1)
 
 
 class Guesses(Protocol):
@@ -95,8 +96,13 @@ class HeadGuesses:
 
     head: HeadReference
     ids: npt.NDArray[Any]
+    mask: int | None = None  # of P-EAGLE, which reads no drafts: masks are in their place
 
     def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        if self.mask is not None:
+            feature = self.head.weight("mask_hidden")[0].repeat(len(path), axis=0)
+            tokens, features = [*tokens, *[self.mask] * len(path)], np.vstack((features, feature))
+            path = []
         followed, hidden = tokens[1:], self.head.fuse(features)
         for token in path:
             last = self.head.run(followed, hidden)[-1:]
@@ -248,6 +254,13 @@ def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
     return {**nested(head.items()), **of_target(("embed",), target)}
 
 
+def right_parallel(texts: Sequence[tuple[int, ...]]) -> Params:
+    """Use the weights of `right_eagle3`: the output is the embedding, which all tokens share."""
+    size = SIZE * len(PARALLEL.aux_layer_ids)
+    own = {**right_eagle3(texts), "mask_hidden": jnp.zeros((1, 1, size))}
+    return own | of_target(("embed",), constant_target())
+
+
 def right_layers(config: HeadSpec, _: Sequence[tuple[int, ...]]) -> Params:
     """Every layer passes the embedding on to its norm, which is the target's."""
     target = contextless_target()
@@ -334,6 +347,20 @@ def eagle3_guesses(_: int) -> Guesses:
     tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
     head = Eagle3Reference(tensors=tensors, **rope_of(EAGLE3.layer))
     return HeadGuesses(head, np.asarray(params["draft_ids"]))
+
+
+@functools.cache
+def parallel_weights() -> Params:
+    mask = init_params(head_params(PARALLEL), seed=4)["mask_hidden"]
+    return {**tiny_params()[1], "mask_hidden": mask}
+
+
+def parallel_guesses(_: int) -> Guesses:
+    found = eagle3_guesses(0)
+    assert isinstance(found, HeadGuesses)
+    mask = {"mask_hidden": np.asarray(parallel_weights()["mask_hidden"])}
+    head = dataclasses.replace(found.head, tensors={**found.head.tensors, **mask})
+    return dataclasses.replace(found, head=head, mask=PARALLEL.mask_token_id)
 
 
 def standalone_guesses(_: int) -> Guesses:
@@ -439,6 +466,16 @@ EVERY: tuple[Kind, ...] = (
         guesses=eagle3_guesses,
         always_right=right_eagle3,
         aux_layer_ids=EAGLE3.aux_layer_ids,
+    ),
+    Kind(
+        name="p_eagle",
+        algorithm=Algorithm.EAGLE3,
+        make=lambda spec, ops, shard: ParallelDrafter(FeatureHead(PARALLEL, ops, shard), spec),
+        params=parallel_weights,
+        guesses=parallel_guesses,
+        always_right=right_parallel,
+        right_target=constant_target,
+        aux_layer_ids=PARALLEL.aux_layer_ids,
     ),
     Kind(
         name="standalone",

@@ -70,6 +70,7 @@ REST = (
     Setting("dflash", (3, 1, 4), 1, rounds=2, shards=2),
     Setting("dspark", (3, 2, 11), 4, shards=2),
     Setting("dflash2", (2, 3, 13), 16, shards=2),
+    Setting("p_eagle", (3, 2, 11), 4, rounds=2, shards=2),
 )
 
 

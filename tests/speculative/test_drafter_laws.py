@@ -60,6 +60,7 @@ FAST: dict[str, Shape] = {
 SLOW: dict[str, Shape] = {
     "dflash2": TREE,
     "dspark": TREE,
+    "p_eagle": TREE,
     "eagle1": CHAIN,
     "multi_layer_chained": (3, 1),
     "multi_layer_hidden_first": (2, 3),
@@ -314,6 +315,13 @@ MUTATIONS = (
         "target_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         "dflash",
+    ),
+    Mutation(
+        "RoPE position of a mask's pair",
+        indexing,
+        "draft_position",
+        lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
+        "p_eagle",
     ),
     Mutation(
         "a selector's candidates",

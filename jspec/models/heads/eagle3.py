@@ -43,7 +43,8 @@ VARIANTS = {
     "layers.0.self_attn.k_norm.": "a norm of k; expected model_type 'qwen3' in config.json",
     "additional_layers.": "further layers of an earlier SGLang, whose forward drops the first "
     "layer's residual; expected layers.1 and so on, as its 0.5.23 reads them",
-    "mask_hidden": "parallel drafting, which is not served; expected a plain EAGLE-3 head",
+    "mask_hidden": "parallel drafting (P-EAGLE); expected parallel_drafting true and mask_token_id "
+    "in config.json",
 }
 
 

@@ -26,7 +26,12 @@ from jspec.models.registry import family_named
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, default_aux_layer_ids, eagle3_spec
 from jspec.spec.model_spec import ModelSpec
 
-EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+PARALLEL = "PEagleDraftModel"
+EAGLE3_ARCHITECTURES = (
+    *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+    PARALLEL,
+)
+MASKS = ("mask_token_id", "pard_token")  # speculators', vLLM's
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_STYLES = ("llama", "qwen3")
 # Keys that are read, by the table they are read from. Others are refused if they seem to change the
@@ -38,7 +43,7 @@ OF_HEAD = frozenset(
         *("norm_output", "use_last_layernorm", "use_input_layernorm_in_first_layer"),
         *("draft_vocab_size", "truncated_vocab_size", "eagle_config", AUX_IDS),
         *("use_aux_hidden_state", "num_aux_hidden_states", "use_mtp_layernorm"),
-        *("parallel_drafting", "parallel_draft_step"),
+        *("parallel_drafting", "parallel_draft_step", *MASKS),
     )
 )
 OF_EAGLE_CONFIG = frozenset(
@@ -123,12 +128,15 @@ def _read_config(
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=hidden_size,
         aux_layer_ids=aux_layer_ids,
-        norm_before_residual=_stated(fields, "norm_before_residual", speculators),
+        norm_before_residual=_stated(
+            fields, "norm_before_residual", speculators and not _is_parallel(fields)
+        ),
         feature_norm=_feature_norm(fields),
         fc_bias=_bias_of(fields, names, "fc.bias", default=bool(aux_layer_ids)),
         norm_before_head=has_norm,
         feeds_back_normed=feeds_back_normed,
         logit_scale=fields.number("logit_scale", 1.0),
+        mask_token_id=_mask_token_id(fields),
     )
 
 
@@ -165,6 +173,26 @@ def eagle3_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
     if not spec.norm_before_head:
         written["use_last_layernorm"] = False
     return written | {name: value for name, value in unusual.items() if value}
+
+
+def _is_parallel(fields: Fields) -> bool:
+    """Return whether the head drafts all levels in one forward (P-EAGLE)."""
+    if fields.get("speculators_model_type") == "peagle":
+        return True
+    names = fields.strings("architectures")
+    return fields.flag("parallel_drafting", PARALLEL in names[:1])
+
+
+def _mask_token_id(fields: Fields) -> int | None:
+    if not _is_parallel(fields):
+        return None
+    values = [fields.get(name) for name in MASKS if fields.get(name) is not None]
+    if len(set(values)) != 1 or type(values[0]) is not int:
+        raise CheckpointError(
+            f"{fields.path}: {' and '.join(MASKS)} are {shown(values)}; expected one token id in a "
+            f"head that drafts in parallel"
+        )
+    return values[0]
 
 
 def _draft_vocab_size(fields: Fields, layer: ModelSpec) -> int:
@@ -255,7 +283,8 @@ def _check_eagle3_variant(
     fields: Fields, layer: Fields, names: Mapping[str, str], *, speculators: bool
 ) -> None:
     if speculators:
-        fields.refuse("speculators_model_type", allowed=("eagle3",), why="another draft model")
+        kinds = ("eagle3", "peagle")
+        fields.refuse("speculators_model_type", allowed=kinds, why="another draft model")
         if layer is not fields:
             layer.refuse("model_type", allowed=LAYER_STYLES, why="another kind of decoder layer")
     else:
@@ -268,7 +297,9 @@ def _check_eagle3_variant(
         table.refuse("use_mtp_layernorm", allowed=(False,), why="MTP's norms are not served")
         table.refuse("next_layer_regular", allowed=(True,), why="later layers are a decoder's")
         table.refuse("parallel_draft_step", allowed=(1,), why="parallel drafting is not served")
-    fields.refuse("parallel_drafting", allowed=(False,), why="P-EAGLE heads are not served")
+    if not _is_parallel(fields):
+        for name in MASKS:
+            fields.refuse(name, allowed=(), why="the head does not draft in parallel")
     if speculators:
         for table in (fields, aux):
             why = "a head of speculators has a norm before lm_head"

@@ -140,6 +140,16 @@ class FeatureHead:
             )
         return linear(params["fc"], given, ops=self.ops)
 
+    @property
+    def mask_token_id(self) -> int:
+        if self.spec.mask_token_id is None:
+            raise ValueError("the head has no mask_token_id; expected one that drafts in parallel")
+        return self.spec.mask_token_id
+
+    def mask_feature(self, params: Params) -> Float[Array, "E"]:
+        """Return h of the pairs of a mask (`HeadSpec.mask_token_id`)."""
+        return self.features(params, params["mask_hidden"].reshape(-1))
+
     def forward(
         self,
         params: Params,

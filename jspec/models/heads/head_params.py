@@ -17,11 +17,22 @@ from jspec.models.layer_params import (
     product,
     zero_centred,
 )
-from jspec.models.params import INTEGERS, Init, ParamPath, ParamSpec, ParamTable, or_fused, prefixed
+from jspec.models.params import (
+    INTEGERS,
+    Form,
+    Init,
+    ParamPath,
+    ParamSpec,
+    ParamTable,
+    Part,
+    or_fused,
+    prefixed,
+)
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, Join
 from jspec.spec.model_spec import LayerSpec
 
 EMBED, HEAD, DRAFT_IDS = ("embed", "table"), ("lm_head", "kernel"), ("draft_ids",)
+MASK_FEATURE = ("mask_hidden",)
 # Serving engines keep these products of a layer in one tensor each.
 FUSED = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
 
@@ -104,7 +115,7 @@ def head_params(spec: HeadSpec, names: HeadNames | None = None) -> ParamTable:
     table: list[ParamSpec] = [ParamSpec(path=EMBED, shape=(model.vocab_size, E), init=Init.TABLE)]
     if not spec.own_head:
         table.append(replace(lm_head(E, U, tied=False), layouts=()))
-    table += _feature_params(spec)
+    table += (*_feature_params(spec), *_mask_params(spec))
     for i, layer in enumerate(model.layers):
         is_first, path = spec.per_level or i == 0, ("layers", i)
         around = [*(_pair_params(spec, names) if is_first else ())]
@@ -131,6 +142,15 @@ def _feature_params(spec: HeadSpec) -> ParamTable:
         norms = prefixed(each, path=("feature_norms",), stored="")
     parts = (("fc", spec.layer.hidden_size, 1),)
     return (*norms, *product(("fc",), count * size, parts, bias=spec.fc_bias))
+
+
+def _mask_params(spec: HeadSpec) -> ParamTable:
+    """Declare the feature of masks, as if captured of the target."""
+    if spec.mask_token_id is None:
+        return ()
+    shape = (1, 1, max(len(spec.aux_layer_ids), 1) * spec.target_hidden_size)
+    part = Part(name="mask_hidden", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    return (ParamSpec(path=MASK_FEATURE, shape=shape, layouts=((part,),)),)
 
 
 def _pair_params(spec: HeadSpec, names: HeadNames) -> ParamTable:

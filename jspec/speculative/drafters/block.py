@@ -39,6 +39,7 @@ from jspec.spec.model_spec import cache_groups
 from jspec.speculative.beams import RankLevel, grow_block
 from jspec.speculative.candidates import Ranking, rank_candidates, top_candidates
 from jspec.speculative.drafter import Emitted, Needs, StepBatch
+from jspec.speculative.drafters.ranked import EagleDrafter, RankedState
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import pack_bits
 
@@ -84,11 +85,17 @@ class BlockDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
-        del state
-        out, caches = self.run_block(params, caches, rows)
-        rank, carried = self.ranking(params, out, rows)
+        caches, rank, carried = self.guess(params, caches, state, rows)
         tree = grow_block(rows.root_ids, rank, draft_shape=self.draft_shape, carried=carried)
         return caches, tree
+
+    def guess(
+        self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
+    ) -> tuple[KVPool, RankLevel, Any]:
+        """Run the block. Return (caches, how levels are ranked, what the root carries for it)."""
+        del state
+        out, caches = self.run_block(params, caches, rows)
+        return caches, *self.ranking(params, out, rows)
 
     def run_block(
         self, params: Params, caches: KVPool, rows: StepBatch
@@ -123,11 +130,7 @@ class BlockDrafter:
         if spec.selector is not None:
             return partial(self._rank_selected, params, hidden, ids, terms), ()
 
-        def rank_alike(depth: int, parents: jax.Array, carried: Any) -> Any:
-            square = (*parents.shape, topk)
-            return carried, *(jnp.broadcast_to(x[:, depth, None], square) for x in (ids, terms))
-
-        return rank_alike, ()
+        return _alike(ids, terms), ()
 
     def _rank_after(
         self,
@@ -190,6 +193,68 @@ class BlockDrafter:
             shard=self.model.shard,
             ops=self.model.ops,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDrafter(EagleDrafter):
+    """P-EAGLE: an EAGLE head whose further levels come from masks, all in one forward.
+
+    worked example, L = 7, root t7, S = 3: the last advance ran the pair of t7 in slot 6, which gave
+    level 1. Two pairs of a mask in slots 7 8, at RoPE 7 8, see slots 0..6 and each other causally,
+    and guess the tokens at 9 and 10.
+    """
+
+    def propose(
+        self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
+    ) -> tuple[KVPool, DraftTree]:
+        caches, rank, _ = self.guess(params, caches, state, rows)
+        return caches, grow_block(rows.root_ids, rank, draft_shape=self.draft_shape)
+
+    def guess(
+        self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
+    ) -> tuple[KVPool, RankLevel, tuple[()]]:
+        """Run the masks. Return (caches, how levels are ranked, nothing carried)."""
+        topk, size = self.draft_shape.topk, self.draft_shape.num_steps - 1
+        ids, terms = (x[:, None, :topk] for x in (state.level1_ids, state.level1_scores))
+        if not size:
+            return caches, _alike(ids, terms), ()
+        batch = rows.root_ids.shape[0]
+        depths = 1 + jnp.arange(size, dtype=jnp.int32)
+        feature = self.model.mask_feature(params)
+        out, caches = self.model.forward(
+            params,
+            jnp.full((batch * size,), self.model.mask_token_id, jnp.int32),
+            jnp.broadcast_to(feature, (batch * size, feature.size)),
+            caches,
+            AttentionMetadata(
+                page_table=rows.page_table,
+                window_tables=rows.window_tables,
+                prefix_lens=rows.seq_lens,
+                cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * size,
+                q_positions=indexing.draft_position(rows.seq_lens[:, None], depths).reshape(-1),
+                shared=rows.shared,
+            ),
+            queries_per_row=size,
+        )
+        found = self.candidates(
+            params,
+            out.reshape(batch, size, -1),
+            positions=indexing.chosen_position(rows.seq_lens[:, None], depths),
+            sampling=rows.sampling,
+            level=0,
+        )
+        every = (jnp.concatenate(pair, axis=1) for pair in zip((ids, terms), found, strict=True))
+        return caches, _alike(*every), ()
+
+
+def _alike(ids: Int[Array, "B S K"], terms: Float[Array, "B S K"]) -> RankLevel:
+    """Return the ranking of a level whose candidates do not depend on their parents."""
+
+    def rank(depth: int, parents: jax.Array, carried: Any) -> Any:
+        shape = (*parents.shape, ids.shape[-1])
+        return carried, *(jnp.broadcast_to(x[:, depth, None], shape) for x in (ids, terms))
+
+    return rank
 
 
 def _block_rows(rows: StepBatch, *, size: int) -> AttentionMetadata:

@@ -47,7 +47,7 @@ from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.block import BlockDrafter
+from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -198,6 +198,8 @@ def _source_of(
 
     def make(ops: Ops, shard: Shard) -> Drafter:
         kind = MultiLayerDrafter if spec.per_level else EagleDrafter
+        if spec.mask_token_id is not None:
+            kind = ParallelDrafter
         head = FeatureHead(spec, ops, shard, names, request.formats)
         return kind(head, speculation, draft_noise=args.speculative_draft_noise)
 
