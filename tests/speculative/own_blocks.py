@@ -128,7 +128,6 @@ def write(path: Path, name: str) -> None:
         "rope_theta": attention.rope.theta,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": WINDOW,
-        "num_target_layers": TARGET.num_layers,
         "block_size": spec.block_size,
         "dflash_config": {
             "mask_token_id": spec.mask_token_id,

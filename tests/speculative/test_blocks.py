@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"mask_token_id": 3}, r"\['mask_token_id'\] differ in dflash_config and at the top"),
     "mask": ({"dflash_config": {"mask_token_id": 320}}, "mask_token_id is 320; expected an id"),
     "ids": ({"dflash_config": {"target_layer_ids": [3, 1]}}, r"ids are \(4, 2\).*ascending|of a"),
-    "layers": ({"num_target_layers": 9}, "num_target_layers is 9; expected the target's 3"),
+    "layers": ({"num_target_layers": 9}, "num_target_layers is 9; expected the target's 2"),
     "block": ({"block_size": 5}, "speculative_num_steps is 5; expected at most 4, by the draft's"),
     "causal": ({"is_causal": True}, "is_causal is True; expected false or no such key in a head"),
     "of_dspark": (
