@@ -57,6 +57,25 @@ def test_a_checkpoint_is_read_as_it_was_written(name: str, pair: Path) -> None:
     assert info.serve.endswith(f"--speculative-num-steps {spec.most_steps}")
 
 
+def test_dummy_weights_have_the_shapes_of_a_checkpoint_s(pair: Path, tmp_path: Path) -> None:
+    """A draft vocabulary needs an lm_head of its own."""
+    shapes = [
+        jax.tree.map(np.shape, load(pair, pair / "dspark", **how).params)
+        for how in ({}, {"load_format": "dummy"})
+    ]
+    assert shapes[0] == shapes[1]
+    config = json.loads((pair / "dspark" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 160}))
+    models = load(pair, tmp_path, load_format="dummy")
+    assert models.params["draft"]["lm_head"]["kernel"].shape == (TARGET.hidden_size, 160)
+    assert models.params["draft"]["markov"]["after"].shape == (12, 160)
+
+
+def test_a_parallel_head_is_told_by_its_config() -> None:
+    info = describe(Path(__file__).parents[1] / "golden" / "blocks" / "peagle")
+    assert (info.kind, info.algorithm, info.problems) == ("draft", "EAGLE3", ())
+
+
 # What is refused: the change of config.json, and what the error says.
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["DominoModel"]}, "'DominoModel'; expected one of DFlash"),

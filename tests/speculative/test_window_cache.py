@@ -18,9 +18,12 @@ from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
 from jspec.messages.request import StreamChunk
 from jspec.messages.step_options import SAMPLING
 from jspec.models.decoder import Decoder
+from jspec.models.heads.block_head import BlockHead
 from jspec.spec.cache_groups import groups_of_layers
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import StandaloneDrafter
+from tests.speculative import own_blocks
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
 from tests.speculative.every_drafter import layers_weights
 from tests.speculative.own_layers import config_of, head_of
@@ -34,7 +37,8 @@ from tests.speculative.test_prefix_cache import (
 from tests.speculative.test_windows import SOME, WINDOW, windowed
 
 # Page size, and S/K/N. itself: a target that drafts for itself, with windows of its own. mimo_v2,
-# step3p5: layers of a family, whose windows use the target's space and lag.
+# step3p5: layers of a family, whose windows use the target's space and lag. dflash: a block drafter
+# with a layer in the target's space.
 KINDS = {
     "plain": (16, 0, 1, 1),
     "chain": (4, 3, 1, 4),
@@ -42,17 +46,19 @@ KINDS = {
     "itself": (4, 3, 1, 4),
     "mimo_v2": (4, 3, 2, 7),
     "step3p5": (2, 3, 1, 4),
+    "dflash": (4, 3, 2, 7),
 }
 LAYERS = ("mimo_v2", "step3p5")
 ALGORITHMS = {
     "itself": Algorithm.STANDALONE,
     **dict.fromkeys(LAYERS, Algorithm.MULTI_LAYER_EAGLE),
+    "dflash": Algorithm.DFLASH,
 }
 SPARE = 40  # pages beyond those of two rows
 pytestmark = pytest.mark.slow
 DRAFTING = [
     *("chain", "itself", "mimo_v2"),
-    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("tree", "step3p5")),
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("tree", "step3p5", "dflash")),
 ]
 SOME_KINDS = ("chain", "itself")
 EVERY = [
@@ -85,6 +91,13 @@ def engine(kind: str) -> Compiled:
             make=lambda ops, shard: MultiLayerDrafter(head_of(kind, ops, shard), spec),
             aux_layer_ids=config_of(kind).aux_layer_ids,
         )
+    if kind == "dflash":
+        own = own_blocks.SPECS[kind]
+        return build_it(
+            params=(params, own_blocks.params_of(kind)),
+            make=lambda ops, shard: BlockDrafter(BlockHead(own, ops, shard), spec),
+            aux_layer_ids=own.aux_layer_ids,
+        )
     return build_it(
         params=(params, params),
         make=lambda ops, shard: StandaloneDrafter(Decoder(target, ops, shard), spec),
@@ -93,6 +106,8 @@ def engine(kind: str) -> Compiled:
 
 def window_of(kind: str) -> int:
     """Return the draft's window if it has one, so that target and draft share a space."""
+    if kind == "dflash":
+        return own_blocks.WINDOW
     if kind not in LAYERS:
         return WINDOW
     return config_of(kind).layer.layers[0].attention.window or WINDOW

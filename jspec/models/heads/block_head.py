@@ -101,7 +101,9 @@ def _run_layer(
         before, after = _kernels(params[name], read, spec=convolution, ops=ops)
         out = sublayer(_convolved(read, before, size=settings.queries_per_row))
         stream = Residual(x=x, delta=_convolved(out, after, size=settings.queries_per_row))
-    return Residual(x=stream.sum()), attend.cache
+    if not ops.defers_sums:  # as in decoder.paged_layer
+        stream = Residual(x=stream.sum())
+    return stream, attend.cache
 
 
 def _kernels(

@@ -163,14 +163,17 @@ def block_source(request: DraftRequest) -> DraftSource:
         model = BlockHead(spec, ops, shard, request.formats)
         return BlockDrafter(model, args.speculative, args.speculative_draft_noise)
 
-    is_dummy = args.load_format == "dummy"
+    if args.load_format == "dummy":
+        is_whole = spec.draft_vocab_size == spec.layer.vocab_size
+        shares: tuple[str, ...] = ("embed", "lm_head") if is_whole else ("embed",)
+    else:
+        shares = check_block(path, spec)  # before the slower read of the target
     return DraftSource(
         make=make,
         read=_reader(partial(load_block, path, spec), request),
         specs=(spec.layer,),
         aux_layer_ids=spec.aux_layer_ids,
-        # Checked before the slower read of the target.
-        shares=("embed", "lm_head") if is_dummy else check_block(path, spec),
+        shares=shares,
         published=published_specs(block_params(spec)),
         canonical=block_name,
         copies={
