@@ -202,7 +202,7 @@ def check_rows(row: Row, golden: dict[str, np.ndarray]) -> None:
     for root, logits in zip(golden["roots"], golden["logits"], strict=True):
         row.tell(int(root))
         expected = log_softmax(logits[-num_steps:])
-        np.testing.assert_allclose(row.log_probs(), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(row.log_probs(), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_parallel_levels_equal_speculators() -> None:
@@ -224,7 +224,7 @@ def test_parallel_levels_equal_speculators() -> None:
         mask = head.weight("mask_hidden")[0].repeat(masks, axis=0)
         hidden = head.fuse(np.vstack((golden["features"][:root], mask)))
         found = head.logits(head.run(ids, hidden)[-len(logits) :])
-        np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found, logits, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -239,7 +239,7 @@ def test_the_numpy_reference_equals_it_too(name: str) -> None:
             path = ids[root + 1 : root + 1 + depth].tolist()
             found = reference.following(hidden, int(ids[root]), path, num_steps=num_steps)
             np.testing.assert_allclose(
-                found, expected[size - num_steps + depth], rtol=1e-4, atol=1e-4
+                found, expected[size - num_steps + depth], rtol=2e-5, atol=2e-5
             )
 
 
