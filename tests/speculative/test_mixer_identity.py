@@ -1,7 +1,7 @@
 """Speculative decoding equals plain decoding for layers with latent attention and delta nets.
 
 Through scheduler, loop and the real runner, in float32: chains and trees, pages and chunks of
-several sizes, rounds, plain steps of an engine that drafts, and retraction.
+several sizes, rounds, and retraction. test_state_snapshots.py has smaller shapes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from tests.speculative.engines import (
     PLAIN,
     Compiled,
     build,
-    corpus_params,
     dial_for,
     make_request,
     serve,
     spec_of,
     tiny_params,
 )
-from tests.speculative.every_drafter import KINDS
 from tests.speculative.family_targets import drawn
 from tests.speculative.law_engines import requests_of as many_requests
 from tests.speculative.mixer_targets import MIXER_TARGETS
-from tests.support.random_shapes import RandomShapes
 
 NEW_TOKENS = 40
 
@@ -166,25 +163,6 @@ def test_a_draft_with_latent_attention() -> None:
     assert list(served.ids) == plain_texts("latent", 1.0)
     counts = served.counters.accept_histogram
     assert counts[-1] == sum(counts)
-
-
-def test_any_sequence_of_shapes_gives_the_same_text() -> None:
-    """Each step folds what the last one accepted, a smaller tree, a chain or a plain step."""
-    shape_of, target = KINDS["ngram"].spec, MIXER_TARGETS["hybrid"]
-    compiled = build(
-        shape_of((3, 3, 8)),
-        page_size=4,
-        variants=(StepOptions(),),
-        params=(params_of("hybrid"), tiny_params()[1]),
-        target_spec=target,
-        shapes=tuple(shape_of(other) for other in ((0, 1, 1), (1, 1, 2))),
-    )
-    requests, expected = requests_of(1.0), plain_texts("hybrid", 1.0)
-    said = [r.prompt_ids + ids for r, ids in zip(requests, expected, strict=True)]
-    shapes = RandomShapes(compiled.limits, seed=4)
-    served = serve(compiled, requests, draft=corpus_params(said), shapes=shapes)
-    assert list(served.ids) == expected
-    assert min(shapes.used.values()) > 0
 
 
 def test_no_program_copies_a_cache() -> None:

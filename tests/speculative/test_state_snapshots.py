@@ -30,10 +30,16 @@ from tests.speculative.engines import Compiled, build, corpus_params, make_reque
 from tests.speculative.every_drafter import KINDS, sharded, with_all_ids
 from tests.speculative.mixer_targets import MIXER_TARGETS
 from tests.speculative.published_layers import published_config, published_params
-from tests.speculative.test_mixer_identity import params_of, plain_engine
+from tests.speculative.test_mixer_identity import (
+    params_of,
+    plain_engine,
+    plain_texts,
+    requests_of,
+)
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
 from tests.speculative.test_shared_prefixes import SHARING, LeadersPages
 from tests.support.flat_limits import with_limits
+from tests.support.random_shapes import RandomShapes
 
 MANY, FEW = SnapshotLimits(40, 1), SnapshotLimits(2, 2)
 TREE, CHAIN = "tree of a lookup", "chain of an MTP layer"
@@ -42,8 +48,8 @@ MTP = "qwen3_5"
 
 @functools.cache
 def engine(name: str) -> Compiled:
-    """Return an engine with page size 4, two shards and a corpus of the rows' texts, or 16 and
-    one."""
+    """Return an engine with page size 4, two shards, a corpus of the rows' texts and smaller
+    shapes, or 16 and one."""
     is_tree = name == TREE
     kind = KINDS["ngram" if is_tree else "recurrent"]
     spec, target = kind.spec((3, 3, 8) if is_tree else (3, 1, 4)), MIXER_TARGETS["hybrid"]
@@ -64,6 +70,7 @@ def engine(name: str) -> Compiled:
         target_spec=target,
         make=(lambda ops, shard: kind.make(spec, ops, shard)) if is_tree else layer_drafter,
         snapshots=MANY,
+        shapes=tuple(kind.spec(each) for each in ((0, 1, 1), (1, 1, 2))) if is_tree else (),
     )
 
 
@@ -117,6 +124,17 @@ def test_conversations_go_on_after_their_states(
         size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
         lens = [len(request.prompt_ids) for request in turns_of(count=3)]
         assert cached[1] == [min(n - ahead, n - 1) // size * size for n in lens]
+
+
+def test_any_sequence_of_shapes_gives_the_same_text() -> None:
+    """Each step folds what the last one accepted, a smaller tree, a chain or a plain step."""
+    compiled = engine(TREE)
+    requests, expected = requests_of(1.0), plain_texts("hybrid", 1.0)
+    said = [r.prompt_ids + ids for r, ids in zip(requests, expected, strict=True)]
+    shapes = RandomShapes(compiled.limits, seed=4)
+    served = serve(compiled, requests, draft=corpus_params(said), shapes=shapes)
+    assert list(served.ids) == expected
+    assert min(shapes.used.values()) > 0
 
 
 def test_without_the_cache_nothing_is_copied() -> None:
