@@ -14,6 +14,7 @@ import gc
 import os
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 # A flag that jaxlib does not know ends the process, and later versions do not know the last one.
 os.environ.setdefault(
@@ -55,37 +56,47 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
 
+# Files that serve with the same engines: one process runs them all, and compiles those once.
+TOGETHER = (
+    (
+        "speculative/test_engine_laws.py",
+        "speculative/test_shapes.py",
+        "engine/test_step_costs.py",
+        "engine/test_runner.py",
+        "speculative/test_grammar.py",
+        "speculative/test_non_finite.py",
+        "speculative/test_sampling_parameters.py",
+        "speculative/test_rounds.py",
+        "speculative/test_prefix_cache.py",
+        "speculative/test_shared_prefixes.py",
+        "speculative/test_multi_layer.py",
+        "speculative/test_logprobs.py",
+        "speculative/test_block_drafter.py",
+    ),
+    ("speculative/test_mixer_identity.py", "speculative/test_state_snapshots.py"),
+)
+FIRST_OF = {name: group[0] for group in TOGETHER for name in group}
 # The files that take longest, from `--durations`. They start first, so that no process is left
 # alone with one of them at the end.
 LONG = (
-    "speculative/test_engine_laws.py",
-    "speculative/test_mixer_identity.py",
     "server/test_generate_endpoint.py",
     "layers/test_mixers.py",
-    "speculative/test_grammar.py",
-    "speculative/test_shapes.py",
-    "engine/test_runner.py",
-    "speculative/test_rounds.py",
     "speculative/test_fp8_cache.py",
-    "speculative/test_logprobs.py",
     "speculative/test_mixer_engine.py",
     "test_cli.py",
     "scheduler/test_interleavings.py",
     "server/test_hostile.py",
-    "speculative/test_state_snapshots.py",
     "speculative/test_drafter_laws.py",
     "server/test_unknown_fields.py",
     "speculative/test_mtp_families.py",
     "speculative/test_tree.py",
     "engine/test_program_store.py",
     "test_house.py",
-    "speculative/test_sampling_parameters.py",
     "pallas_kernels/test_sample_gpu.py",
     "pallas_kernels/test_attention_tpu.py",
     "pallas_kernels/test_attention.py",
     "models/test_families.py",
     "sampling/test_accept.py",
-    "speculative/test_prefix_cache.py",
     "engine/test_program_growth.py",
     "server/test_draft_trees.py",
     "pallas_kernels/test_gated_mlp_gpu_few.py",
@@ -104,8 +115,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases = [start for mark in item.iter_markers("slow_cases") for start in mark.args]
         if item.name.partition("[")[2].startswith(tuple(cases)) and cases:
             item.add_marker(pytest.mark.slow)
-    rank = {here / name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path, len(LONG)))
+    rank = {here / name: i for i, name in enumerate((*FIRST_OF, *LONG))}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return `--dist loadfile` that sends each group of TOGETHER to one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return FIRST_OF.get(file.removeprefix("tests/"), file)
+
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:

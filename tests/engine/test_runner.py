@@ -16,7 +16,7 @@ from jspec.device.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
 from jspec.layers.linear import Shard, logits_of
 from jspec.messages.request import Request
-from jspec.messages.step_options import PLAIN
+from jspec.messages.step_options import SAMPLING
 from jspec.pallas_kernels.bundles import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.scheduler import Scheduler
@@ -37,11 +37,9 @@ from tests.speculative.engines import (
 )
 from tests.support.fake_text import FakeTextStream
 
-TREE, PAGE = (3, 2, 7), 4
-
 
 def tree_engine() -> Compiled:
-    return engine(TREE, PAGE, options=PLAIN)
+    return engine((3, 2, 7), 16, options=SAMPLING)
 
 
 def six_requests(**sampling: Any) -> list[Request]:

@@ -16,7 +16,7 @@ from jspec.messages.plan import StepKind, StepPlan
 from jspec.messages.step_options import PLAIN, SAMPLING
 from tests.speculative.engines import Compiled, ViewRunner, serve_view
 from tests.speculative.law_engines import (
-    Setting,
+    OF_SHAPES,
     engine,
     plain_texts,
     requests_of,
@@ -26,7 +26,7 @@ from tests.speculative.law_engines import (
 from tests.speculative.test_engine_laws import beyond_dummies, kept_state
 from tests.support.random_shapes import RandomShapes
 
-SETTING = Setting("eagle3", (3, 1, 4), 4, others=((0, 1, 1),))
+SETTING = OF_SHAPES  # which has smaller shapes as well
 
 
 @pytest.fixture(scope="module")

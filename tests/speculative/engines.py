@@ -429,7 +429,7 @@ def engine(spec: tuple[int, int, int], page_size: int, *, options: StepOptions) 
 
 @functools.cache
 def plain_engine() -> Compiled:
-    return build(PLAIN, page_size=16)
+    return build(PLAIN, page_size=16, variants=(SAMPLING,))
 
 
 @functools.cache

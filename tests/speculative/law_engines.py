@@ -16,12 +16,12 @@ from jspec.models.registry import table_of
 from tests.speculative.engines import (
     CONTEXT,
     NUM_SLOTS,
-    PLAIN,
     TARGET,
     Compiled,
     build,
     make_request,
     mesh_of,
+    plain_engine,
     serve,
     tiny_params,
 )
@@ -49,6 +49,7 @@ class Setting:
         return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
 
 
+OF_SHAPES = Setting("recurrent", (2, 1, 3), 4, others=((0, 1, 1), (1, 1, 2)))
 # One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
 FAST = (
     Setting("eagle1", (2, 2, 7), 4),
@@ -56,7 +57,7 @@ FAST = (
     Setting("standalone", (3, 1, 4), 16, shards=2),
     Setting("multi_layer_not_chained", (3, 1, 4), 64),
     Setting("ngram", (3, 3, 10), 16, shards=4),
-    Setting("recurrent", (2, 1, 3), 4),
+    OF_SHAPES,
     Setting("dflash", (3, 2, 11), 4),
 )
 REST = (
@@ -158,11 +159,6 @@ def requests_of(
         )
         for i in range(batch)
     ]
-
-
-@functools.cache
-def plain_engine() -> Compiled:
-    return build(PLAIN, page_size=16, variants=(SAMPLING,))
 
 
 @functools.cache

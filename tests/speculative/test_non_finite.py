@@ -34,7 +34,7 @@ from tests.speculative.engines import (
 from tests.support.caches import empty_pools
 from tests.support.dial_drafter import dial_params
 
-TREE, PAGE = (2, 2, 4), 16
+TREE, PAGE = (3, 2, 7), 16
 IS_NAN, IS_INF = 311, 312  # only in prompts that are made with it
 
 

@@ -121,7 +121,7 @@ def replayed(request: Request) -> tuple[int, ...]:
 def test_the_text_is_the_plain_samplers() -> None:
     asked = list(requests())
     expected = [replayed(request) for request in asked]
-    compiled = engine((2, 2, 4), 16, options=SAMPLING)
+    compiled = engine((3, 2, 7), 16, options=SAMPLING)
     served = serve(compiled, asked[:8], dial=dial_for(asked[:8], expected[:8]))
     for i, request in enumerate(asked[:8]):
         assert served.ids[i] == expected[i], request.sampling

@@ -13,6 +13,7 @@ from jspec.messages.request import SpecCounters
 from tests.speculative.engines import Compiled, Served, serve
 from tests.speculative.every_drafter import KINDS
 from tests.speculative.law_engines import (
+    OF_SHAPES,
     Setting,
     engine,
     laid_out,
@@ -25,9 +26,10 @@ from tests.speculative.law_engines import (
 from tests.support.random_shapes import RandomShapes
 
 OFF = (0, 1, 1)
-# The first is of the fast suite, the first four are chains: all of a chain's drafts are right where
+# The first is of the fast suite, the first five are chains: all of a chain's drafts are right where
 # the drafter is; of a tree that is cut to N nodes the right path may be left out.
 SETTINGS = (
+    OF_SHAPES,
     Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("multi_layer_not_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("standalone", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
@@ -86,7 +88,7 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
         assert own.num_proposed == told.num_proposed
 
 
-@pytest.mark.parametrize("setting", EVERY_SETTING[:4], scope="module")
+@pytest.mark.parametrize("setting", EVERY_SETTING[:5], scope="module")
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
     """Its caches and state are those of a row that always drafted: every draft is accepted."""
     kind = KINDS[setting.kind]
