@@ -71,7 +71,9 @@ TOGETHER = (
         "speculative/test_shared_prefixes.py",
         "speculative/test_multi_layer.py",
         "speculative/test_logprobs.py",
-        "speculative/test_block_drafter.py",
+        "speculative/test_blocks.py",
+        "speculative/test_window_drafts.py",
+        "speculative/test_hidden.py",
     ),
     ("speculative/test_mixer_identity.py", "speculative/test_state_snapshots.py"),
 )
