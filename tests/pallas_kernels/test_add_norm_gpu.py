@@ -181,7 +181,7 @@ class InterpretedNorms(Ops):
 def forward(ops: Ops) -> tuple[Any, str]:
     """Return hidden, aux features and pool of 2 rows of 3 new tokens over a pool; and the
     program."""
-    config, float32 = tiny_target_config(), jnp.float32
+    config, float32 = tiny_target_config(num_layers=3), jnp.float32
     model = Decoder(config, ops, aux_layer_ids=(0, 2))
     params = init_params(table_of(config), seed=1)
     rows = AttentionMetadata(

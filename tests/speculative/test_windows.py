@@ -56,7 +56,7 @@ from tests.support.flat_limits import with_limits
 
 PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
-SOME, ALL_LAYERS = (WINDOW, None, WINDOW), (WINDOW,) * 3
+SOME, ALL_LAYERS = (WINDOW, None), (WINDOW, WINDOW)
 SPECS = {"plain": (0, 1, 1), "tree": (2, 2, 4), "itself": (3, 1, 4)}
 
 
