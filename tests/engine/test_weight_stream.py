@@ -30,7 +30,7 @@ from jspec.models.layer_params import dense_params, expert_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import place_of
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import MoESpec, uniform_decoder
+from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, Mixer, MoESpec, uniform_decoder
 from tests.models.random_params import assert_same, random_params, value_at
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -42,11 +42,18 @@ CHECKPOINTS = sorted(
 KIB = 1024
 
 
+def heads_of(mixer: Mixer) -> tuple[int, ...]:
+    """Return the counts of heads that shards must divide."""
+    if isinstance(mixer, DeltaNetSpec):
+        return mixer.num_heads, mixer.num_key_heads
+    return (mixer.num_heads,)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])  # 4 shards repeat the two kv heads of most of them
 @pytest.mark.parametrize("name", CHECKPOINTS, ids=str)
 def test_every_shard_holds_its_columns_of_the_host_form(name: Path, shards: int) -> None:
     spec = load_model_spec(GOLDEN / name)
-    if any(layer.attention.num_heads % shards for layer in spec.layers):
+    if any(each % shards for layer in spec.layers for each in heads_of(layer.attention)):
         with pytest.raises(ConfigError, match=f"tp_size is {shards}; expected a divisor of"):
             load_target(GOLDEN / name, spec, dtype=np.float32, shards=shards)
         return
@@ -72,7 +79,8 @@ def test_every_shard_holds_its_columns_of_the_host_form(name: Path, shards: int)
 def test_some_of_them_have_fewer_kv_heads_than_shards() -> None:
     specs = [load_model_spec(GOLDEN / name) for name in CHECKPOINTS]
     assert len(specs) >= 10
-    assert min(spec.layers[0].attention.num_kv_heads for spec in specs) < 4
+    mixers = [layer.attention for spec in specs for layer in spec.layers]
+    assert min(own.num_kv_heads for own in mixers if isinstance(own, AttentionSpec)) < 4
 
 
 def test_a_head_shares_the_placed_embedding_of_its_target() -> None:

@@ -137,7 +137,8 @@ def test_a_target_in_fp8_is_served_as_one_that_is_quantised_while_it_loads(
     codes = [
         leaf for leaf in jax.tree.leaves(found["target"]) if leaf.dtype.name == "float8_e4m3fn"
     ]
-    assert len(codes) == 3 * 4  # qkv, out, gate and up, down of three layers
+    # qkv, out, gate and up, down of each layer
+    assert len(codes) == 4 * pair.target_config.num_layers
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"]
     name = "model.layers.0.mlp.down_proj.weight"
