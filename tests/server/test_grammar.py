@@ -103,6 +103,12 @@ def test_a_completion_follows_any_kind(
         ({"guided_choice": [3]}, "guided_choice is [3]; expected a list of texts"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml is 1; expected one of"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos is true beside regex"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget is 3 and the tokenizer has no token"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget is -1"),
+        (
+            {"thinking_token_budget": 3, "max_thinking_tokens": 4},
+            "max_thinking_tokens is 4 beside another budget of 3; expected one of them",
+        ),
     ],
     ids=str,
 )
@@ -264,23 +270,3 @@ def test_a_budget_ends_reasoning_in_the_text(client: httpx.Client) -> None:
     assert text_of("<think>\n", thinking_token_budget=0).startswith("</think>")
     ended = "Why? <think>\n\n</think>\n"
     assert text_of(ended, thinking_token_budget=3) == text_of(ended)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"thinking_token_budget": 3}, "thinking_token_budget is 3 and the tokenizer has no token"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget is -1"),
-        (
-            {"thinking_token_budget": 3, "max_thinking_tokens": 4},
-            "max_thinking_tokens is 4 beside another budget of 3; expected one of them",
-        ),
-    ],
-    ids=str,
-)
-def test_a_budget_that_cannot_be_kept(
-    client: httpx.Client, fields: dict[str, Any], message: str
-) -> None:
-    answer = client.post("/v1/completions", json={"prompt": "no mark", **fields})
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
