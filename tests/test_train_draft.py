@@ -38,7 +38,7 @@ TINY = (
     *("float32", "--dtype", "float32", "--serve-prompts", "2", "--devices", "1"),
 )
 HEADS = {
-    "EAGLE3": ("--aux-layer-ids", "0", "2", "3"),
+    "EAGLE3": ("--aux-layer-ids", "0", "1", "2"),
     "EAGLE": ("--own-samples", "4"),
     "NEXTN": (),
 }

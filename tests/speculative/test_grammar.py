@@ -231,7 +231,7 @@ def bounded(i: int, budget: int | None, **sampling: Any) -> Request:
     return dataclasses.replace(request, grammar=after)
 
 
-@pytest.mark.parametrize("name", ["tree", "two_rounds"])
+@pytest.mark.parametrize("name", ["tree", pytest.param("two_rounds", marks=pytest.mark.slow)])
 def test_reasoning_ends_where_its_budget_does(name: str) -> None:
     """The text is plain decoding's up to the budget, and ordinary steps write all but its end."""
     budgets = (0, 21, 30, None)

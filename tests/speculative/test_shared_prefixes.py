@@ -74,7 +74,11 @@ def prompts_after(prefixes: list[int], *, seed: int) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("kind", "retract_after"),
-    [("chain", None), ("chain", 9), pytest.param("tree", 9, marks=pytest.mark.slow)],
+    [
+        pytest.param("chain", None, marks=pytest.mark.slow),
+        ("chain", 9),
+        pytest.param("tree", 9, marks=pytest.mark.slow),
+    ],
 )
 def test_what_rows_share_is_in_their_leaders_pages(kind: str, retract_after: int | None) -> None:
     session = Session(engine(kind), overlap_depth=2)
