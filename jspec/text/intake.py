@@ -128,9 +128,11 @@ class Intake:
     def requests(self, prompt: Prompt) -> tuple[Request, ...]:
         ids, sampling = self.read(prompt)
         reasoning = prompt.reasoning
-        if sampling.max_thinking_tokens is not None and reasoning is None:
-            reasoning = self._reasoning_after(ids)
-            if reasoning is None:  # nothing to bound
+        if sampling.max_thinking_tokens is not None:
+            bounded = reasoning or self._reasoning_after(ids)
+            if bounded is not None and self._can_open(bounded):
+                reasoning = bounded
+            else:  # nothing to bound
                 sampling = replace(sampling, max_thinking_tokens=None)
         name = prompt.request_id if prompt.request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
@@ -181,6 +183,11 @@ class Intake:
                 "reasoning"
             )
         return marks_after(prompt_end(ids, self._tokenizer))
+
+    def _can_open(self, marks: ReasoningMarks) -> bool:
+        """Return whether reasoning is open, or the model has a token that opens it."""
+        assert self._tokenizer is not None  # of a prompt with marks
+        return marks.open is None or self._tokenizer.token_to_id(marks.open) is not None
 
     def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
         named: dict[str, Any] = {**logprobs}

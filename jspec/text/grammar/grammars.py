@@ -66,8 +66,8 @@ class Grammars:
     ) -> Grammar:
         """Let an answer reason before `grammar`, which was compiled here; None: before any text.
 
-        budget: most tokens of reasoning. Raises RequestError if there is one and the tokenizer has
-        no token that begins or ends reasoning.
+        budget: most tokens of reasoning. Raises RequestError if there is one and no token can end
+        reasoning.
         """
         with self._lock:
             assert self._tokenizer is not None  # or nothing could be compiled or counted
@@ -77,11 +77,10 @@ class Grammars:
             if mark is None:
                 mark = self._marks[marks.close] = Mark(marks.close, self._vocabulary.own_tokens)
         opens = None if marks.open is None else self._tokenizer.token_to_id(marks.open)
-        has_marks = (marks.open is None or opens is not None) and mark.continues(0) is not None
-        if budget is not None and not has_marks:
+        if budget is not None and mark.continues(0) is None:
             raise RequestError(
-                f"max_thinking_tokens is {budget} and the tokenizer has no token "
-                f"{marks.open or marks.close}; expected a model that reasons between such marks"
+                f"max_thinking_tokens is {budget} and no token of the tokenizer begins "
+                f"{marks.close}; expected a model that can end its reasoning so"
             )
         return ReasoningFirst(grammar or AnyText(), mark, opens=opens, budget=budget)
 
