@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import anthropic
@@ -17,6 +18,7 @@ from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from tests.support.speaking_engine import SpeakingEngine, write_text_files
 
+from .helpers import ask as call
 from .speaking import ARGUMENTS, CALLS, SPECIAL, TEMPLATES, WEATHER
 
 TOOL = {
@@ -139,6 +141,22 @@ def test_a_schema_and_choices_of_tools() -> None:
     bounded = parse_message({**body, "thinking": {"type": "enabled", "budget_tokens": 9}})
     assert bounded.template_options["variables"] == {"enable_thinking": True}
     assert bounded.sampling.max_thinking_tokens == 9
+
+
+def test_reasoning_in_channels_has_no_budget(tmp_path: Path) -> None:
+    """Agents send one with every request; over the other APIs it is refused."""
+    write_text_files(tmp_path, special=SPECIAL["gpt-oss"], template=TEMPLATES["gpt-oss"])
+    body = {"messages": ASK, "max_tokens": 40}
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 9}}
+    with SpeakingEngine(tmp_path, says="<|channel|>final<|message|>Warm.") as engine:
+        app = create_app(engine, ServerArgs(reasoning_parser="gpt-oss"))
+        answer = call(app, "POST", "/v1/messages", json={**body, **thinking})
+        assert answer.json()["content"] == [{"type": "text", "text": "Warm."}]
+        refused = call(
+            app, "POST", "/v1/chat/completions", json={**body, "thinking_token_budget": 9}
+        )
+    assert refused.status_code == 400
+    assert "the model reasons in channels" in refused.json()["error"]["message"]
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

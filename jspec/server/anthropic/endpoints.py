@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,6 +30,10 @@ class MessagesEndpoints(OpenAIEndpoints):
         """POST /v1/messages, Anthropic's API."""
         request.state.error_body = message_error
         chat = await self._read(request, parse_message)
+        if self.service.args.answer_format.has_channels:
+            # Agents always send a budget; the model's own effort bounds reasoning in channels.
+            sampling = replace(chat.sampling, max_thinking_tokens=None)
+            chat = replace(chat, sampling=sampling)
         work, reading = await self._start(chat)
         model = chat.options.model or self.service.model_name
         blocks = MessageBlocks({"id": f"msg_{uuid.uuid4().hex}", "model": model})
