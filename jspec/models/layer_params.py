@@ -262,12 +262,17 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             op=Op.EXPERTS,
         ),
     )
-    if spec.shared is not None:
-        stored = "shared_expert." if spec.shared_gate else "shared_experts."
-        table += dense_params(spec.shared, size=size, path=("shared",), stored=stored)
-        if spec.shared_gate:
-            table += product(("shared_gate",), size, (("shared_expert_gate", 1, 1),), op=None)
-    return prefixed(table, path=("moe",), stored="mlp.")
+    return prefixed((*table, *_shared_expert(spec, size=size)), path=("moe",), stored="mlp.")
+
+
+def _shared_expert(spec: MoESpec, *, size: int) -> ParamTable:
+    if spec.shared is None:
+        return ()
+    stored = "shared_expert." if spec.shared_gate else "shared_experts."
+    table = dense_params(spec.shared, size=size, path=("shared",), stored=stored)
+    if spec.shared_gate:
+        table += product(("shared_gate",), size, (("shared_expert_gate", 1, 1),), op=None)
+    return table
 
 
 def zero_centred(table: Iterable[ParamSpec]) -> ParamTable:

@@ -113,10 +113,11 @@ class DecodePlanner:
         return step_rows.masked(self._table.unread_tokens(slots) + own)
 
     def _waits_to_be_read(self, slots: Ints, constraints: tuple[Constraint | None, ...]) -> bool:
-        steps = self._table.steps[slots].tolist()
+        if not constraints:
+            return False
+        unread = self._table.steps[slots].tolist()
         return any(
-            each is not None and unread > 0
-            for each, unread in zip(constraints, steps, strict=bool(constraints))
+            each is not None and count > 0 for each, count in zip(constraints, unread, strict=True)
         )
 
     def _shared(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -252,7 +253,7 @@ def diagnosis(*, step: float, error: float = 0.0, **changes: object) -> Diagnosi
         windows=(),
         draft_vocab_size=None,
     )
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "pair": pair,
         "num_texts": 1,
         "num_tokens": 100,
@@ -267,7 +268,7 @@ def diagnosis(*, step: float, error: float = 0.0, **changes: object) -> Diagnosi
         "propose_seconds": None,
         **dict.fromkeys(("buckets", "templates", "tensors", "tried", "findings", "undecided"), ()),
     }
-    return Diagnosis(**{**values, **changes})  # type: ignore[arg-type]
+    return Diagnosis(**{**values, **changes})
 
 
 def test_the_verdict_says_what_it_could_not_decide() -> None:

@@ -38,7 +38,7 @@ class Timing:
     @classmethod
     def of(cls, found: Sequence[float]) -> Timing:
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
-        # Of a normal distribution; a few outliers hardly move a quartile.
+        # For a normal distribution. A few outliers hardly move a quartile.
         sigma, of_median = (high - low) / 1.349, 1.2533
         return cls(middle, of_median * sigma / math.sqrt(len(found)), len(found))
 
