@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard, linear
-from jspec.layers.rope import angles_of
+from jspec.layers.rope import angles_of, grown
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
@@ -76,6 +76,9 @@ def project(
         )
     elif "q_norm" in params:
         norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
+    if spec.growth is not None:
+        q, kv = jnp.split(heads, (num_heads,), axis=-2)
+        heads = jnp.concatenate((grown(q, positions, spec.growth), kv), axis=-2)
     cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
     return heads, Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.attention import take_kept
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
-from jspec.layers.rope import angles_of
+from jspec.layers.rope import angles_of, grown
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LatentAttentionSpec
@@ -49,6 +49,7 @@ def latent_attention(
     if "q_a" in params:
         given = norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=spec.norm_eps)
     queries = linear(params["q"], given, ops=ops).reshape(-1, num_heads, spec.head_dim)
+    queries = grown(queries, positions, spec.growth)
     latent, shared = jnp.split(linear(params["kv_a"], x, ops=ops), (rank,), axis=-1)
     latent = norm(params["kv_a_norm"], latent, eps=spec.norm_eps)
     cos, sin = angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jspec.spec.model_spec import QueryGrowth
 from jspec.spec.rope import RopeConfig, YarnConfig
 
 
@@ -63,3 +64,14 @@ def angles_of(
     if rope.yarn is None:
         return cos, sin
     return cos * rope.yarn.attention_factor, sin * rope.yarn.attention_factor
+
+
+def grown(
+    queries: Float[Array, "*b H D"], positions: Int[Array, "*b"], growth: QueryGrowth | None
+) -> Float[Array, "*b H D"]:
+    """Scale each token's queries by its position; a scale commutes with RoPE."""
+    if growth is None:
+        return queries
+    periods = (positions // growth.period).astype(jnp.float32)
+    factor = (1.0 + growth.beta * jnp.log1p(periods)).astype(queries.dtype)
+    return queries * factor[..., None, None]

@@ -28,6 +28,9 @@ OF_MTP_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "aux_loss_alpha", "
 # For a single layer that every draft level runs again.
 OF_RECURRENT_LAYERS = OF_MTP_LAYERS | {CHAINS_NORMED, MASKS_FIRST}
 
+# Keys of text_config that a config with images may have outside of it.
+OUTSIDE = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpFamily:
@@ -54,6 +57,21 @@ class Family:
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
         return self.mtp is not None and self.mtp.names(spec).is_layers(name)
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of the text model: text_config if the model also reads images."""
+    if fields.get("text_config") is None:
+        return fields
+    own, outer = fields.table("text_config"), fields.values
+    tied = "tie_word_embeddings"
+    if None not in (own.get(tied), fields.get(tied)) and own.get(tied) != fields.get(tied):
+        raise CheckpointError(
+            f"{fields.path}: {tied} is {shown(fields.get(tied))}, and in text_config "
+            f"{shown(own.get(tied))}; expected one value"
+        )
+    outside = {name: outer[name] for name in OUTSIDE if own.get(name) is None and name in outer}
+    return Fields(fields.path, {**own.values, **outside})
 
 
 def read_decoder(

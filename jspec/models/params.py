@@ -170,6 +170,25 @@ def prefixed(table: Iterable[ParamSpec], *, path: ParamPath, stored: str) -> Par
     )
 
 
+def or_nested(table: Iterable[ParamSpec], *places: Mapping[str, str]) -> ParamTable:
+    """Let a text model's tensors also be stored inside of a model that reads images.
+
+    places: from prefixes of names to those inside.
+    """
+
+    def own(spec: ParamSpec) -> ParamSpec:
+        nested = tuple(
+            tuple(replace(part, name=inside + part.name.removeprefix(plain)) for part in layout)
+            for place in places
+            for plain, inside in place.items()
+            for layout in spec.layouts
+            if layout[0].name.startswith(plain)
+        )
+        return replace(spec, layouts=spec.layouts + nested)
+
+    return tuple(map(own, table))
+
+
 def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
     """Let some weights also be stored as one fused tensor each, part after part.
 

@@ -8,10 +8,7 @@ from pathlib import Path
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.families import (
-    deepseek_v2,
-    deepseek_v3,
     glm4_moe,
-    glm4_moe_lite,
     gpt_oss,
     llama,
     mimo,
@@ -25,6 +22,7 @@ from jspec.models.families import (
     qwen3_next,
     step3p5,
 )
+from jspec.models.families.latent import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
 from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
 from jspec.spec.model_spec import ModelSpec
@@ -32,6 +30,7 @@ from jspec.spec.model_spec import ModelSpec
 FAMILIES: list[Family] = [
     llama.FAMILY,
     mistral.FAMILY,
+    mistral4.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
@@ -86,8 +85,6 @@ NOT_BUILT: dict[str, str] = {
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",
     "Glm5NextForConditionalGeneration": "delta attention and sparse attention (GLM-5.3-Flash)",
     "MuseSparkForConditionalGeneration": "the decoder of Muse Spark",
-    "Mistral3ForConditionalGeneration": "the text model inside one that reads images (Mistral 3)",
-    "Mistral4ForCausalLM": "a scale of queries that grows with the position (Mistral Small 4)",
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "NemotronHForCausalLM": "Mamba-2 layers, and layers of one mixer or one MLP (Nemotron-H)",

@@ -25,6 +25,14 @@ class HeadGate(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p times 1 + beta ln(1 + floor(p / period)), as in Llama 4."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer.
 
@@ -49,6 +57,7 @@ class AttentionSpec:
     v_dim: int | None = None  # dimensions of a value head, at most head_dim; None: head_dim
     value_scale: float = 1.0  # factor of V
     rotary_dim: int | None = None  # leading head dimensions with RoPE; None: all
+    growth: QueryGrowth | None = None
     gate: HeadGate | None = None
     kv_dtype: str | None = None  # None: the engine's dtype
 

@@ -13,7 +13,7 @@ class YarnConfig:
     frequency; below `beta_slow` rotations it is divided by the factor; between is a ramp.
 
     mscale, mscale_all_dim: DeepSeek's keys, from which attention_factor follows; 0: absent. The
-    second also scales the scores of latent attention (models/families/deepseek_v3.py).
+    second also scales the scores of latent attention (models/families/latent/deepseek_v3.py).
     """
 
     attention_factor: float  # factor of cos and sin

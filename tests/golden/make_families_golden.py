@@ -33,6 +33,10 @@ from transformers import (
     MiMoV2FlashForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -307,6 +311,41 @@ def spanning_models() -> dict[str, PreTrainedModel]:
     return {"minimax_m2": MiniMaxM2ForCausalLM(config)}
 
 
+def growing_models() -> dict[str, PreTrainedModel]:
+    """Mistral Small 4 and Ministral 3: queries whose scale grows within a few tokens."""
+    torch.manual_seed(6)
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 6,
+        "llama_4_scaling_beta": 0.3,
+    }
+    latent = Mistral4Config(
+        **COMMON | {"num_key_value_heads": 4},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        kv_lora_rank=10,
+        q_lora_rank=14,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        rope_parameters=dict(rope),
+    )
+    plain = Ministral3Config(**COMMON, head_dim=8, num_hidden_layers=2, rope_parameters=dict(rope))
+    return {
+        "mistral4": Mistral4ForCausalLM(latent),
+        "ministral3": Ministral3ForCausalLM(plain),
+    }
+
+
 STEP = {
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -480,6 +519,7 @@ def main() -> None:
     write_step()
     for made in (latest_models, last_models, hybrid_models, latent_models, spanning_models):
         write(made())
+    write(growing_models())
 
 
 @torch.no_grad()

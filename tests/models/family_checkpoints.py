@@ -34,6 +34,8 @@ FAMILY_CHECKPOINTS = (
     "kimi_k2",
     "glm4_moe_lite",
     "minimax_m2",
+    "mistral4",
+    "ministral3",
 )
 
 

@@ -53,6 +53,8 @@ VARIANTS = [
     "kimi_k2",
     "glm4_moe_lite",
     "minimax_m2",
+    "mistral4",
+    "ministral3",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 

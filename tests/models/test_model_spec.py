@@ -179,12 +179,11 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
         (
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture is 'GPT2LMHeadModel'; expected one of LlamaForCausalLM, "
-            "MistralForCausalLM, Qwen2ForCausalLM, .*GptOssForCausalLM",
+            "MistralForCausalLM, .*Qwen2ForCausalLM, .*GptOssForCausalLM",
         ),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "not built: compressed sparse attention"),
         ({"architectures": ["KimiK3ForConditionalGeneration"]}, "not built: delta attention"),
         ({"architectures": ["KimiLinearForCausalLM"]}, "not built: delta attention"),
-        ({"architectures": ["Mistral4ForCausalLM"]}, "not built: a scale of queries that grows"),
         ({"architectures": ["Llama4ForConditionalGeneration"]}, "not built: attention within chu"),
         ({"architectures": ["NemotronHForCausalLM"]}, "not built: Mamba-2 layers"),
         ({"architectures": ["Gemma4ForCausalLM"]}, "not built: norms after attention and MLP"),

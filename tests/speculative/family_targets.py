@@ -29,6 +29,7 @@ from jspec.spec.model_spec import (
     Mixer,
     ModelSpec,
     MoESpec,
+    QueryGrowth,
     Routing,
 )
 from jspec.spec.rope import RopeConfig, YarnConfig
@@ -152,6 +153,13 @@ def glm4_moe_lite() -> Layers:
     return ((own, DENSE), (own, SHARED))
 
 
+def mistral4() -> Layers:
+    """Queries grow several times within a text; softmax routers beside a shared expert."""
+    own = latent(q_rank=14, rope=YARN, scale=0.4, growth=QueryGrowth(beta=0.3, period=7))
+    moe = dataclasses.replace(MIXTURE, shared=DenseSpec(inner=16))
+    return ((own, DENSE), (own, moe))
+
+
 def minimax_m2() -> Layers:
     own = attention(qk_norm=True, norms_span_heads=True, rotary_dim=4)
     return ((own, SIGMOIDS),) * 2
@@ -174,6 +182,7 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "minimax_m2": minimax_m2,
+    "mistral4": mistral4,
 }
 
 

@@ -19,7 +19,16 @@ from tests.support.golden_arrays import arrays_of
 SLOW = ("gpt_oss", "step3p5", "deepseek_v3")
 REPETITIONS = (
     *("mimo_v2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "kimi_k2", "minimax_m2"),
-    *("mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mimo"),
+    *(
+        "mistral",
+        "ministral3",
+        "mistral4",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_moe_mixed",
+        "mimo",
+    ),
 )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.files.json_files import Fields
-from jspec.models.families.deepseek_v3 import (
+from jspec.models.families.latent.deepseek_v3 import (
     NAMES,
     moe_json,
     read_latent_decoder,

@@ -8,20 +8,19 @@ projections have a tensor each.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.decoder_params import decoder_params
-from jspec.models.families.qwen3_next import MTP, hybrid_json, less_one, read_hybrid, text_fields
-from jspec.models.family import Family
-from jspec.models.params import ParamSpec, ParamTable
+from jspec.models.families.qwen3_next import MTP, hybrid_json, less_one, read_hybrid
+from jspec.models.family import Family, text_fields
+from jspec.models.params import ParamTable, or_nested
 from jspec.spec.model_spec import ModelSpec, MoESpec
 
 DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
-TEXT, NESTED = "model.", "model.language_model."
+NESTED = {"model.": "model.language_model."}
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -39,17 +38,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def table(spec: ModelSpec) -> ParamTable:
-    return tuple(map(_or_nested, less_one(decoder_params(spec))))
-
-
-def _or_nested(spec: ParamSpec) -> ParamSpec:
-    """Let the text model's tensors also be stored inside of a model that reads images."""
-    nested = tuple(
-        tuple(replace(part, name=NESTED + part.name.removeprefix(TEXT)) for part in layout)
-        for layout in spec.layouts
-        if layout[0].name.startswith(TEXT)
-    )
-    return replace(spec, layouts=spec.layouts + nested)
+    return or_nested(less_one(decoder_params(spec)), NESTED)
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jspec.models.family import (
     masks_first,
     read_attention,
     read_dense,
+    text_fields,
     without_partial_rotary,
 )
 from jspec.models.files.fp8 import check_quantization
@@ -64,8 +65,6 @@ NAMES = HeadNames(
 )
 LINEAR = "linear_attention"
 ROTARY = 0.25
-# Keys of text_config that a config with images may have outside of it.
-OUTSIDE = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "only SwiGLU MLPs are served"),
     "attn_output_gate": ((True,), "full attention has a gate here"),
@@ -99,21 +98,6 @@ def read_hybrid(fields: Fields, *, family: str) -> ModelSpec:
         bos_token_id=bos_id(own),
         family=family,
     )
-
-
-def text_fields(fields: Fields) -> Fields:
-    """Return the fields of the text model: text_config if the model also reads images."""
-    if fields.get("text_config") is None:
-        return fields
-    own, outer = fields.table("text_config"), fields.values
-    tied = "tie_word_embeddings"
-    if None not in (own.get(tied), fields.get(tied)) and own.get(tied) != fields.get(tied):
-        raise CheckpointError(
-            f"{fields.path}: {tied} is {shown(fields.get(tied))}, and in text_config "
-            f"{shown(own.get(tied))}; expected one value"
-        )
-    outside = {name: outer[name] for name in OUTSIDE if own.get(name) is None and name in outer}
-    return Fields(fields.path, {**own.values, **outside})
 
 
 def _refuse_others(fields: Fields) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jspec.errors import ConfigError, shown
 from jspec.files.json_files import Fields
-from jspec.models.families.deepseek_v3 import (
+from jspec.models.families.latent.deepseek_v3 import (
     NAMES,
     latent_json,
     moe_json,

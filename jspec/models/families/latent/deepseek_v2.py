@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.files.json_files import Fields
-from jspec.models.families.deepseek_v3 import (
+from jspec.models.families.latent.deepseek_v3 import (
     after_dense,
     latent_json,
     moe_json,

@@ -1,0 +1,1 @@
+"""Target families with latent attention (MLA)."""
