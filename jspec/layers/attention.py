@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of, grown
+from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
@@ -65,15 +66,20 @@ def project(
 ) -> tuple[Float[Array, "*b heads D"], Rotation]:
     """Return the heads of q, k and v, and the norms and RoPE that they still need.
 
-    Norms that span heads are applied here: they need the sums of squares of all shards.
+    Without K and V of its own (kv_of) a layer has heads of q alone, and these are normed. Norms
+    that span heads are applied here: they need the sums of squares of all shards.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
+    if spec.v_norm and spec.kv_of is None:
+        heads = _with_normed_v(heads, num_heads=num_heads, eps=eps)
     norms = None
     if spec.qk_norm and spec.norms_span_heads:
         heads = _normed_together(
             params, heads, num_heads=num_heads, spec=spec, eps=eps, shard=shard
         )
+    elif spec.qk_norm and spec.kv_of is not None:  # queries alone
+        heads = rms_norm(heads, params["q_norm"]["scale"], eps=eps)
     elif "q_norm" in params:
         norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
     if spec.growth is not None:
@@ -107,6 +113,14 @@ def _normed_together(
     return jnp.concatenate((*(x.astype(heads.dtype) for x in normed), v), axis=-2)
 
 
+def _with_normed_v(
+    heads: Float[Array, "*b heads D"], *, num_heads: int, eps: float
+) -> Float[Array, "*b heads D"]:
+    qk, v = jnp.split(heads, ((heads.shape[-2] + num_heads) // 2,), axis=-2)
+    ones = jnp.ones(heads.shape[-1], jnp.float32)
+    return jnp.concatenate((qk, rms_norm(v, ones, eps=eps)), axis=-2)
+
+
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:
     return x if kept is None else jnp.take(x, kept, axis=0, mode="clip")
 
@@ -115,6 +129,9 @@ def _heads(
     projected: Float[Array, "*b O"], *, num_heads: int, spec: AttentionSpec
 ) -> Float[Array, "*b heads D"]:
     D, Dv = spec.head_dim, spec.value_dim
+    if spec.k_is_v and spec.kv_of is None:
+        k = projected[..., num_heads * D :]
+        projected = jnp.concatenate((projected, k), axis=-1)
     if spec.v_dim is None and spec.value_scale == 1.0:
         return projected.reshape(*projected.shape[:-1], -1, D)
     num_kv = (projected.shape[-1] - num_heads * D) // (D + Dv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,12 +21,18 @@ def gated_mlp(
     ops: Ops,
     of_prompts: bool = False,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> Float[Array, "*b E"]:
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
 
-    limit: clip silu(gate) from above, and up to [-limit, limit].
+    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of silu.
     """
     kernel = params["gate_up"]["kernel"]
+    if gelu:
+        gate, up = jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1)
+        return linear(
+            params["down"], jax.nn.gelu(gate, approximate=True) * up, ops=ops, reduce=shard
+        )
     if "bias" in params["gate_up"] or limit is not None:
         inner = gated(*jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1), limit=limit)
     else:

@@ -23,7 +23,19 @@ from jspec.spec.model_spec import MoESpec, Routing
 def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (experts of each token, best first; their weights in float32)."""
+    """Return (experts of each token, best first; their weights in float32).
+
+    params: "factors" f32[X], if there, multiply the weights.
+    """
+    ids, weights = _chosen(params, x, spec=spec)
+    if "factors" in params:
+        weights = weights * jnp.take(params["factors"], ids, mode="clip")
+    return ids, weights
+
+
+def _chosen(
+    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     if spec.has_router_bias:  # DeepSeek-V3's router; scores in float32
         logits = logits_of(x, params["kernel"])
         logits = logits + params["bias"] if "bias" in params else logits
@@ -70,10 +82,19 @@ def _by_sigmoid(
 
 
 def moe(
-    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
+    params: dict[str, Any],
+    x: Float[Array, "T E"],
+    *,
+    spec: MoESpec,
+    shard: Shard,
+    ops: Ops,
+    routed: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Run each token through its top_k experts, weighted, and the shared expert if any."""
-    ids, weights = route(params["router"], x, spec=spec)
+    """Run each token through its top_k experts, weighted, and the shared expert if any.
+
+    routed: what the router reads; None: x.
+    """
+    ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts = params["experts"]
     out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
     if "down_bias" in experts:  # once, after the all-reduce

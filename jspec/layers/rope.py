@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.spec.model_spec import QueryGrowth
-from jspec.spec.rope import RopeConfig, YarnConfig
+from jspec.spec.rope import QueryGrowth, RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
@@ -34,6 +33,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
         slowed = inv / rope.factor
         blended = (1 - smooth) * slowed + smooth * inv
         inv = np.select((wavelength > low, wavelength < high), (slowed, inv), default=blended)
+    inv[int(rope.turned * head_dim // 2) :] = 0.0
     return inv.astype(np.float32)
 
 

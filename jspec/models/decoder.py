@@ -24,10 +24,12 @@ from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
+from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
+from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers
@@ -41,6 +43,7 @@ from jspec.spec.model_spec import (
     MoESpec,
     cache_groups,
 )
+from jspec.spec.sandwich import SandwichSpec, cache_indices
 from jspec.spec.weight_format import Formats
 
 Params = dict[str, Any]
@@ -70,11 +73,18 @@ def run_layer(
     spec: LayerSpec,
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
+    token_input: Float[Array, "T P"] | None = None,
 ) -> Residual:
     """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
     kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
+    token_input: of a layer with embeddings of its own (SandwichSpec).
     """
+    if isinstance(spec, SandwichSpec):
+        own: dict[str, Any] = {"spec": spec, "shard": settings.shard, "ops": settings.ops}
+        return run_sandwich(
+            params, stream, positions, attend, **own, kept=kept, token_input=token_input
+        )
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
     return run_sublayers(
         params, x, normed, positions, attend, spec=spec, settings=settings, kept=kept
@@ -134,6 +144,7 @@ def feed_forward(
         ops=ops,
         of_prompts=settings.queries_per_row is None,
         limit=spec.ffn.limit,
+        gelu=spec.ffn.gelu,
     )
 
 
@@ -159,11 +170,18 @@ class PagedAttend:
         self.cache = pages
         self._rows, self._scales = rows, scales
         self._ops = settings.ops
+        self._reads_another = spec.kv_of is not None
         self._call = AttentionCall(
             queries_per_row=settings.queries_per_row, scale=spec.softmax_scale, window=spec.window
         )
 
     def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+        if self._reads_another:  # the cache has this call's tokens
+            q = rotate(heads, rotation.cos, rotation.sin)
+            out, _ = self._ops.attend(
+                q, None, None, self.cache, self._rows, self._call, sinks, self._scales
+            )
+            return out[..., : heads.shape[-1]]
         out, self.cache = self._ops.rotate_write_and_attend(
             heads, rotation, self.cache, self._rows, self._call, sinks, self._scales
         )
@@ -234,15 +252,15 @@ def paged_layer(
     cache: Any,
     rows: AttentionMetadata,
     kept: jax.Array | None = None,
+    token_input: jax.Array | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[Residual, Any]:
     """Run a layer over its cache: (stream, updated cache). Identical layers share one trace."""
     attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
-    stream = run_layer(
-        params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
-    )
+    how: Any = {"spec": spec, "settings": settings, "kept": kept, "token_input": token_input}
+    stream = run_layer(params, stream, rows.q_positions, attend, **how)
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
     return stream, attend.cache
@@ -299,30 +317,45 @@ class Decoder:
             else rows.of_window(group.window)
             for group in self.cache_groups
         }
-        of_layer = [by_group[group] for group in groups_of_layers(self.cache_groups)]
+        of_cache = [by_group[group] for group in groups_of_layers(self.cache_groups)]
+        x = self.embed(params, token_ids)
+        inputs = self._token_inputs(params, token_ids, x)
 
-        def layer(i: int, stream: Residual) -> Residual:
-            stream, caches[i] = paged_layer(
-                params["layers"][i],
+        def layer(i: int, stream: Residual, cache: int) -> Residual:
+            stream, caches[cache] = paged_layer(
+                with_cache_scales(params["layers"], i, self.spec.layers[i]),
                 stream,
-                caches[i],
-                of_layer[i],
+                caches[cache],
+                of_cache[cache],
                 kept if ends_early and i == last else None,
+                None if inputs is None else inputs[:, i],
                 spec=self.spec.layers[i],
                 settings=settings,
             )
             return stream
 
-        stack = [partial(layer, i) for i in range(self.spec.num_layers)]
-        x = embed(params["embed"], token_ids)
+        stack = [partial(layer, i, cache=cache) for i, cache in enumerate(cache_indices(self.spec))]
         stream, aux = trunk(stack, x, aux_layer_ids=self.aux_layer_ids)
         eps = self.spec.rms_norm_eps
         _, hidden = norm_of_sum(params["norm"], stream, eps=eps, ops=self.ops)
         hidden = hidden if ends_early else take_kept(hidden, kept)
         return hidden, aux, tuple(caches)
 
+    def embed(self, params: Params, token_ids: Int[Array, "*b"]) -> Float[Array, "*b E"]:
+        x, scale = embed(params["embed"], token_ids), self.spec.embed_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+    def _token_inputs(
+        self, params: Params, token_ids: Int[Array, "T"], x: Float[Array, "T E"]
+    ) -> Float[Array, "T L P"] | None:
+        if "tokens" not in params:
+            return None
+        how: Any = {"num_layers": self.spec.num_layers, "eps": self.spec.rms_norm_eps}
+        return token_inputs(params["tokens"], token_ids, x, **how, ops=self.ops)
+
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        return logits_of(hidden, params["lm_head"]["kernel"])
+        logits, cap = logits_of(hidden, params["lm_head"]["kernel"]), self.spec.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def token_ids(self) -> Int[Array, "V"]:
         return shard_ids(self.spec.vocab_size, self.shard)

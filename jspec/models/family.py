@@ -54,6 +54,8 @@ class Family:
     table: Callable[[ModelSpec], ParamTable] = decoder_params
     mtp: MtpFamily | None = None  # if its checkpoints include a draft
     unread: tuple[str, ...] = ()  # prefixes of tensors that are ignored: other modalities' parts
+    # Prefixes of the text model's tensors that are stored without a use.
+    spare: Callable[[ModelSpec], tuple[str, ...]] = lambda _: ()
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
         return self.mtp is not None and self.mtp.names(spec).is_layers(name)

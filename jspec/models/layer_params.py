@@ -91,7 +91,10 @@ def attention_params(
 ) -> ParamTable:
     """Declare a layer's `attention` under Hugging Face's names. sinks: their stored names."""
     H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
-    heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
+    heads: tuple[tuple[str, int, int], ...] = (("q_proj", H * D, H),)
+    if spec.kv_of is None:
+        heads += (("k_proj", G * D, G),)
+        heads += () if spec.k_is_v else (("v_proj", G * Dv, G),)
     table: list[ParamSpec] = [
         *product(
             ("qkv",),
@@ -117,7 +120,8 @@ def attention_params(
     if spec.qk_norm and spec.norms_span_heads:
         table += [_norm_of_heads("q_norm", H, D), _norm_of_heads("k_norm", G, D)]
     elif spec.qk_norm:
-        table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
+        table.append(norm("q_norm", "q_norm", D))
+        table += [] if spec.kv_of is not None else [norm("k_norm", "k_norm", D)]
     if spec.sinks:
         layouts = tuple(
             (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD),)

@@ -8,6 +8,7 @@ from pathlib import Path
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields
 from jspec.models.families import (
+    gemma4,
     glm4_moe,
     gpt_oss,
     llama,
@@ -45,6 +46,7 @@ FAMILIES: list[Family] = [
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     minimax_m2.FAMILY,
+    gemma4.FAMILY,
 ]
 
 # Architectures of checkpoints with a layer for multi-token prediction and no target.
@@ -72,10 +74,6 @@ LLAMA4 = (
     "attention within chunks, layers without RoPE, norms after RoPE, a scale of queries that grows "
     "with the position and experts whose inputs are weighted (Llama 4)"
 )
-GEMMA4 = (
-    "norms after attention and MLP, norms of V, GELU MLPs, K and V that layers share and "
-    "embeddings for each layer (Gemma 4)"
-)
 # Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
     "DeepseekV32ForCausalLM": "the indexer of sparse attention (DeepSeek-V3.2)",
@@ -88,8 +86,6 @@ NOT_BUILT: dict[str, str] = {
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": LLAMA4,
     "NemotronHForCausalLM": "Mamba-2 layers, and layers of one mixer or one MLP (Nemotron-H)",
-    "Gemma4ForCausalLM": GEMMA4,
-    "Gemma4ForConditionalGeneration": GEMMA4,
 }
 
 

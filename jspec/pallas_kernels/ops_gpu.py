@@ -20,7 +20,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata,
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm
-from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.experts.api import KERNEL_GATES, Mixed
 from jspec.pallas_kernels.experts.tuning import (
     MOST_RANKED,
     ExpertsTuning,
@@ -177,7 +177,7 @@ class GpuOps(Ops):
     ) -> jax.Array:
         """Use Triton for any token count, since XLA's grouped product reads every expert."""
         params, tuning = _planned(params, ids.size, dtype=x.dtype)
-        if tuning is None:
+        if tuning is None or gate not in KERNEL_GATES:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
         return experts_gpu.run_experts(
             x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret

@@ -13,6 +13,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata,
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 from jspec.pallas_kernels.compaction import tpu as compaction_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu
+from jspec.pallas_kernels.experts.api import KERNEL_GATES
 from jspec.pallas_kernels.kv_write.api import KVScales
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
@@ -82,7 +83,7 @@ class TpuOps(Ops):
         gate: Gate,
     ) -> jax.Array:
         tile_m = experts_tpu.choose_tile_m(ids.size, params["down"].shape[0])
-        if tile_m is None:
+        if tile_m is None or gate not in KERNEL_GATES:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
         return experts_tpu.run_experts(
             x, ids, weights, params, gate=gate, tile_m=tile_m, interpret=self.interpret

@@ -14,7 +14,7 @@ from typing import ClassVar
 from jspec.errors import ConfigError
 from jspec.spec.cache_entry import FP8, KV, CacheEntry, Latent, Record, State, Unit
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.rope import RopeConfig
+from jspec.spec.rope import QueryGrowth, RopeConfig
 
 
 class HeadGate(enum.Enum):
@@ -25,21 +25,15 @@ class HeadGate(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueryGrowth:
-    """Queries at position p times 1 + beta ln(1 + floor(p / period)), as in Llama 4."""
-
-    beta: float
-    period: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer.
 
     window: a query sees keys with q_position - key_position < window, itself included; None: all.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
     norms_span_heads: such a norm takes all query heads of a token as one vector, and all key heads.
+    v_norm: RMSNorm of every value head, without a scale. k_is_v: one projection is both.
     gate: factors of the heads' output, sigmoids of a projection of the layer's normed input.
+    kv_of: an earlier layer, whose cached K and V this one reads; it has none itself.
     kv_dtype: of cached K and V (or a latent). Only the engine sets it (`cached_in`).
     """
 
@@ -51,6 +45,8 @@ class AttentionSpec:
     sinks: bool = False  # each head has a learned logit in its softmax, which adds nothing
     qk_norm: bool = False
     norms_span_heads: bool = False
+    v_norm: bool = False
+    k_is_v: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # of scores before their softmax; None: head_dim ** -0.5
@@ -59,6 +55,7 @@ class AttentionSpec:
     rotary_dim: int | None = None  # leading head dimensions with RoPE; None: all
     growth: QueryGrowth | None = None
     gate: HeadGate | None = None
+    kv_of: int | None = None
     kv_dtype: str | None = None  # None: the engine's dtype
 
     def __post_init__(self) -> None:
@@ -94,7 +91,7 @@ class AttentionSpec:
     @property
     def has_kv_scales(self) -> bool:
         """True if the layer has k_scale and v_scale, by which cached values are divided."""
-        return self.kv_dtype == FP8
+        return self.kv_dtype == FP8 and self.kv_of is None
 
     @property
     def cache_entry(self) -> CacheEntry:
@@ -166,6 +163,7 @@ class DeltaNetSpec:
     value_dim: int
     conv_size: int = 4
     window: ClassVar[int | None] = None
+    kv_of: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_key_heads:
@@ -196,10 +194,11 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated MLP, silu(gate) * up (SwiGLU)."""
+    """A gated MLP, silu(gate) * up (SwiGLU), or with GELU (GeGLU)."""
 
     inner: int  # intermediate_size
     bias: bool = False
+    gelu: bool = False  # its approximation by tanh
     limit: float | None = None  # clamps silu(gate) from above and up to [-limit, limit]
 
 
@@ -218,6 +217,7 @@ class Gate(enum.Enum):
 
     SILU = "silu(gate) * up"
     SILU_WITHIN_7 = "silu(gate), at most 7, times up within 7"
+    GELU = "gelu(gate), by its approximation by tanh, times up"
     CLAMPED = "gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"
 
 
@@ -282,6 +282,10 @@ class LayerSpec:
     eps: float = 1e-5
 
     @property
+    def ffns(self) -> tuple[FeedForward, ...]:
+        return (self.ffn,)
+
+    @property
     def softmax_attention(self) -> AttentionSpec:
         """The layer's attention. Raises ConfigError for a recurrent layer."""
         if not isinstance(self.attention, AttentionSpec):
@@ -299,6 +303,8 @@ class ModelSpec:
     hidden_size: int  # E
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float = 1e-5
+    embed_scale: float | None = None  # factor of embeddings
+    logit_cap: float | None = None  # c in c tanh(logit / c)
     tie_word_embeddings: bool = False
     max_position: int = 2048
     eos_token_ids: tuple[int, ...] = ()
@@ -327,9 +333,11 @@ class ModelSpec:
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """Return the model's cache groups: runs of layers with equal entry and window, in order.
 
-    Two layers with a window between full ones give `name` 0, `name` 1, `name` 2.
+    Layers that read another one's cache are in none. Two layers with a window between full ones
+    give `name` 0, `name` 1, `name` 2.
     """
-    kinds = [(layer.attention.cache_entry, layer.attention.window) for layer in spec.layers]
+    mixers = (layer.attention for layer in spec.layers)
+    kinds = [(own.cache_entry, own.window) for own in mixers if own.kv_of is None]
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
     return tuple(
         CacheGroup(name if len(runs) == 1 else f"{name} {i}", count, entry, window)

@@ -25,6 +25,14 @@ class YarnConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p times 1 + beta ln(1 + floor(p / period)), as in Llama 4."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding. `factor` > 1 without `yarn` or `is_linear` is Llama 3.1's scaling."""
 
@@ -35,3 +43,5 @@ class RopeConfig:
     original_max_position: int = 8192
     yarn: YarnConfig | None = None
     is_linear: bool = False  # all frequencies are divided by the factor
+    # Share of the pairs that turn, the fastest; the others stand still (Gemma 4's p-RoPE).
+    turned: float = 1.0

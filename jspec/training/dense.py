@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.device.weights import PACKED, Weight, dense
+from jspec.errors import ConfigError
 from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.latent_attention import AttendLatent
@@ -31,6 +32,7 @@ from jspec.spec.model_spec import (
     ModelSpec,
     MoESpec,
 )
+from jspec.spec.sandwich import SandwichSpec
 
 Backend = Literal["cudnn", "xla"]
 AttendOf = Callable[[AttentionSpec], Attend]  # for a layer
@@ -234,6 +236,11 @@ def forward(
     def attend_in(layer: LayerSpec) -> Callable[..., jax.Array]:
         if isinstance(layer.attention, LatentAttentionSpec):
             return _attend_latent(layer.attention, token_ids.shape)
+        if isinstance(layer, SandwichSpec):
+            raise ConfigError(
+                "the target's layers have norms after their sub-layers (Gemma 4); expected another "
+                "family: the forward that trains drafts does not run these"
+            )
         own = attend(layer.softmax_attention)
         return _folded(own, token_ids.shape) if is_flat else own
 

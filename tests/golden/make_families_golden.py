@@ -23,6 +23,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -346,6 +350,64 @@ def growing_models() -> dict[str, PreTrainedModel]:
     }
 
 
+def sandwich_models() -> dict[str, PreTrainedModel]:
+    """Gemma 4: windows and full attention with wider heads, an MoE beside each MLP and one
+    projection for K and V (26B-A4B); embeddings of tokens for each layer and layers that read an
+    earlier one's cache, with MLPs twice as wide (E2B); the same without media (12B).
+    """
+    torch.manual_seed(7)
+    kinds = ["sliding_attention", "full_attention"]
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1000.0,
+        },
+    }
+    common = COMMON | {
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "rope_parameters": rope,
+        "sliding_window": WINDOW,
+        "final_logit_softcapping": 5.0,
+    }
+    no_tokens = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    one_head = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    return {
+        "gemma4_moe": Gemma4ForCausalLM(
+            Gemma4TextConfig(
+                **common | no_tokens | one_head,
+                num_hidden_layers=3,
+                layer_types=["sliding_attention", *kinds],
+                enable_moe_block=True,
+                num_experts=6,
+                top_k_experts=2,
+                moe_intermediate_size=8,
+            )
+        ),
+        "gemma4": Gemma4ForCausalLM(
+            Gemma4TextConfig(
+                **common,
+                hidden_size_per_layer_input=6,
+                vocab_size_per_layer_input=COMMON["vocab_size"],
+                num_hidden_layers=5,
+                layer_types=[*kinds, "sliding_attention", *kinds],
+                num_kv_shared_layers=3,
+                use_double_wide_mlp=True,
+            )
+        ),
+        "gemma4_unified": Gemma4UnifiedForCausalLM(
+            Gemma4UnifiedTextConfig(
+                **common | one_head,
+                num_hidden_layers=2,
+                layer_types=kinds,
+                tie_word_embeddings=False,
+            )
+        ),
+    }
+
+
 STEP = {
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -493,7 +555,7 @@ def randomize(model: PreTrainedModel) -> None:
     """Draw weights large enough for attention to matter; norms away from 1, biases from 0."""
     is_hybrid = hasattr(model.config, "linear_num_key_heads")
     for name, value in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or "router.scale" in name or "per_expert_scale" in name:
             value.uniform_(0.5, 1.5)
             if is_hybrid and "linear_attn" not in name:  # stored less one
                 value.sub_(1.0)
@@ -508,6 +570,8 @@ def randomize(model: PreTrainedModel) -> None:
     for name, value in model.named_buffers():
         if "correction_bias" in name:
             value.normal_(std=0.3)
+        elif "layer_scalar" in name:
+            value.uniform_(0.5, 1.2)
 
 
 @torch.no_grad()
@@ -520,6 +584,7 @@ def main() -> None:
     for made in (latest_models, last_models, hybrid_models, latent_models, spanning_models):
         write(made())
     write(growing_models())
+    write(sandwich_models())
 
 
 @torch.no_grad()

@@ -36,6 +36,9 @@ FAMILY_CHECKPOINTS = (
     "minimax_m2",
     "mistral4",
     "ministral3",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_unified",
 )
 
 

@@ -55,6 +55,9 @@ VARIANTS = [
     "minimax_m2",
     "mistral4",
     "ministral3",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_unified",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 
@@ -109,6 +112,7 @@ def unread(cache: jax.Array) -> jax.Array:
 @pytest.mark.slow_cases(
     *("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5"),
     *("kimi_k2-xla", "glm4_moe_lite-xla"),
+    *("gemma4-xla", "gemma4_unified-xla"),
 )
 @pytest.mark.parametrize(
     ("variant", "ops"),

@@ -22,8 +22,8 @@ from jspec.spec.model_spec import (
     LatentAttentionSpec,
     ModelSpec,
     MoESpec,
-    QueryGrowth,
 )
+from jspec.spec.rope import QueryGrowth
 from tests.models.random_params import assert_same
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

@@ -186,7 +186,6 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
         ({"architectures": ["KimiLinearForCausalLM"]}, "not built: delta attention"),
         ({"architectures": ["Llama4ForConditionalGeneration"]}, "not built: attention within chu"),
         ({"architectures": ["NemotronHForCausalLM"]}, "not built: Mamba-2 layers"),
-        ({"architectures": ["Gemma4ForCausalLM"]}, "not built: norms after attention and MLP"),
         ({"architectures": ["Glm5NextForConditionalGeneration"]}, "not built: delta attention"),
         (
             {"architectures": ["MuseSparkForConditionalGeneration"]},

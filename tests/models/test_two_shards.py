@@ -39,6 +39,7 @@ REPETITIONS = (
     *("qwen2", "qwen3", "qwen3_moe_mixed", "mistral", "mimo"),
     *("qwen3_5", "qwen3_5_moe"),
     *("deepseek_v2", "kimi_k2", "glm4_moe_lite", "mistral4", "ministral3"),
+    *("gemma4_moe", "gemma4_unified"),
 )
 
 
@@ -87,5 +88,5 @@ def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
 def test_every_family_is_split() -> None:
     """tests/engine/test_runner.py covers Llama."""
     families = {name.removesuffix("_mixed") for name in FAMILY_CHECKPOINTS}
-    families -= {"qwen3_5_moe", "kimi_k2", "ministral3"}
+    families -= {"qwen3_5_moe", "kimi_k2", "ministral3", "gemma4_moe", "gemma4_unified"}
     assert families == {family.name for family in FAMILIES} - {"llama"}

@@ -29,10 +29,10 @@ from jspec.spec.model_spec import (
     Mixer,
     ModelSpec,
     MoESpec,
-    QueryGrowth,
     Routing,
 )
-from jspec.spec.rope import RopeConfig, YarnConfig
+from jspec.spec.rope import QueryGrowth, RopeConfig, YarnConfig
+from jspec.spec.sandwich import SandwichSpec
 from tests.speculative.engines import TARGET
 
 WINDOW = 8  # shorter than most prompts, and than every text
@@ -165,6 +165,16 @@ def minimax_m2() -> Layers:
     return ((own, SIGMOIDS),) * 2
 
 
+def gemma4() -> Layers:
+    """A window, full attention with wider heads whose K is V, and a reader of the first's cache."""
+    own: dict[str, Any] = {"qk_norm": True, "v_norm": True, "scale": 1.0}
+    dense = dataclasses.replace(DENSE, gelu=True)
+    rope = RopeConfig(theta=1000.0, turned=0.5)
+    sliding = attention(WINDOW, **own)
+    full = attention(head_dim=24, num_kv_heads=1, k_is_v=True, rope=rope, **own)
+    return tuple((each, dense) for each in (sliding, full, dataclasses.replace(sliding, kv_of=0)))
+
+
 LAYERS: dict[str, Callable[[], Layers]] = {
     "llama": llama,
     "mistral": mistral,
@@ -183,10 +193,19 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "deepseek_v3": deepseek_v3,
     "minimax_m2": minimax_m2,
     "mistral4": mistral4,
+    "gemma4": gemma4,
 }
 
 
 def target_of(family: str) -> ModelSpec:
+    if family == "gemma4":
+        moe = dataclasses.replace(MIXTURE, gate=Gate.GELU)
+        sandwiches = tuple(
+            SandwichSpec(attention=own, ffn=ffn, experts=moe, token_size=6)
+            for own, ffn in LAYERS[family]()
+        )
+        scales: dict[str, Any] = {"embed_scale": 3.0, "logit_cap": 5.0}
+        return dataclasses.replace(TARGET, layers=sandwiches, family=family, **scales)
     layers = (LayerSpec(attention=own, ffn=ffn) for own, ffn in LAYERS[family]())
     return dataclasses.replace(TARGET, layers=tuple(layers), family=family)
 

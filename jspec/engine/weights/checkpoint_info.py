@@ -277,7 +277,8 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
 def _shapes(spec: ModelSpec) -> dict[str, Any]:
     mixers = [layer.attention for layer in spec.layers]
     heads = [own for own in mixers if isinstance(own, AttentionSpec)]
-    experts = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    ffns = (ffn for layer in spec.layers for ffn in layer.ffns)
+    experts = [ffn for ffn in ffns if isinstance(ffn, MoESpec)]
     found: dict[str, Any] = {
         "family": spec.family,
         "num_layers": spec.num_layers,

@@ -266,12 +266,12 @@ def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
             sizes.append(("heads", "linear_num_key_heads", mixer.num_key_heads))
         else:
             sizes.append(("heads", "num_attention_heads", mixer.num_heads))
-        if isinstance(layer.ffn, DenseSpec):
-            sizes.append(("mlp", "intermediate_size", layer.ffn.inner))
-        if isinstance(layer.ffn, MoESpec):
-            sizes.append(("mlp", "moe_intermediate_size", layer.ffn.inner))
-            if layer.ffn.shared is not None:
-                sizes.append(("mlp", "the shared expert's width", layer.ffn.shared.inner))
+        for ffn in layer.ffns:
+            is_dense = isinstance(ffn, DenseSpec)
+            name = "intermediate_size" if is_dense else "moe_intermediate_size"
+            sizes.append(("mlp", name, ffn.inner))
+            if isinstance(ffn, MoESpec) and ffn.shared is not None:
+                sizes.append(("mlp", "the shared expert's width", ffn.shared.inner))
         for axis, name, size in sorted(sizes, key=lambda each: each[1]):
             shards = parallel.shards(axis)
             if size % shards:

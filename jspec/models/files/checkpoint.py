@@ -73,7 +73,8 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def _check_experts(spec: ModelSpec, path: Path) -> None:
-    count = sum(x.ffn.num_experts for x in spec.layers if isinstance(x.ffn, MoESpec))
+    ffns = (ffn for layer in spec.layers for ffn in layer.ffns)
+    count = sum(ffn.num_experts for ffn in ffns if isinstance(ffn, MoESpec))
     if count > MOST_EXPERTS:
         raise CheckpointError(
             f"{path}: num_hidden_layers is {spec.num_layers} and the layers have {count} experts; "
@@ -178,10 +179,11 @@ def save_target(
 
 def _stray_of(spec: ModelSpec) -> Callable[[str], bool]:
     family = family_named(spec.family)
+    ignored = family.unread + family.spare(spec)
     return lambda name: (
         is_inv_freq(name)
         or is_kv_scale(name)
-        or name.startswith(family.unread)
+        or name.startswith(ignored)
         or family.is_draft(spec, name)
     )
 

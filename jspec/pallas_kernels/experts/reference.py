@@ -49,6 +49,8 @@ def run_experts(
 def gated(
     first: Float[Array, "*b I"], up: Float[Array, "*b I"], *, gate: Gate
 ) -> Float[Array, "*b I"]:
+    if gate is Gate.GELU:
+        return jax.nn.gelu(first, approximate=True) * up
     if gate is not Gate.CLAMPED:
         return silu_gated(first, up, limit=CLAMP if gate is Gate.SILU_WITHIN_7 else None)
     first = jnp.minimum(first, CLAMP)

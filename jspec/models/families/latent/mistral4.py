@@ -24,7 +24,8 @@ from jspec.models.family import Family, read_decoder, without_partial_rotary
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.layer_params import ffn_params
 from jspec.models.params import ParamTable, or_nested
-from jspec.spec.model_spec import AttentionSpec, FeedForward, ModelSpec, QueryGrowth, Routing
+from jspec.spec.model_spec import AttentionSpec, FeedForward, ModelSpec, Routing
+from jspec.spec.rope import QueryGrowth
 from jspec.spec.rope_io import TABLES
 
 # Names inside of a model that reads images: those of transformers 4, and of version 5 in memory.

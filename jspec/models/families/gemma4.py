@@ -1,0 +1,395 @@
+"""Gemma 4, text only: 12B, 26B-A4B, 31B, E2B and E4B (Gemma4ForCausalLM and around it).
+
+Five layers with a window, then one with full attention, whose heads are wider, of a number of their
+own, and in large models have one projection for K and V; RoPE turns a quarter of their pairs.
+Queries and keys are normed with a scale, values without, and scores are not scaled. Each sub-layer
+has a norm before and after it. Some models have an MoE beside each MLP (26B-A4B), or embeddings of
+tokens for each layer and last layers that read the cache of an earlier one (E2B, E4B).
+
+The text model is in text_config of models that also read images or audio; only it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jspec.errors import CheckpointError, ConfigError, shown
+from jspec.files.json_files import Fields
+from jspec.models.family import FULL, SLIDING, Family, bos_id, eos_ids, read_windows, text_fields
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.layer_params import attention_params, dense_params, lm_head, norm, product
+from jspec.models.params import (
+    FLOAT32,
+    Form,
+    Init,
+    ParamPath,
+    ParamSpec,
+    ParamTable,
+    Part,
+    or_nested,
+    prefixed,
+)
+from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, ModelSpec, MoESpec, Routing
+from jspec.spec.rope import RopeConfig
+from jspec.spec.rope_io import read_rope, rope_json
+from jspec.spec.sandwich import SandwichSpec
+from jspec.spec.weight_format import Op
+
+PLAIN, UNIFIED = "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"
+WITH_MEDIA = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+EVERY = 6  # by default every sixth layer has full attention
+PROPORTIONAL = "proportional"
+ROPES: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+GELU = "gelu_pytorch_tanh"
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "hidden_activation": (GELU,),
+    "use_bidirectional_attention": ("vision", False),  # of images alone
+}
+OWN_OF_LAYERS = ("head_dim", "num_key_value_heads")  # in per_layer_config
+NESTED = {"model.": "model.language_model."}
+UNREAD = tuple(
+    f"model.{name}."
+    for name in ("vision_tower", "embed_vision", "vision_embedder", "audio_tower", "embed_audio")
+)
+
+
+def read(fields: Fields) -> ModelSpec:
+    is_unified = fields.architecture().startswith("Gemma4Unified")
+    fields = text_fields(fields)
+    check_quantization(fields)
+    for name, allowed in FIXED.items():
+        fields.refuse(name, allowed=allowed, why="this family is served as it is published")
+    count, kinds = fields.integer("num_hidden_layers"), _kinds(fields)
+    window = fields.integer("sliding_window", 1024 if is_unified else 512)
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    sources = _sources(fields, kinds)
+    experts = _experts(fields)
+    inner, doubled = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
+    eps, size = fields.number("rms_norm_eps", 1e-6), fields.integer("hidden_size")
+    token_size = _token_size(fields, default=0 if is_unified else 256)
+    layers = tuple(
+        SandwichSpec(
+            attention=replace(_attention(fields, i, kinds[i]), window=windows[i], kv_of=sources[i]),
+            ffn=DenseSpec(
+                inner=inner * (2 if doubled and sources[i] is not None else 1), gelu=True
+            ),
+            eps=eps,
+            experts=experts,
+            token_size=token_size,
+        )
+        for i in range(count)
+    )
+    for layer, source in zip(layers, sources, strict=True):
+        if source is not None and layer.attention.cache_entry != (
+            wanted := layers[source].attention.cache_entry
+        ):
+            raise ConfigError(
+                f"{fields.path}: a layer caches {layer.attention.cache_entry}; expected {wanted}, "
+                f"the entry of layer {source}, whose cache it reads"
+            )
+    cap = "final_logit_softcapping"
+    return ModelSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=size,
+        layers=layers,
+        rms_norm_eps=eps,
+        embed_scale=size**0.5,
+        logit_cap=None if fields.get(cap) is None else fields.number(cap),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        max_position=fields.integer("max_position_embeddings", 131072),
+        eos_token_ids=eos_ids(fields),
+        bos_token_id=bos_id(fields),
+        family=FAMILY.name,
+    )
+
+
+def _kinds(fields: Fields) -> tuple[str, ...]:
+    """Return the layers' kinds. transformers makes the last one full whatever is stated."""
+    windows = read_windows(
+        fields, window=1, default=lambda i: FULL if (i + 1) % EVERY == 0 else SLIDING
+    )
+    return (*(FULL if window is None else SLIDING for window in windows[:-1]), FULL)
+
+
+def _sources(fields: Fields, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Return the layer whose cache each of the last layers reads: the last of its kind before."""
+    name = "num_kv_shared_layers"
+    shared = fields.integer(name) if fields.get(name) else 0
+    first = len(kinds) - shared
+    owners = {kind: i for i, kind in enumerate(kinds[: max(first, 0)])}
+    if set(owners) != set(kinds):
+        raise ConfigError(
+            f"{fields.path}: {name} is {shared}; expected fewer, so that a layer of each kind in "
+            f"{shown(sorted(set(kinds)))} has a cache"
+        )
+    return tuple(owners[kind] if i >= first else None for i, kind in enumerate(kinds))
+
+
+def _attention(fields: Fields, layer: int, kind: str) -> AttentionSpec:
+    own = _of_layer(fields, layer, kind)
+    head_dim = own.integer("head_dim", 256)
+    return AttentionSpec(
+        num_heads=fields.integer("num_attention_heads"),
+        num_kv_heads=own.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rope=_rope(fields, kind),
+        qk_norm=True,
+        v_norm=True,
+        k_is_v=kind == FULL and fields.flag("attention_k_eq_v", False),
+        scale=1.0,
+    )
+
+
+def _of_layer(fields: Fields, layer: int, kind: str) -> Fields:
+    """Return head_dim and kv heads of a layer: transformers 5.24 writes them layer by layer."""
+    values = {name: fields.get(name) for name in OWN_OF_LAYERS}
+    if fields.get("per_layer_config") is not None:
+        own = fields.table("per_layer_config").table(str(layer)).values
+        if unknown := sorted(set(own) - set(OWN_OF_LAYERS)):
+            raise ConfigError(
+                f"{fields.path}: per_layer_config has {shown(unknown)} for layer {layer}; expected "
+                f"{' and '.join(OWN_OF_LAYERS)} alone"
+            )
+        return Fields(fields.path, {**values, **own})
+    if kind == FULL:
+        values["head_dim"] = fields.integer("global_head_dim", 512)
+        given = fields.get("num_global_key_value_heads")
+        if given is not None and fields.flag("attention_k_eq_v", False):
+            values["num_key_value_heads"] = given
+    return Fields(fields.path, values)
+
+
+def _rope(fields: Fields, kind: str) -> RopeConfig:
+    tables = fields.table("rope_parameters")
+    if tables.values and tables.get(kind) is None:
+        raise CheckpointError(
+            f"{fields.path}: rope_parameters has no {kind}; expected one table for each kind of "
+            "layer"
+        )
+    own = tables.table(kind).values or ROPES[kind]
+    if own.get("rope_type") != PROPORTIONAL:
+        inner: dict[str, Any] = {"rope_parameters": own}
+        inner["max_position_embeddings"] = fields.get("max_position_embeddings")
+        return read_rope(Fields(fields.path, inner))
+    table = Fields(fields.path, own)
+    factor, turned = table.number("factor", 1.0), table.number("partial_rotary_factor", 1.0)
+    if turned > 1.0:
+        raise ConfigError(f"{fields.path}: partial_rotary_factor is {turned}; expected at most 1")
+    return RopeConfig(
+        theta=table.number("rope_theta", 10000.0),
+        factor=factor,
+        is_linear=factor != 1.0,
+        turned=turned,
+    )
+
+
+def _experts(fields: Fields) -> MoESpec | None:
+    if not fields.flag("enable_moe_block", False):
+        return None
+    return MoESpec(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("top_k_experts"),
+        inner=fields.integer("moe_intermediate_size"),
+        routing=Routing.SOFTMAX_THEN_TOP_NORMALIZED,
+        gate=Gate.GELU,
+    )
+
+
+def _token_size(fields: Fields, *, default: int) -> int:
+    name = "hidden_size_per_layer_input"
+    if fields.get(name) == 0:
+        return 0
+    size = fields.integer(name, default) if fields.get(name) or default else 0
+    if size:
+        fields.refuse(
+            "vocab_size_per_layer_input",
+            allowed=(fields.get("vocab_size"),),
+            why="every token has embeddings for the layers",
+        )
+    return size
+
+
+def table(spec: ModelSpec) -> ParamTable:
+    V, E = spec.vocab_size, spec.hidden_size
+    declared: list[ParamSpec] = [_embeddings(("embed", "table"), "model.embed_tokens", V, E)]
+    layers = [layer for layer in spec.layers if isinstance(layer, SandwichSpec)]
+    if size := sum(layer.token_size for layer in layers):
+        name = "model.per_layer_{}"
+        declared += [
+            _embeddings(("tokens", "table"), "model.embed_tokens_per_layer", V, size),
+            *product(
+                ("tokens", "project"), E, ((name.format("model_projection"), size, 1),), op=None
+            ),
+            *prefixed(
+                (norm("norm", name.format("projection_norm"), layers[0].token_size),),
+                path=("tokens",),
+                stored="",
+            ),
+        ]
+    for i, layer in enumerate(layers):
+        own = _layer_params(layer, size=E)
+        declared += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
+    declared.append(norm("norm", "model.norm", E))
+    declared.append(lm_head(E, V, tied=spec.tie_word_embeddings))
+    return or_nested(declared, NESTED)
+
+
+def _embeddings(path: ParamPath, name: str, vocab_size: int, size: int) -> ParamSpec:
+    shape = (vocab_size, size)
+    part = Part(name=f"{name}.weight", shape=shape, size=size, form=Form.AS_HELD)
+    return ParamSpec(path=path, shape=shape, layouts=((part,),), init=Init.TABLE)
+
+
+def _vector(path: ParamPath, name: str, size: int) -> ParamSpec:
+    part = Part(name=name, shape=(size,), size=size, form=Form.AS_HELD)
+    return ParamSpec(path=path, shape=(size,), layouts=((part,),), init=Init.ONES, format=FLOAT32)
+
+
+def _layer_params(layer: SandwichSpec, *, size: int) -> ParamTable:
+    P, after = layer.token_size, "post_feedforward_layernorm"
+    assert isinstance(layer.ffn, DenseSpec)
+    declared: ParamTable = (
+        norm("input_norm", "input_layernorm", size),
+        *attention_params(layer.softmax_attention, in_size=size, out_size=size),
+        norm("attention_norm", "post_attention_layernorm", size),
+        norm("post_norm", "pre_feedforward_layernorm", size),
+        *dense_params(layer.ffn, size=size),
+        norm("ffn_norm", after, size),
+        _vector(("factor",), "layer_scalar", 1),
+    )
+    if layer.experts is not None:
+        declared += (
+            norm("mlp_out_norm", f"{after}_1", size),
+            norm("experts_out_norm", f"{after}_2", size),
+            norm("experts_norm", "pre_feedforward_layernorm_2", size),
+            *prefixed(_expert_params(layer.experts, size=size), path=("moe",), stored=""),
+        )
+    if P:
+        declared += (
+            *product(("token_gate",), size, (("per_layer_input_gate", P, 1),), op=None),
+            *product(("token_out",), P, (("per_layer_projection", size, 1),), op=None),
+            norm("token_norm", "post_per_layer_input_norm", size),
+        )
+    return declared
+
+
+def _expert_params(spec: MoESpec, *, size: int) -> ParamTable:
+    X, inner = spec.num_experts, spec.inner
+    gate_up = tuple(
+        Part(
+            name="experts.gate_up_proj",
+            shape=(X, 2 * inner, size),
+            size=inner,
+            num_blocks=inner,
+            first=first,
+        )
+        for first in (0, inner)
+    )
+    down = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
+    return (
+        *product(("router",), size, (("router.proj", X, 1),), op=None),
+        _vector(("router", "scale"), "router.scale", size),
+        _vector(("router", "factors"), "router.per_expert_scale", X),
+        ParamSpec(
+            path=("experts", "gate_up"),
+            shape=(X, size, 2 * inner),
+            layouts=(gate_up,),
+            axes=("experts", "embed", "mlp"),
+            op=Op.EXPERTS,
+        ),
+        ParamSpec(
+            path=("experts", "down"),
+            shape=(X, inner, size),
+            layouts=((down,),),
+            axes=("experts", "mlp", "embed"),
+            op=Op.EXPERTS,
+        ),
+    )
+
+
+def spare(spec: ModelSpec) -> tuple[str, ...]:
+    """Return prefixes of K's and V's tensors that layers with another's cache do not use."""
+    return tuple(
+        f"{prefix}layers.{i}.self_attn.{name}."
+        for prefix in ("model.", NESTED["model."])
+        for i, layer in enumerate(spec.layers)
+        if layer.attention.kv_of is not None
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+
+
+def _rope_json(attention: AttentionSpec) -> dict[str, Any]:
+    rope = attention.rope
+    if rope.turned == 1.0:
+        old = rope_json(rope)
+        return {"rope_theta": rope.theta, **(old["rope_scaling"] or {"rope_type": "default"})}
+    return {
+        "rope_type": PROPORTIONAL,
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.turned,
+        "factor": rope.factor,
+    }
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    """Return config.json of the text model alone."""
+    layers = [layer for layer in spec.layers if isinstance(layer, SandwichSpec)]
+    heads = [layer.softmax_attention for layer in layers]
+    plain = next((a for a in heads if a.window is not None), heads[0])
+    inners = [layer.ffn.inner for layer in layers]
+    first, experts = layers[0], layers[0].experts
+    written: dict[str, Any] = {
+        "architectures": [PLAIN],
+        "model_type": "gemma4_text",
+        "vocab_size": spec.vocab_size,
+        "vocab_size_per_layer_input": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "hidden_size_per_layer_input": first.token_size,
+        "hidden_activation": GELU,
+        "intermediate_size": inners[0],
+        "use_double_wide_mlp": len(set(inners)) > 1,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": plain.num_heads,
+        "num_key_value_heads": plain.num_kv_heads,
+        "head_dim": plain.head_dim,
+        "attention_k_eq_v": any(a.k_is_v for a in heads),
+        "num_kv_shared_layers": sum(a.kv_of is not None for a in heads),
+        "per_layer_config": {
+            str(i): {"head_dim": a.head_dim, "num_key_value_heads": a.num_kv_heads}
+            for i, a in enumerate(heads)
+            if (a.head_dim, a.num_kv_heads) != (plain.head_dim, plain.num_kv_heads)
+        },
+        "layer_types": [FULL if a.window is None else SLIDING for a in heads],
+        "sliding_window": plain.window,
+        "rope_parameters": {FULL if a.window is None else SLIDING: _rope_json(a) for a in heads},
+        "rms_norm_eps": spec.rms_norm_eps,
+        "final_logit_softcapping": spec.logit_cap,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "max_position_embeddings": spec.max_position,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": list(spec.eos_token_ids) or None,
+        "enable_moe_block": experts is not None,
+    }
+    if experts is None:
+        return written
+    return written | {
+        "num_experts": experts.num_experts,
+        "top_k_experts": experts.top_k,
+        "moe_intermediate_size": experts.inner,
+    }
+
+
+FAMILY = Family(
+    name="gemma4",
+    architectures=(PLAIN, UNIFIED, *WITH_MEDIA),
+    read=read,
+    to_json=to_json,
+    table=table,
+    unread=UNREAD,
+    spare=spare,
+)

@@ -1,0 +1,33 @@
+"""Layers with a norm before and after each sub-layer, and shared caches (Gemma 4). Host data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jspec.spec.model_spec import FeedForward, LayerSpec, ModelSpec, MoESpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandwichSpec(LayerSpec):
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), times a number of the layer.
+
+    experts: an MoE beside the dense `ffn`, of the same x under another norm; the outputs of both
+        are normed, then added. Its router reads x, normed with a scale of its own, and each expert
+        has a factor.
+    token_size: width of the layer's own embedding of a token, which one more sub-layer multiplies
+        by a gate of x; 0: no such sub-layer.
+    """
+
+    experts: MoESpec | None = None
+    token_size: int = 0
+
+    @property
+    def ffns(self) -> tuple[FeedForward, ...]:
+        return (self.ffn,) if self.experts is None else (self.ffn, self.experts)
+
+
+def cache_indices(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the index of each layer's cache among the model's: its own, or an earlier layer's."""
+    sources = [layer.attention.kv_of for layer in spec.layers]
+    own = [i for i, source in enumerate(sources) if source is None]
+    return tuple(own.index(i if of is None else of) for i, of in enumerate(sources))
