@@ -7,11 +7,12 @@
 Weights, shapes, context and the simulated acceptance of 3.0 are those of benchmarks.h200_table,
 which starts an engine with all of its programs; here one decode program a batch is compiled, and
 one for prompts. `device_ms` is that program dispatched back to back, `engine_ms` the time between
-two results through scheduler and loop. Drafters but EAGLE-3 are chains 3/1/4: an EAGLE-1 head,
-three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that drafts, and
-lookup. The floor (benchmarks.floors) is what target and drafter read, or multiply where that takes
-longer; with plain, chain and tree, which also serve MoEs, it is the bytes of the target alone.
---parts also times the drafter's two halves alone. A mode has one start for all of its batches.
+two results through scheduler and loop. Other drafters than EAGLE-3 are chains 3/1/4 (an EAGLE-1
+head, three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that
+drafts, lookup), and block drafters of five layers as chains and trees. The floor
+(benchmarks.floors) is what target and drafter read, or multiply where that takes longer; with
+plain, chain and tree, which also serve MoEs, it is the bytes of the target alone. --parts also
+times the drafter's two halves alone. A mode has one start for all of its batches.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:16} {cell}", flush=True)
         write_result(output, {"model": options.model, "cells": cells})
 
-    for mode in (*MODES, *(DRAFTERS if workload.small is not None else ())):
+    for mode in (*MODES, *workload.drafters):
         try:
             run_mode(workload, mode, options, put)
         except Exception as error:  # the other modes are still wanted

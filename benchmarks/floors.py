@@ -23,6 +23,7 @@ from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import ModelSpec, MoESpec
 from jspec.spec.weight_format import Formats, itemsize, num_bytes
 from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
@@ -149,7 +150,8 @@ def target_floor(target: Decoder, rows: Rows, *, nodes: int) -> Floor:
 
 
 def draft_floor(drafter: Drafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:
-    """Return a chain's floor: S - 1 forwards that propose, one that advances M tokens per row.
+    """Return the floor of a drafter in one step: S - 1 forwards that propose, one that advances M
+    tokens per row; of a block drafter, one forward of a block and K and V of M tokens per row.
 
     Raises ValueError for a drafter that is not known here.
     """
@@ -157,6 +159,8 @@ def draft_floor(drafter: Drafter, draft_shape: SpeculativeConfig, rows: Rows) ->
         return rows.read(rows.batch * rows.context * ID_BYTES)
     if isinstance(drafter, MultiLayerDrafter):
         return _multi_layer(drafter, draft_shape, rows)
+    if isinstance(drafter, BlockDrafter):
+        return _block(drafter, draft_shape, rows)
     if not isinstance(drafter, EagleDrafter | StandaloneDrafter):
         raise ValueError(f"the drafter is {type(drafter).__name__}; expected one of the registry")
     emitted = rows.batch * draft_shape.max_emitted
@@ -170,6 +174,25 @@ def draft_floor(drafter: Drafter, draft_shape: SpeculativeConfig, rows: Rows) ->
     advance = products(rows, body, tokens=emitted) + products(rows, head, tokens=rows.batch) + read
     forward = products(rows, later, tokens=rows.batch) + read
     return total((advance, *[forward] * (draft_shape.num_steps - 1)))
+
+
+def _block(drafter: BlockDrafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:
+    """Propose runs all layers over a block and scores S of its rows; advance runs fc and the
+    products of K and V over the emitted tokens, whose logits are not needed."""
+    spec = drafter.model.spec
+    emitted = rows.batch * draft_shape.max_emitted
+    block = rows.batch * spec.num_rows(draft_shape.num_steps)
+    head = matrices(tuple(w for w in drafter.table if "lm_head" in w.path))
+    fc = matrices(tuple(w for w in drafter.table if w.path[0] == "fc"))
+    layers = matrices(tuple(w for w in drafter.table if w.path[0] == "layers"))
+    own = spec.layer.layers[0].softmax_attention
+    kv = spec.layer.hidden_size * own.num_kv_heads * own.head_dim * 2 * spec.layer.num_layers
+    propose = (
+        products(rows, layers, tokens=block)
+        + products(rows, head, tokens=rows.batch * draft_shape.num_steps)
+        + kv_read(rows, drafter.cache_groups)
+    )
+    return propose + products(rows, fc, tokens=emitted) + rows.product(kv, emitted)
 
 
 def _multi_layer(drafter: MultiLayerDrafter, draft_shape: SpeculativeConfig, rows: Rows) -> Floor:

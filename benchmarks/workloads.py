@@ -1,10 +1,10 @@
 """The workloads of the H200 table: model shapes as config.json files, engine arguments, batch
 sizes.
 
-Llama-3.1-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and tiny pairs
-of all three for a smoke test on a CPU; for Llama-3.1-8B also the other drafters, with
-Llama-3.2-1B's shapes for STANDALONE. Weights are random (load_format "dummy"): no checkpoint is
-needed.
+Llama-3.1-8B, Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and
+tiny pairs for a smoke test on a CPU; for Llama-3.1-8B also the other drafters, with Llama-3.2-1B's
+shapes for STANDALONE, and for it and Qwen3-8B block drafters of five layers. Weights are random
+(load_format "dummy"): no checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -42,21 +42,39 @@ MODES: Mapping[str, tuple[int, int, int] | None] = {
     "chain": (3, 1, 4),
     "tree": (3, 4, 16),
 }
-# Drafters other than EAGLE-3, as chains: the algorithm, and the draft's directory.
 DRAFTER_SHAPE = (3, 1, 4)
-DRAFTERS: Mapping[str, tuple[str, str | None]] = {
-    "eagle1": ("EAGLE", "draft_eagle1"),
-    "mtp": ("NEXTN", "draft_mtp"),  # three layers, one per level, in a separate directory
-    "standalone": ("STANDALONE", "draft_standalone"),
-    "ngram": ("NGRAM", None),
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDrafter:
+    """A drafter other than EAGLE-3: the algorithm, the draft's directory, S/K/N."""
+
+    algorithm: str
+    directory: str | None
+    shape: tuple[int, int, int] = DRAFTER_SHAPE
+
+
+DRAFTERS: Mapping[str, OtherDrafter] = {
+    "eagle1": OtherDrafter("EAGLE", "draft_eagle1"),
+    "mtp": OtherDrafter("NEXTN", "draft_mtp"),  # three layers, one per level, in a directory
+    "standalone": OtherDrafter("STANDALONE", "draft_standalone"),
+    "ngram": OtherDrafter("NGRAM", None),
+    "dflash8": OtherDrafter("DFLASH", "draft_dflash8", (7, 1, 8)),
+    "dflash16": OtherDrafter("DFLASH", "draft_dflash16", (15, 1, 16)),
+    "dflash8-tree16": OtherDrafter("DFLASH", "draft_dflash8", (7, 4, 16)),
+    "dflash8-tree32": OtherDrafter("DFLASH", "draft_dflash8", (7, 8, 32)),
+    "dflash8-tree64": OtherDrafter("DFLASH", "draft_dflash8", (7, 8, 64)),
+    "dspark7": OtherDrafter("DFLASH", "draft_dspark7", (7, 1, 8)),
 }
+BLOCK_MODES = tuple(name for name, each in DRAFTERS.items() if each.algorithm == "DFLASH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One model pair and its measurements. prefills: (prompts, tokens of each).
 
-    small: the language model that drafts in mode "standalone"; None: only MODES are measured.
+    drafters: those of DRAFTERS that are measured
+    small: the language model that drafts in mode "standalone"
     formats: of products whose weights the checkpoint packs.
     """
 
@@ -70,6 +88,7 @@ class Workload:
     short_run: int
     prefills: tuple[tuple[int, int], ...]
     engine: Mapping[str, Any] = field(default_factory=dict)
+    drafters: tuple[str, ...] = ()
     small: ModelSpec | None = None
     formats: Formats = ()
 
@@ -82,10 +101,8 @@ class Workload:
         ]
 
     def write_configs(self, directory: Path) -> None:
-        """Write `directory`/target and `directory`/draft with a config.json each.
-
-        With `small` also those of DRAFTERS.
-        """
+        """Write `directory`/target and `directory`/draft with a config.json each, and those of
+        `drafters`."""
         target = family_named(self.target.family).to_json(self.target)
         for _, packed in self.formats:
             target["quantization_config"] = {"quant_method": packed.name}
@@ -100,6 +117,14 @@ class Workload:
                 "draft_eagle1": eagle1_config_json(eagle1_of(self.target), dtype=self.dtype),
                 "draft_mtp": mtp_config_json(layers, target=self.target, dtype=self.dtype),
                 "draft_standalone": small | {"torch_dtype": self.dtype},
+            }
+        if set(BLOCK_MODES) & set(self.drafters):
+            configs |= {
+                "draft_dflash8": block_json(self.target, block_size=8),
+                "draft_dflash16": block_json(self.target, block_size=16),
+                "draft_dspark7": block_json(
+                    self.target, block_size=7, projector_type="dspark", markov_rank=256
+                ),
             }
         for name, config in configs.items():
             (directory / name).mkdir(parents=True, exist_ok=True)
@@ -119,16 +144,16 @@ class Workload:
             "compile_at_start": "common",  # a larger program than needed would be timed else
             **self.engine,
         }
-        algorithm, draft = DRAFTERS.get(mode, ("EAGLE3", "draft"))
-        shape = DRAFTER_SHAPE if mode in DRAFTERS else MODES[mode]
-        if shape is None:
+        shape = None if mode in DRAFTERS else MODES[mode]
+        if mode not in DRAFTERS and shape is None:
             return {**shared, "speculative_algorithm": "NONE"}
-        steps, topk, nodes = shape
-        if draft is not None:
-            shared["speculative_draft_model_path"] = str(directory / draft)
+        drafter = DRAFTERS.get(mode) or OtherDrafter("EAGLE3", "draft", shape or DRAFTER_SHAPE)
+        steps, topk, nodes = drafter.shape
+        if drafter.directory is not None:
+            shared["speculative_draft_model_path"] = str(directory / drafter.directory)
         return {
             **shared,
-            "speculative_algorithm": algorithm,
+            "speculative_algorithm": drafter.algorithm,
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": nodes,
@@ -167,6 +192,37 @@ def eagle1_of(target: ModelSpec) -> HeadSpec:
     return eagle1_spec(layer=layer, draft_vocab_size=target.vocab_size, fc_bias=False)
 
 
+def block_json(target: ModelSpec, *, block_size: int, **more: Any) -> dict[str, Any]:
+    """Return z-lab's config.json of a block drafter: five layers (or the target's, if it has
+    fewer) of a dense target's widths, which read five of its layers."""
+    attention, dense = target.layers[0].softmax_attention, target.layers[0].ffn
+    assert isinstance(dense, DenseSpec)
+    count = min(5, target.num_layers)
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "block_size": block_size,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": dense.inner,
+        "mask_token_id": target.vocab_size - 1,
+        "max_position_embeddings": target.max_position,
+        "model_type": "qwen3",
+        "num_attention_heads": attention.num_heads,
+        "num_hidden_layers": count,
+        "num_key_value_heads": attention.num_kv_heads,
+        "num_target_layers": target.num_layers,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": attention.rope.theta,
+        "target_layer_ids": [
+            i * (target.num_layers - 1) // max(count - 1, 1) for i in range(count)
+        ],
+        "vocab_size": target.vocab_size,
+        **more,
+    }
+
+
 def mtp_of(target: ModelSpec, *, num_layers: int) -> HeadSpec:
     """Return layers of a dense target's widths, in the layout in which such layers are written."""
     rope = RopeConfig(theta=target.layers[0].attention.rope.theta)
@@ -194,6 +250,15 @@ LLAMA: Mapping[str, Any] = {"max_position": 131072, "eos_token_ids": (128001,)}
 ROPE_OF_LLAMA = RopeConfig(theta=500000.0, factor=8.0)
 LLAMA_8B = decoder_of(LLAMA_3_1_8B, 32, rope=ROPE_OF_LLAMA, **LLAMA)
 LLAMA_70B = decoder_of(LLAMA_3_1_70B, 80, rope=ROPE_OF_LLAMA, **LLAMA)
+QWEN3_8B = decoder_of(
+    shapes.QWEN3_8B,
+    36,
+    rope=RopeConfig(theta=1000000.0),
+    eps=1e-6,
+    max_position=40960,
+    eos_token_ids=(151645,),
+    family="qwen3",
+)
 LLAMA_1B = decoder_of(
     LLAMA_3_2_1B, 16, rope=replace(ROPE_OF_LLAMA, factor=32.0), tie_word_embeddings=True, **LLAMA
 )
@@ -375,7 +440,12 @@ TINY_MOE = replace(
 
 
 def _published(
-    name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
+    name: str,
+    target: ModelSpec,
+    *,
+    drafters: tuple[str, ...] = (),
+    small: ModelSpec | None = None,
+    formats: Formats = (),
 ) -> Workload:
     """Return a real model's shapes in bfloat16, as the peers were measured."""
     aux = default_aux_layer_ids(target.num_layers)
@@ -391,13 +461,19 @@ def _published(
         prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
         # 64 rows of 1,024 + 288 tokens and their scratch; one row of 8,192.
         engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
+        drafters=drafters,
         small=small,
         formats=formats,
     )
 
 
 def _tiny(
-    name: str, target: ModelSpec, *, small: ModelSpec | None = None, formats: Formats = ()
+    name: str,
+    target: ModelSpec,
+    *,
+    drafters: tuple[str, ...] = (),
+    small: ModelSpec | None = None,
+    formats: Formats = (),
 ) -> Workload:
     """Return sizes for a smoke test on a CPU."""
     return Workload(
@@ -411,6 +487,7 @@ def _tiny(
         short_run=7,
         prefills=((1, 8), (2, 24)),
         engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
+        drafters=drafters,
         small=small,
         formats=formats,
     )
@@ -419,12 +496,18 @@ def _tiny(
 WORKLOADS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
-        _published("llama-3.1-8b", LLAMA_8B, small=LLAMA_1B),
+        _published("llama-3.1-8b", LLAMA_8B, drafters=tuple(DRAFTERS), small=LLAMA_1B),
+        _published("qwen3-8b", QWEN3_8B, drafters=BLOCK_MODES),
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),
         _published("gpt-oss-20b-mxfp4", GPT_OSS_20B, formats=PACKED),
         _published("gpt-oss-120b-mxfp4", GPT_OSS_120B, formats=PACKED),
-        _tiny("tiny", TINY, small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True)),
+        _tiny(
+            "tiny",
+            TINY,
+            drafters=tuple(DRAFTERS),
+            small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True),
+        ),
         _tiny("tiny-moe", TINY_MOE),
         _tiny("tiny-gpt-oss", TINY_GPT_OSS),
         _tiny("tiny-gpt-oss-mxfp4", TINY_GPT_OSS, formats=PACKED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ from benchmarks.workloads import (
     LLAMA_1B,
     LLAMA_8B,
     WORKLOADS,
+    block_json,
     eagle1_of,
     mtp_of,
 )
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.models.decoder import Decoder
+from jspec.models.heads.block_config import load_block_config
+from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.bundles import OPS
 from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
@@ -34,6 +39,15 @@ from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 XLA = OPS["xla"]
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE, num_steps=3, topk=1, num_draft_tokens=4)
 ONE = Rows(batch=1, context=1168, itemsize=2)
+
+
+def block_drafter() -> BlockDrafter:
+    """Return the block drafter of Llama-3.1-8B, read from the config of the workload."""
+    fields = block_json(LLAMA_8B, block_size=8)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        spec = load_block_config(Path(folder), target=LLAMA_8B)
+    return BlockDrafter(BlockHead(spec, XLA), CHAIN)
 
 
 def drafters() -> dict[str, Drafter]:
@@ -44,6 +58,7 @@ def drafters() -> dict[str, Drafter]:
         "mtp": MultiLayerDrafter(FeatureHead(mtp_of(LLAMA_8B, num_layers=3), XLA), CHAIN),
         "standalone": StandaloneDrafter(Decoder(LLAMA_1B, XLA), CHAIN),
         "ngram": NgramDrafter(CHAIN),
+        "dflash8": block_drafter(),
     }
 
 
@@ -57,6 +72,8 @@ def test_a_floor_is_the_bytes_of_the_forwards_by_hand() -> None:
         "mtp": 5 * (pair + layer + row) + 3 * head,
         "standalone": small,
         "ngram": 1168 * 2,
+        # Five layers, lm_head, fc of five features, K and V of what is emitted.
+        "dflash8": 5 * (layer + row + 8.39e6) + head + 83.9e6,
     }
     found = {name: draft_floor(drafter, CHAIN, ONE) for name, drafter in drafters().items()}
     for name, wanted in numbers.items():

@@ -69,6 +69,12 @@ LLAMA_3_1_70B = ModelShape(
     attention=AttentionSpec(num_heads=64, num_kv_heads=8, head_dim=128),
     ffn=DenseSpec(inner=28672),
 )
+QWEN3_8B = ModelShape(
+    hidden_size=4096,
+    vocab_size=151936,
+    attention=AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, qk_norm=True),
+    ffn=DenseSpec(inner=12288),
+)
 QWEN3_30B_A3B = ModelShape(
     hidden_size=2048,
     vocab_size=151936,
