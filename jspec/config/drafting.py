@@ -100,6 +100,7 @@ class Algorithm:
     STANDALONE: ClassVar[Algorithm]
     NEXTN: ClassVar[Algorithm]
     MULTI_LAYER_EAGLE: ClassVar[Algorithm]
+    FROZEN_KV_MTP: ClassVar[Algorithm]
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -179,3 +180,7 @@ Algorithm.MULTI_LAYER_EAGLE = _expanding(
 )
 # A block in one forward, in S + 1 scratch slots. What is cached of a token is made of its feature.
 Algorithm.DFLASH = _expanding("DFLASH", propose_slots=emitted, default_steps=7, is_block=True)
+# A model that reads the target's caches and has none; NEXTN and EAGLE with its files mean it, too.
+Algorithm.FROZEN_KV_MTP = _expanding(
+    "FROZEN_KV_MTP", propose_slots=_nothing, advance_slots=_nothing
+)

@@ -70,6 +70,9 @@ BLOCKS: dict[str, str] = {
     "dspark": "dspark",
 }
 
+# Draft models that read the caches of a Gemma 4: of its plain and of its unified kind.
+ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+
 LLAMA4 = (
     "attention within chunks, layers without RoPE, norms after RoPE, a scale of queries that grows "
     "with the position and experts whose inputs are weighted (Llama 4)"
@@ -110,6 +113,8 @@ def draft_algorithm(fields: Fields) -> str | None:
         return "DFLASH"
     if name in DRAFTS:
         return "NEXTN"
+    if name in ASSISTANTS:
+        return "FROZEN_KV_MTP"
     return "EAGLE" if "Eagle" in str(name) else None
 
 

@@ -43,6 +43,7 @@ class StepBatch:
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # i32[B, P] each
     shared: SharedPrefixes | None = None  # prefixes that several rows share
     slots: jax.Array | None = None  # i32[B], of caches by slot
+    target_kv: KVPool = ()  # the target's caches, if the drafter needs them
 
 
 @pytree
@@ -213,6 +214,7 @@ class Needs:
     hidden: bool = False  # the last hidden state, after the final norm
     # The residual at the input of these layers; the target must capture the same ones.
     aux_layer_ids: tuple[int, ...] = ()
+    caches: bool = False  # the target's caches, which propose reads
 
 
 class Drafter(Protocol):

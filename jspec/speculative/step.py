@@ -99,6 +99,8 @@ def propose_tree(
 ) -> tuple[EngineState, DraftTree]:
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows = _rows_in_step(state, batch.slots, batch.shared)
+    if program.proposer.needs.caches:
+        rows = dataclasses.replace(rows, target_kv=state.kv)
     draft = take_rows(state.draft, batch.slots)
     draft_kv, tree = program.proposer.propose(params["draft"], state.draft_kv, draft, rows)
     return dataclasses.replace(state, draft_kv=draft_kv), tree

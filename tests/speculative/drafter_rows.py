@@ -27,6 +27,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.speculative import beams
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
 from jspec.speculative.tree import Level, build_tree
+from tests.speculative import own_assistants
 from tests.speculative.engines import TARGET
 from tests.speculative.every_drafter import Kind
 from tests.support.caches import empty_pools
@@ -103,7 +104,12 @@ class Texts:
 
         self.features = Features(
             hidden=of_width(size if self.drafter.needs.hidden else 0),
-            aux_hidden=of_width(size * len(kind.aux_layer_ids)),
+            # For a drafter that reads the target's caches, what these have of the token.
+            aux_hidden=of_width(
+                own_assistants.WIDTH
+                if self.drafter.needs.caches
+                else size * len(kind.aux_layer_ids)
+            ),
         )
         pools = empty_pools(
             self.drafter.cache_groups,
@@ -173,7 +179,22 @@ class Texts:
             seq_lens=jnp.asarray(self.told, jnp.int32),
             page_table=self.table,
             sampling=self.sampling,
+            target_kv=self._target_kv() if self.drafter.needs.caches else (),
         )
+
+    def _target_kv(self) -> tuple[jax.Array, ...]:
+        """Return the target's caches: of committed tokens, and NaN in all other slots."""
+        groups, dim, caches = own_assistants.GROUPS, own_assistants.DIM, own_assistants.CACHES
+        shape = (1 + NUM_ROWS * PAGES_PER_ROW, PAGE, 2 * groups, dim)
+        pools = np.full((TARGET.num_layers, *shape), np.nan, np.float32)
+        values = np.asarray(self.features.aux_hidden)
+        values = values.reshape(NUM_ROWS, LENGTH, len(caches), 2 * groups, dim)
+        for row, told in enumerate(self.told):
+            place = np.arange(told)
+            pages = np.asarray(self.table)[row, place // PAGE]
+            for i, cache in enumerate(caches):
+                pools[cache, pages, place % PAGE] = values[row, :told, i]
+        return tuple(map(jnp.asarray, pools))
 
     def propose(self) -> tuple[DraftTree, tuple[Level, ...]]:
         self.caches, tree, levels = self.programs.propose(self.caches, self.state, self.rows())

@@ -25,6 +25,7 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.stored import on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
+from jspec.models.heads.assistant import Assistant, assistant_params
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.dflash import block_params
 from jspec.models.heads.feature_head import FeatureHead
@@ -37,6 +38,7 @@ from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import uniform_decoder
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
+from jspec.speculative.drafters.frozen_kv import FrozenKVDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
@@ -48,7 +50,7 @@ from tests.models.eagle3_reference import (
     HeadReference,
 )
 from tests.models.mtp_reference import MtpReference, RecurrentReference
-from tests.speculative import own_blocks, own_layers
+from tests.speculative import own_assistants, own_blocks, own_layers
 from tests.speculative.engines import (
     DRAFT,
     NGRAM_MAX_MATCH,
@@ -288,6 +290,25 @@ def right_recurrent(texts: Sequence[tuple[int, ...]]) -> Params:
     return with_all_ids(right_layers(own_layers.RECURRENT, texts))
 
 
+def assistant_weights() -> Params:
+    return {**own_assistants.own_params(), **of_target(("embed",), tiny_params()[0])}
+
+
+def right_assistant(_: Sequence[tuple[int, ...]]) -> Params:
+    """The layers add nothing, and the embedding goes to the target's lm_head."""
+    target, own = contextless_target(), zeros_but_norms(assistant_params(own_assistants.SPEC))
+    own["pre", "kernel"] = own["pre", "kernel"].at[:SIZE].set(jnp.eye(SIZE))
+    own["lm_head", "kernel"] = target["lm_head"]["kernel"]
+    for path in own:
+        if path[-1] == "factor":
+            own[path] = jnp.ones_like(own[path])
+    return {**nested(own.items()), **of_target(("embed",), target)}
+
+
+def frozen_kv(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+    return FrozenKVDrafter(Assistant(own_assistants.SPEC, ops, shard), draft_shape)
+
+
 def with_all_ids(params: Params) -> Params:
     return {**params, "draft_ids": jnp.arange(VOCAB, dtype=jnp.int32)}
 
@@ -498,6 +519,14 @@ EVERY: tuple[Kind, ...] = (
         guesses=recurrent_guesses,
         always_right=right_recurrent,
         aux_layer_ids=own_layers.RECURRENT.aux_layer_ids,
+    ),
+    Kind(
+        name="frozen_kv",
+        algorithm=Algorithm.FROZEN_KV_MTP,
+        make=frozen_kv,
+        params=assistant_weights,
+        guesses=lambda _: own_assistants.AssistantGuesses(assistant_weights()),
+        always_right=right_assistant,
     ),
     Kind(
         name="ngram",

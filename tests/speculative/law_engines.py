@@ -59,6 +59,7 @@ FAST = (
     Setting("ngram", (3, 3, 10), 16, shards=4),
     OF_SHAPES,
     Setting("dflash", (3, 2, 11), 4),
+    Setting("frozen_kv", (3, 1, 4), 16),
 )
 REST = (
     Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
@@ -72,6 +73,7 @@ REST = (
     Setting("dspark", (3, 2, 11), 4, shards=2),
     Setting("dflash2", (2, 3, 13), 16, shards=2),
     Setting("p_eagle", (3, 2, 11), 4, rounds=2, shards=2),
+    Setting("frozen_kv", (3, 2, 11), 4, rounds=2, shards=2),
 )
 
 

@@ -16,6 +16,7 @@ from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
+from jspec.models.heads.assistant import Assistant
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.attention.api import AttentionMetadata
@@ -36,13 +37,14 @@ from jspec.speculative.drafter import (
     with_next_ids,
 )
 from jspec.speculative.drafters.block import BlockDrafter
+from jspec.speculative.drafters.frozen_kv import FrozenKVDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
-from tests.speculative import own_blocks
+from tests.speculative import own_assistants, own_blocks
 from tests.speculative.engines import DRAFT, TARGET, spec_of
 from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
 from tests.support.caches import empty_pools
@@ -193,6 +195,9 @@ def drafters() -> dict[Algorithm, Drafter]:
         Algorithm.DFLASH: BlockDrafter(
             BlockHead(own_blocks.SPECS["dflash"], Ops()), spec_of(3, 2, 7, Algorithm.DFLASH)
         ),
+        Algorithm.FROZEN_KV_MTP: FrozenKVDrafter(
+            Assistant(own_assistants.SPEC, Ops()), spec_of(3, 2, 7, Algorithm.FROZEN_KV_MTP)
+        ),
     }
 
 
@@ -202,7 +207,8 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
     assert set(ALGORITHMS) == set(DRAFTERS)
     for algorithm, drafter in made.items():
         assert drafter.algorithm == algorithm
-        assert drafter.algorithm.has_model == bool(drafter.cache_groups)
+        has_keys = bool(drafter.cache_groups) or drafter.needs.caches
+        assert drafter.algorithm.has_model == has_keys
         hash((drafter.cache_groups, drafter.needs))
     assert {a: d.algorithm.lookahead for a, d in made.items() if d.algorithm.lookahead} == {
         Algorithm.EAGLE: 1,
@@ -211,6 +217,7 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
         Algorithm.MULTI_LAYER_EAGLE: 1,
     }
     assert made[Algorithm.EAGLE].needs == Needs(hidden=True)
+    assert made[Algorithm.FROZEN_KV_MTP].needs == Needs(hidden=True, caches=True)
     ahead = {a: d.algorithm.tokens_ahead(3, 2) for a, d in made.items()}
     assert ahead[Algorithm.EAGLE3] == ahead[Algorithm.NEXTN] == 1
     assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 has token i + 3

@@ -68,6 +68,7 @@ SLOW: dict[str, Shape] = {
     "multi_layer_step3p5": (3, 1),
     "recurrent": TREE,
     "standalone": TREE,
+    "frozen_kv": TREE,
 }
 
 

@@ -83,6 +83,7 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
         (8, 5, 1, 1.3, "mixed", False),
         (1, 32, 0, 0.0, "none", False),
         (5, 8, 1, 1.3, "top_k_top_p", True),
+        (5, 8, 1, 1.3, "none", False),
     )
 )
 
@@ -162,7 +163,7 @@ def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
 
 def test_the_array_covers_every_pair() -> None:
     assert set().union(*map(pairs_of, ARRAY)) == all_pairs(FACTORS)
-    assert len(ARRAY) <= 80  # kinds times shapes are 72
+    assert len(ARRAY) <= 90  # kinds times shapes are 81
     assert {setting.kind for setting in (*FAST, *REST)} == set(KINDS)
     assert {KINDS[setting.kind].algorithm for setting in FAST} == {k.algorithm for k in EVERY}
     assert all({run[name] for run in RUNS} == {*levels} for name, levels in RUN_FACTORS.items())

@@ -86,6 +86,7 @@ SETTINGS = {
     "eagle1": Setting(KINDS["eagle1"], (3, 2, 7), 4),
     "standalone": Setting(KINDS["standalone"], (3, 1, 4), 16),
     "dflash": Setting(KINDS["dflash"], (3, 2, 7), 4),
+    "frozen_kv": Setting(KINDS["frozen_kv"], (3, 2, 7), 4),
 }
 
 

@@ -26,13 +26,14 @@ from tests.speculative.law_engines import (
 from tests.support.random_shapes import RandomShapes
 
 OFF = (0, 1, 1)
-# The first is of the fast suite, the first five are chains: all of a chain's drafts are right where
+# The first is of the fast suite, the first six are chains: all of a chain's drafts are right where
 # the drafter is; of a tree that is cut to N nodes the right path may be left out.
 SETTINGS = (
     OF_SHAPES,
     Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("multi_layer_not_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("standalone", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("frozen_kv", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("eagle1", (2, 1, 3), 16, rounds=3, shards=2, others=(OFF, (1, 1, 2))),
     Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4), (3, 2, 5))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),

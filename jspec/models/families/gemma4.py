@@ -16,25 +16,13 @@ from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
+from jspec.models.families.gemma4_params import spare, table
 from jspec.models.family import FULL, SLIDING, Family, bos_id, eos_ids, read_windows, text_fields
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.layer_params import attention_params, dense_params, lm_head, norm, product
-from jspec.models.params import (
-    FLOAT32,
-    Form,
-    Init,
-    ParamPath,
-    ParamSpec,
-    ParamTable,
-    Part,
-    or_nested,
-    prefixed,
-)
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, rope_json
 from jspec.spec.sandwich import SandwichSpec
-from jspec.spec.weight_format import Op
 
 PLAIN, UNIFIED = "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"
 WITH_MEDIA = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
@@ -51,7 +39,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": ("vision", False),  # of images alone
 }
 OWN_OF_LAYERS = ("head_dim", "num_key_value_heads")  # in per_layer_config
-NESTED = {"model.": "model.language_model."}
 UNREAD = tuple(
     f"model.{name}."
     for name in ("vision_tower", "embed_vision", "vision_embedder", "audio_tower", "embed_audio")
@@ -61,30 +48,10 @@ UNREAD = tuple(
 def read(fields: Fields) -> ModelSpec:
     is_unified = fields.architecture().startswith("Gemma4Unified")
     fields = text_fields(fields)
-    check_quantization(fields)
-    for name, allowed in FIXED.items():
-        fields.refuse(name, allowed=allowed, why="this family is served as it is published")
-    count, kinds = fields.integer("num_hidden_layers"), _kinds(fields)
-    window = fields.integer("sliding_window", 1024 if is_unified else 512)
-    windows = tuple(window if kind == SLIDING else None for kind in kinds)
-    sources = _sources(fields, kinds)
-    experts = _experts(fields)
-    inner, doubled = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
-    eps, size = fields.number("rms_norm_eps", 1e-6), fields.integer("hidden_size")
-    token_size = _token_size(fields, default=0 if is_unified else 256)
-    layers = tuple(
-        SandwichSpec(
-            attention=replace(_attention(fields, i, kinds[i]), window=windows[i], kv_of=sources[i]),
-            ffn=DenseSpec(
-                inner=inner * (2 if doubled and sources[i] is not None else 1), gelu=True
-            ),
-            eps=eps,
-            experts=experts,
-            token_size=token_size,
-        )
-        for i in range(count)
-    )
-    for layer, source in zip(layers, sources, strict=True):
+    kinds = kinds_of(fields)
+    layers = read_layers(fields, kinds, _sources(fields, kinds), is_unified=is_unified)
+    for layer in layers:
+        source = layer.attention.kv_of
         if source is not None and layer.attention.cache_entry != (
             wanted := layers[source].attention.cache_entry
         ):
@@ -92,12 +59,12 @@ def read(fields: Fields) -> ModelSpec:
                 f"{fields.path}: a layer caches {layer.attention.cache_entry}; expected {wanted}, "
                 f"the entry of layer {source}, whose cache it reads"
             )
-    cap = "final_logit_softcapping"
+    size, cap = fields.integer("hidden_size"), "final_logit_softcapping"
     return ModelSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=size,
         layers=layers,
-        rms_norm_eps=eps,
+        rms_norm_eps=layers[0].eps,
         embed_scale=size**0.5,
         logit_cap=None if fields.get(cap) is None else fields.number(cap),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
@@ -108,7 +75,39 @@ def read(fields: Fields) -> ModelSpec:
     )
 
 
-def _kinds(fields: Fields) -> tuple[str, ...]:
+def read_layers(
+    fields: Fields,
+    kinds: tuple[str, ...],
+    sources: tuple[int | None, ...],
+    *,
+    is_unified: bool,
+) -> tuple[SandwichSpec, ...]:
+    """Read the layers of these kinds. sources: as in AttentionSpec.kv_of."""
+    check_quantization(fields)
+    for name, allowed in FIXED.items():
+        fields.refuse(name, allowed=allowed, why="this family is served as it is published")
+    window = fields.integer("sliding_window", 1024 if is_unified else 512)
+    inner, doubled = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
+    common: dict[str, Any] = {
+        "eps": fields.number("rms_norm_eps", 1e-6),
+        "experts": _experts(fields),
+        "token_size": _token_size(fields, default=0 if is_unified else 256),
+    }
+    return tuple(
+        SandwichSpec(
+            attention=replace(
+                _attention(fields, i, kind),
+                window=window if kind == SLIDING else None,
+                kv_of=source,
+            ),
+            ffn=DenseSpec(inner=inner * (2 if doubled and source is not None else 1), gelu=True),
+            **common,
+        )
+        for i, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    )
+
+
+def kinds_of(fields: Fields) -> tuple[str, ...]:
     """Return the layers' kinds. transformers makes the last one full whatever is stated."""
     windows = read_windows(
         fields, window=1, default=lambda i: FULL if (i + 1) % EVERY == 0 else SLIDING
@@ -212,115 +211,6 @@ def _token_size(fields: Fields, *, default: int) -> int:
             why="every token has embeddings for the layers",
         )
     return size
-
-
-def table(spec: ModelSpec) -> ParamTable:
-    V, E = spec.vocab_size, spec.hidden_size
-    declared: list[ParamSpec] = [_embeddings(("embed", "table"), "model.embed_tokens", V, E)]
-    layers = [layer for layer in spec.layers if isinstance(layer, SandwichSpec)]
-    if size := sum(layer.token_size for layer in layers):
-        name = "model.per_layer_{}"
-        declared += [
-            _embeddings(("tokens", "table"), "model.embed_tokens_per_layer", V, size),
-            *product(
-                ("tokens", "project"), E, ((name.format("model_projection"), size, 1),), op=None
-            ),
-            *prefixed(
-                (norm("norm", name.format("projection_norm"), layers[0].token_size),),
-                path=("tokens",),
-                stored="",
-            ),
-        ]
-    for i, layer in enumerate(layers):
-        own = _layer_params(layer, size=E)
-        declared += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
-    declared.append(norm("norm", "model.norm", E))
-    declared.append(lm_head(E, V, tied=spec.tie_word_embeddings))
-    return or_nested(declared, NESTED)
-
-
-def _embeddings(path: ParamPath, name: str, vocab_size: int, size: int) -> ParamSpec:
-    shape = (vocab_size, size)
-    part = Part(name=f"{name}.weight", shape=shape, size=size, form=Form.AS_HELD)
-    return ParamSpec(path=path, shape=shape, layouts=((part,),), init=Init.TABLE)
-
-
-def _vector(path: ParamPath, name: str, size: int) -> ParamSpec:
-    part = Part(name=name, shape=(size,), size=size, form=Form.AS_HELD)
-    return ParamSpec(path=path, shape=(size,), layouts=((part,),), init=Init.ONES, format=FLOAT32)
-
-
-def _layer_params(layer: SandwichSpec, *, size: int) -> ParamTable:
-    P, after = layer.token_size, "post_feedforward_layernorm"
-    assert isinstance(layer.ffn, DenseSpec)
-    declared: ParamTable = (
-        norm("input_norm", "input_layernorm", size),
-        *attention_params(layer.softmax_attention, in_size=size, out_size=size),
-        norm("attention_norm", "post_attention_layernorm", size),
-        norm("post_norm", "pre_feedforward_layernorm", size),
-        *dense_params(layer.ffn, size=size),
-        norm("ffn_norm", after, size),
-        _vector(("factor",), "layer_scalar", 1),
-    )
-    if layer.experts is not None:
-        declared += (
-            norm("mlp_out_norm", f"{after}_1", size),
-            norm("experts_out_norm", f"{after}_2", size),
-            norm("experts_norm", "pre_feedforward_layernorm_2", size),
-            *prefixed(_expert_params(layer.experts, size=size), path=("moe",), stored=""),
-        )
-    if P:
-        declared += (
-            *product(("token_gate",), size, (("per_layer_input_gate", P, 1),), op=None),
-            *product(("token_out",), P, (("per_layer_projection", size, 1),), op=None),
-            norm("token_norm", "post_per_layer_input_norm", size),
-        )
-    return declared
-
-
-def _expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    X, inner = spec.num_experts, spec.inner
-    gate_up = tuple(
-        Part(
-            name="experts.gate_up_proj",
-            shape=(X, 2 * inner, size),
-            size=inner,
-            num_blocks=inner,
-            first=first,
-        )
-        for first in (0, inner)
-    )
-    down = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
-    return (
-        *product(("router",), size, (("router.proj", X, 1),), op=None),
-        _vector(("router", "scale"), "router.scale", size),
-        _vector(("router", "factors"), "router.per_expert_scale", X),
-        ParamSpec(
-            path=("experts", "gate_up"),
-            shape=(X, size, 2 * inner),
-            layouts=(gate_up,),
-            axes=("experts", "embed", "mlp"),
-            op=Op.EXPERTS,
-        ),
-        ParamSpec(
-            path=("experts", "down"),
-            shape=(X, inner, size),
-            layouts=((down,),),
-            axes=("experts", "mlp", "embed"),
-            op=Op.EXPERTS,
-        ),
-    )
-
-
-def spare(spec: ModelSpec) -> tuple[str, ...]:
-    """Return prefixes of K's and V's tensors that layers with another's cache do not use."""
-    return tuple(
-        f"{prefix}layers.{i}.self_attn.{name}."
-        for prefix in ("model.", NESTED["model."])
-        for i, layer in enumerate(spec.layers)
-        if layer.attention.kv_of is not None
-        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-    )
 
 
 def _rope_json(attention: AttentionSpec) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
+from jspec.speculative.drafters.frozen_kv import assistant_source, is_assistant
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -56,6 +57,8 @@ from jspec.speculative.target import Params
 
 def eagle1_source(request: DraftRequest) -> DraftSource:
     """Plan an EAGLE-1 or EAGLE-2 head; raises ConfigError or CheckpointError if it does not fit."""
+    if is_assistant(request.checkpoint):
+        return assistant_source(request)
     args, path, hot_ids = request.args, request.checkpoint, None
     if args.speculative_token_map is not None:
         hot_ids = read_token_map(
@@ -114,6 +117,8 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
 
 def mtp_source(request: DraftRequest) -> DraftSource:
     """Plan the MTP layers of `request.checkpoint`; raises like `eagle1_source`."""
+    if is_assistant(request.checkpoint):
+        return assistant_source(request)
     args, path = request.args, request.checkpoint
     if args.speculative_draft_rope_theta is not None:
         raise ConfigError(

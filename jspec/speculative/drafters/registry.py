@@ -5,6 +5,7 @@ from __future__ import annotations
 from jspec.config import drafting
 from jspec.config.drafting import Algorithm
 from jspec.speculative.drafter import NoDrafter
+from jspec.speculative.drafters.frozen_kv import assistant_source
 from jspec.speculative.drafters.head_sources import (
     block_source,
     eagle1_source,
@@ -30,6 +31,7 @@ DRAFTERS: dict[str, ReadSource] = {
     "NEXTN": mtp_source,
     "MULTI_LAYER_EAGLE": mtp_source,
     "DFLASH": block_source,
+    "FROZEN_KV_MTP": assistant_source,
 }
 
 
