@@ -136,7 +136,8 @@ class EngineArgs:
         "Draft algorithm: EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the "
         "target's own layers for multi-token prediction; also EAGLE with "
         "--enable-multi-layer-eagle), DFLASH or DSPARK (a block in one forward; the checkpoint "
-        "decides which), FROZEN_KV_MTP (a Gemma 4 assistant) or NONE; unset: EAGLE3 for the bundled pair, else NONE",
+        "decides which), FROZEN_KV_MTP (a Gemma 4 assistant) or NONE; unset: EAGLE3 for the "
+        "bundled pair, else NONE",
         _SPECULATION,
     )
     enable_multi_layer_eagle: bool = argument(

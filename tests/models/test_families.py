@@ -112,7 +112,7 @@ def unread(cache: jax.Array) -> jax.Array:
 @pytest.mark.slow_cases(
     *("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5"),
     *("kimi_k2-xla", "glm4_moe_lite-xla"),
-    *("gemma4-xla", "gemma4_unified-xla"),
+    *("gemma4-xla", "gemma4_unified-xla", "ministral3-xla"),
 )
 @pytest.mark.parametrize(
     ("variant", "ops"),

@@ -19,11 +19,13 @@ from jspec.errors import ConfigError
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS, choose_ops
+from jspec.pallas_kernels.experts.api import KERNEL_GATES
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
 from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.model_spec import Gate
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
@@ -69,6 +71,7 @@ def test_a_cpu_has_no_kernels_of_its_own() -> None:
         ({"dtype": jnp.float32}, "dtype float32; expected bfloat16 or float16"),
         ({"page_size": 24}, "page_size 24; expected 8, 16, 32, 64 or a multiple of 128"),
         ({"head_dims": (128, 32)}, "head_dim 32; expected 64 or 128"),
+        ({"head_dims": (256, 512)}, "head_dim 256; expected 64 or 128"),  # Gemma 4
         ({"head_dims": (), "page_size": 24}, "page_size 24; expected 8"),  # no layer caches K and V
     ],
 )
@@ -91,6 +94,18 @@ def test_what_the_gpu_kernel_serves_has_no_problem() -> None:
     fits = {"compute_capability": "9.0", "dtype": jnp.bfloat16, "page_size": 64}
     for head_dims in ((128, 64), ()):
         assert gpu_problem(**fits, head_dims=head_dims) is None
+
+
+@pytest.mark.parametrize("name", ["tpu_interpret", "gpu_interpret"])
+def test_experts_with_a_gate_that_no_kernel_has_use_xla(name: str) -> None:
+    """The widths are those of the kernels."""
+    assert Gate.GELU not in KERNEL_GATES
+    key = jax.random.key(0)
+    params = {"gate_up": jax.random.normal(key, (2, 128, 256)), "down": jnp.ones((2, 128, 128))}
+    x, ids = jax.random.normal(key, (8, 128)), jnp.asarray([[0], [1]] * 4, jnp.int32)
+    given = x, ids, jnp.ones((8, 1), jnp.float32), params
+    found = OPS[name].experts(*given, gate=Gate.GELU)
+    np.testing.assert_array_equal(found, OPS["xla"].experts(*given, gate=Gate.GELU))
 
 
 def test_only_the_tpu_kernels_widen_the_pool() -> None:

@@ -59,7 +59,7 @@ FAST = (
     Setting("ngram", (3, 3, 10), 16, shards=4),
     OF_SHAPES,
     Setting("dflash", (3, 2, 11), 4),
-    Setting("frozen_kv", (3, 1, 4), 16),
+    Setting("frozen_kv", (2, 1, 3), 16),
 )
 REST = (
     Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),

@@ -89,7 +89,7 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
         assert own.num_proposed == told.num_proposed
 
 
-@pytest.mark.parametrize("setting", EVERY_SETTING[:5], scope="module")
+@pytest.mark.parametrize("setting", EVERY_SETTING[:6], scope="module")
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
     """Its caches and state are those of a row that always drafted: every draft is accepted."""
     kind = KINDS[setting.kind]

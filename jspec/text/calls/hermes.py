@@ -15,6 +15,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallMachine):
+    _open, _close_mark = OPEN, CLOSE
     _is_closing = False
 
     def _step(self) -> list[Event] | None:
@@ -22,24 +23,25 @@ class HermesParser(CallMachine):
             return self._read(self._reader)
         if self._is_closing:
             return self._close()
-        found = self._until(OPEN)
+        found = self._until(self._open)
         if self._raw:
             self._read_call()
         return found
 
     def _close(self) -> list[Event] | None:
         text = self._rest.lstrip(BLANKS)
-        if CLOSE.startswith(text) and text != CLOSE:
+        close = self._close_mark
+        if close.startswith(text) and text != close:
             return None
         self._is_closing = False
-        if text.startswith(CLOSE):
-            self._rest = text[len(CLOSE) :]
+        if text.startswith(close):
+            self._rest = text[len(close) :]
         return []
 
     def _call_ended(self, *, is_whole: bool) -> None:
         self._is_closing = is_whole
 
     def flush(self) -> list[Event]:
-        if self._is_closing and CLOSE.startswith(self._rest.strip(BLANKS)):
+        if self._is_closing and self._close_mark.startswith(self._rest.strip(BLANKS)):
             self._rest = ""
         return super().flush()

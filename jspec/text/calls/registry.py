@@ -12,6 +12,7 @@ from functools import partial
 from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls import (
     deepseek,
+    gemma4,
     gpt_oss,
     hermes,
     kimi,
@@ -50,7 +51,10 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    markers: tuple[str, ...] = (thinking.OPEN, thinking.CLOSE)
+    """channels: markers of text that is all in channels, instead of marks around reasoning."""
+
+    marks: thinking.ThinkMarks = thinking.THINK
+    channels: tuple[str, ...] = ()
     starts_inside: bool = False  # answers start with reasoning unless the prompt ends it
 
 
@@ -76,12 +80,15 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
     "kimi_k2": CallFormat(parser=kimi.KimiParser, markers=kimi.MARKERS),
+    "gemma4": CallFormat(parser=gemma4.Gemma4Parser, markers=gemma4.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=_HARMONY_MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek-r1": ReasoningFormat(starts_inside=True),
     "qwen3": ReasoningFormat(),
-    GPT_OSS: ReasoningFormat(markers=_HARMONY_MARKERS),
+    "gemma4": ReasoningFormat(marks=thinking.GEMMA4),
+    "mistral": ReasoningFormat(marks=thinking.MISTRAL),
+    GPT_OSS: ReasoningFormat(channels=_HARMONY_MARKERS),
 }
 CALL_ALIASES: Mapping[str, str] = {
     "qwen25": "qwen",
@@ -114,20 +121,24 @@ class AnswerFormat:
         return GPT_OSS in (self.calls, self.reasoning)
 
     def may_reason(self, prompt_end: str) -> bool:
-        return self.reasoning is not None and not prompt_end.rstrip().endswith(thinking.CLOSE)
+        if self.reasoning is None:
+            return False
+        close = REASONING_FORMATS[self.reasoning].marks.close
+        return not prompt_end.rstrip().endswith(close)
 
     def reasoning_marks(self, prompt_end: str) -> ReasoningMarks | None:
         """Return the marks of reasoning before a grammar's text; None for none, or channels."""
         if self.reasoning in (None, GPT_OSS):
             return None
-        marks = thinking.marks_after(prompt_end)
-        is_inside = marks is not None and REASONING_FORMATS[self.reasoning].starts_inside
-        return ReasoningMarks(thinking.CLOSE) if is_inside else marks
+        format = REASONING_FORMATS[self.reasoning]
+        marks = thinking.marks_after(prompt_end, format.marks)
+        is_inside = marks is not None and format.starts_inside
+        return ReasoningMarks(format.marks.close) if is_inside else marks
 
     def _starts_inside(self, reasoning: str, prompt_end: str) -> bool:
-        end = prompt_end.rstrip()
-        is_open = end.endswith(thinking.OPEN) or REASONING_FORMATS[reasoning].starts_inside
-        return is_open and not end.endswith(thinking.CLOSE)
+        end, format = prompt_end.rstrip(), REASONING_FORMATS[reasoning]
+        is_open = format.marks.is_open(end) or format.starts_inside
+        return is_open and not end.endswith(format.marks.close)
 
     def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
         """Return markers that must be visible in the text of a request for these."""
@@ -135,7 +146,8 @@ class AnswerFormat:
         if calls and self.calls is not None:
             found += CALL_FORMATS[self.calls].markers
         if reasoning and self.reasoning is not None:
-            found += REASONING_FORMATS[self.reasoning].markers
+            format = REASONING_FORMATS[self.reasoning]
+            found += format.channels or (format.marks.open, format.marks.close)
         return found
 
     def parser(
@@ -163,7 +175,8 @@ class AnswerFormat:
         if not splits or self.reasoning in (None, GPT_OSS):
             return inner
         starts_inside = self._starts_inside(self.reasoning, prompt_end)
-        return Pipeline(thinking.ThinkParser(starts_inside=starts_inside), inner)
+        marks = REASONING_FORMATS[self.reasoning].marks
+        return Pipeline(thinking.ThinkParser(starts_inside=starts_inside, marks=marks), inner)
 
     def new_id(self) -> str:
         return _long_id() if self.calls is None else CALL_FORMATS[self.calls].new_id()

@@ -1,9 +1,13 @@
-"""Reasoning between <think> and </think> at the start of an answer (DeepSeek-R1, Qwen 3)."""
+"""Reasoning between marks at the start of an answer: <think> and </think> (DeepSeek-R1, Qwen 3).
+
+Gemma 4 has <|channel>thought and <channel|>, Mistral [THINK] and [/THINK].
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls.events import Content, Event, Reasoning
@@ -12,6 +16,24 @@ from jspec.text.calls.machine import num_undecided
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkMarks:
+    """header: text that follows the opening mark and is no reasoning."""
+
+    open: str = OPEN
+    close: str = CLOSE
+    header: str = ""
+
+    def is_open(self, end: str) -> bool:
+        """Return whether a prompt's end, without blanks, opens the reasoning."""
+        return end.endswith((self.open, self.open + self.header))
+
+
+THINK = ThinkMarks()
+GEMMA4 = ThinkMarks(open="<|channel>", close="<channel|>", header="thought")
+MISTRAL = ThinkMarks(open="[THINK]", close="[/THINK]")
 PROMPT_END_IDS = 16  # the last ids of a prompt, searched for a template's reasoning mark
 
 
@@ -20,17 +42,18 @@ def prompt_end(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[-PROMPT_END_IDS:], skip_special_tokens=False)
 
 
-def marks_after(end: str) -> ReasoningMarks | None:
+def marks_after(end: str, marks: ThinkMarks = THINK) -> ReasoningMarks | None:
     """Return the marks of reasoning that may follow a prompt's end; None: it is over."""
     end = end.rstrip()
-    if end.endswith(CLOSE):
+    if end.endswith(marks.close):
         return None
-    return ReasoningMarks(CLOSE, open=None if end.endswith(OPEN) else OPEN)
+    return ReasoningMarks(marks.close, open=None if marks.is_open(end) else marks.open)
 
 
 class _Place(enum.Enum):
     START = "start"
     OPENED = "opened"
+    HEADED = "after the header"
     INSIDE = "inside"
     CLOSED = "closed"
     OUTSIDE = "outside"
@@ -39,8 +62,9 @@ class _Place(enum.Enum):
 class ThinkParser:
     """starts_inside: an answer without the opening mark starts with reasoning, too."""
 
-    def __init__(self, *, starts_inside: bool) -> None:
+    def __init__(self, *, starts_inside: bool, marks: ThinkMarks = THINK) -> None:
         self._starts_inside = starts_inside
+        self._marks = marks
         self._place = _Place.START
         self._rest = ""
 
@@ -58,7 +82,9 @@ class ThinkParser:
         is_inside = self._place is _Place.START and self._starts_inside and text.strip(BLANKS)
         if is_inside or self._place is _Place.INSIDE:
             return [Reasoning(text)]
-        return [] if self._place is _Place.OPENED else [Content(text)]
+        if self._place in (_Place.OPENED, _Place.HEADED):
+            return []
+        return [Content(text)]
 
     def _step(self) -> list[Event] | None:
         place = self._place
@@ -73,13 +99,25 @@ class ThinkParser:
         if place is _Place.START:
             return self._start(text)
         self._rest = text
-        self._place = _Place.INSIDE if place is _Place.OPENED else _Place.OUTSIDE
+        if place is _Place.OPENED and self._marks.header:
+            return self._header(text)
+        is_inside = place in (_Place.OPENED, _Place.HEADED)
+        self._place = _Place.INSIDE if is_inside else _Place.OUTSIDE
+        return []
+
+    def _header(self, text: str) -> list[Event] | None:
+        header = self._marks.header
+        if header.startswith(text) and text != header:
+            return None
+        self._rest = text.removeprefix(header)
+        self._place = _Place.HEADED if text.startswith(header) else _Place.INSIDE
         return []
 
     def _start(self, text: str) -> list[Event] | None:
-        if text.startswith(OPEN):
-            self._rest, self._place = text[len(OPEN) :], _Place.OPENED
-        elif OPEN.startswith(text):
+        opening = self._marks.open
+        if text.startswith(opening):
+            self._rest, self._place = text[len(opening) :], _Place.OPENED
+        elif opening.startswith(text):
             return None
         elif self._starts_inside:
             self._rest, self._place = text, _Place.INSIDE
@@ -88,12 +126,13 @@ class ThinkParser:
         return []
 
     def _inside(self) -> list[Event] | None:
-        end = self._rest.find(CLOSE)
+        close = self._marks.close
+        end = self._rest.find(close)
         if end >= 0:
-            text, self._rest = self._rest[:end].rstrip(BLANKS), self._rest[end + len(CLOSE) :]
+            text, self._rest = self._rest[:end].rstrip(BLANKS), self._rest[end + len(close) :]
             self._place = _Place.CLOSED
             return [Reasoning(text)] if text else []
-        certain = self._rest[: len(self._rest) - num_undecided(self._rest, [CLOSE])]
+        certain = self._rest[: len(self._rest) - num_undecided(self._rest, [close])]
         certain = certain.rstrip(BLANKS)
         self._rest = self._rest[len(certain) :]
         return [Reasoning(certain)] if certain else None

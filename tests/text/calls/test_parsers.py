@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls.events import (
     AnswerParser,
     CallArguments,
@@ -40,6 +41,8 @@ DEEPSEEK = AnswerFormat(calls="deepseekv3")
 DEEPSEEK_31 = AnswerFormat(calls="deepseekv31", reasoning="qwen3")
 DEEPSEEK_R1 = AnswerFormat(calls="deepseekv3", reasoning="deepseek-r1")
 KIMI = AnswerFormat(calls="kimi_k2")
+GEMMA = AnswerFormat(calls="gemma4", reasoning="gemma4")
+MAGISTRAL = AnswerFormat(calls="mistral", reasoning="mistral")
 FORCED = AnswerFormat()
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
@@ -55,6 +58,8 @@ STYLES = {
     "deepseekv31": DEEPSEEK_31,
     "deepseekv3 and r1": DEEPSEEK_R1,
     "kimi_k2": KIMI,
+    "gemma4": GEMMA,
+    "mistral, reasoning": MAGISTRAL,
 }
 
 
@@ -92,6 +97,7 @@ DS_END, DS_ALL_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_BEGIN, KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_SEP = "<|tool_call_argument_begin|>"
+GEMMA_CALL = '<|tool_call>call:f{x:1,s:<|"|>a "b" <|<|"|>}<tool_call|>'
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (QWEN, "Hello < world", ["Hello < world"]),
@@ -105,6 +111,27 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (QWEN, '<tool_call>{"id": "a1", "name": "f"}</tool_call>', ["f#a1({}"]),
     (QWEN, '<think>\nWhy?\n</think>\n\n<tool_call>{"name": "f"}</tool_call>', ["?Why?", "f({}"]),
     (QWEN, f"<tool_call>{CALL}</tool_call> done", ['f({"x": 1}', " done"]),
+    (GEMMA, GEMMA_CALL, ['f({"x":1,"s":"a \\"b\\" <|"}']),
+    (
+        GEMMA,
+        f"<|channel>thought\nHm.\n<channel|>\n{GEMMA_CALL}\nok",
+        [*("?Hm.", 'f({"x":1,"s":"a \\"b\\" <|"}', "\nok")],
+    ),
+    (GEMMA, "<|channel>thought\n<channel|>Hello", ["Hello"]),
+    (GEMMA, "<|channel>Hm<channel|>Hello", ["?Hm", "Hello"]),
+    (
+        GEMMA,
+        'a<|tool_call>call: get_weather{any:[{},[],-1.5e3, null],<|"|>k y<|"|> : {b:true}}',
+        ["a", 'get_weather({"any":[{},[],-1.5e3,null],"k y":{"b":true}}'],
+    ),
+    (
+        GEMMA,
+        f"{GEMMA_CALL}<|tool_call>call:get_weather{{}}<tool_call|>",
+        [*('f({"x":1,"s":"a \\"b\\" <|"}', "get_weather({}")],
+    ),
+    (GEMMA, "<|tool_call>call:f{x:1,}", ['f({"x":1,', "}"]),
+    (GEMMA, "<|tool_call>call:f{x:}", ['f({"x":', "}"]),
+    (MAGISTRAL, '[THINK]Hm.[/THINK]Yes[TOOL_CALLS]f[ARGS]{"x": 1}', ["?Hm.", "Yes", 'f({"x": 1}']),
     (
         CODER,
         "Ok\n<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n<parameter=s>\na\n"
@@ -232,6 +259,8 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (MISTRAL, '[TOOL_CALLS]nobody[ARGS]{"x": 1}', None),
     (MISTRAL, "[TOOL_CALLS] []", None),
     (MISTRAL, "[TOOL_CALLS]f(1)", None),
+    (GEMMA, "<|tool_call>call:nobody{x:1}<tool_call|>", None),
+    (GEMMA, "<|tool_call>f{x:1}<tool_call|>", None),
     (GPT_OSS, "<|channel|>other<|message|>x", None),
     (GPT_OSS, "<|channel|>commentary to=python<|message|>x", None),
     (GPT_OSS, TO_F + "x = 1", None),
@@ -261,6 +290,15 @@ PARTS = st.sampled_from(
         *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
         *(DS_ALL, DS, DS[:21], DS_BEGIN, DS_SEP, DS_END, DS_ALL_END, "```json", "```"),
         *(KIMI_ALL, KIMI_BEGIN, "functions.f:", "1", KIMI_SEP, KIMI_SEP[:9], KIMI_END),
+        *(
+            "<|tool_call>",
+            "call:f{",
+            "s:",
+            '<|"|>',
+            "<tool_call|>",
+            "<|channel>thought",
+            "<channel|>",
+        ),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
         *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
@@ -300,7 +338,7 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
     st.sampled_from(
         [
             *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"),
-            *("deepseekv3", "deepseekv31", "kimi_k2"),
+            *("deepseekv3", "deepseekv31", "kimi_k2", "gemma4", "mistral, reasoning"),
         ]
     ),
     TEXTS,
@@ -348,3 +386,17 @@ def test_the_prompt_may_have_begun_or_ended_the_reasoning() -> None:
 def test_reasoning_stays_in_the_content_where_it_is_not_split_off() -> None:
     text = ANALYSIS + "<|channel|>final<|message|>Yes"
     assert short(read(GPT_OSS, [text], splits_reasoning=False)) == ["Hm.Yes"]
+
+
+def test_marks_are_those_of_the_format() -> None:
+    """A template opens or ends Gemma 4's reasoning in the prompt, with its header."""
+    empty, inside = "<|channel>thought\n<channel|>", "<|channel>thought\n"
+    assert GEMMA.reasoning_marks("x") == ReasoningMarks("<channel|>", open="<|channel>")
+    assert GEMMA.reasoning_marks(inside) == ReasoningMarks("<channel|>")
+    assert GEMMA.reasoning_marks(empty) is None
+    assert [GEMMA.may_reason(end) for end in ("x", inside, empty)] == [True, True, False]
+    assert short(read(GEMMA, ["Hm.<channel|>Hi"], prompt_end=inside)) == ["?Hm.", "Hi"]
+    assert MAGISTRAL.reasoning_marks("x") == ReasoningMarks("[/THINK]", open="[THINK]")
+    assert set(GEMMA.markers(calls=True, reasoning=True)) == {
+        *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+    }
