@@ -87,6 +87,9 @@ def test_key_and_position_give_the_seed_back(seeds: list[int], position: int) ->
         assert unmix32(h1) ^ h0 == seed >> 32
 
 
+@pytest.mark.slow_cases(
+    "high word-0", "position-0", "seed-0", "high word-4294965248", "position-4294965248"
+)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("axis", AXES)
 def test_neighbours_share_no_more_values_than_chance(axis: str, start: int) -> None:

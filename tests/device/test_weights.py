@@ -58,6 +58,7 @@ def test_every_format_is_under_test() -> None:
     assert tuple(dict.fromkeys(map(type, EACH))) == FORMATS
 
 
+@pytest.mark.slow_cases("MXFP4()-shape0", "MXFP4()-shape2")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", EACH, ids=str)
 def test_a_weight_is_as_its_format_says(format: WeightFormat, shape: tuple[int, ...]) -> None:

@@ -92,6 +92,7 @@ def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
     return Compiled(limits=limits, program=program, params=models.params, executables=executables)
 
 
+@pytest.mark.slow
 def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_path: Path) -> None:
     """Greedy text through the paged engine, with the toy drafter, against a dense forward."""
     of_model, of_drafter = blocks_of("add_a_model.md"), blocks_of("add_a_drafter.md")

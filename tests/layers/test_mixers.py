@@ -106,6 +106,7 @@ def test_any_history_gives_the_definition(
             rows.verify(what, topk=1 if kind == "chain" else 2, dead=dead)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["latent_full_queries", "delta_net_short"])
 def test_others_of_a_kind_give_the_definition(name: str) -> None:
     rows = Rows(mixed_of(name), seed=2, page_size=4)

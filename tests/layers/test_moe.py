@@ -141,6 +141,7 @@ def test_weights_are_float32_and_the_best_expert_comes_first() -> None:
     np.testing.assert_allclose(weights[0], softmax(np.array([3.0, 2.0, 1.0])), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
     spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER, gate=Gate.CLAMPED, bias=True)
     params, x = drawn(bias=True), tokens(7)

@@ -189,7 +189,9 @@ def reference_of(name: str, golden: dict[str, np.ndarray]) -> BlockReference:
     )
 
 
-@pytest.mark.slow_cases("dflash_both_ways", "dspark_gated", "dspark_vanilla")
+@pytest.mark.slow_cases(
+    "dflash_both_ways", "dspark_gated", "dspark_vanilla", "dflash_window", "dspark_rnn"
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_blocks_after_chunks_equal_the_library_that_wrote_the_head(name: str) -> None:
     drafter, params, golden = golden_head(name)

@@ -168,6 +168,7 @@ def load(path: Path, config: HeadSpec, **arguments: Any) -> Params:
     return load_eagle1(path, config, target_params=target_params(), dtype=np.float32, **arguments)
 
 
+@pytest.mark.slow_cases("hass_norms")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n == "with_every_bias")) for n in LAYOUTS],

@@ -111,8 +111,8 @@ def unread(cache: jax.Array) -> jax.Array:
 
 @pytest.mark.slow_cases(
     *("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5"),
-    *("kimi_k2-xla", "glm4_moe_lite-xla"),
-    *("gemma4-xla", "gemma4_unified-xla", "ministral3-xla"),
+    *("kimi_k2-xla", "glm4_moe_lite-xla", "glm4_moe-xla", "deepseek_v2", "mistral-xla"),
+    *("gemma4-xla", "gemma4_unified-xla", "ministral3-xla", "gpt_oss-reference"),
 )
 @pytest.mark.parametrize(
     ("variant", "ops"),

@@ -176,6 +176,7 @@ def test_every_code_is_the_number_that_ml_dtypes_makes_of_it(tmp_path: Path) -> 
         np.testing.assert_array_equal(tensors.weight("x"), codes.astype(np.float32) / 4)
 
 
+@pytest.mark.slow_cases("mimo_v2]", "step3p5]")
 @pytest.mark.parametrize("family", ["mimo_v2", "step3p5", "deepseek_v3", "qwen3_next", "qwen3_5"])
 def test_a_target_and_its_own_layers_are_those_of_the_unpacked_file(
     family: str, tmp_path: Path

@@ -223,7 +223,7 @@ def written(path: Path, layout: Layout, params: Params) -> None:
 SLOW = {"speculators_names": [pytest.mark.slow]}
 
 
-@pytest.mark.slow_cases("last_hidden", "sglang_fused")
+@pytest.mark.slow_cases("last_hidden", "sglang_fused", "gpt_oss_style]")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in LAYOUTS])
 def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]

@@ -237,6 +237,7 @@ def test_any_lengths_of_a_chain(rows: tuple[tuple[int, int], ...], seed: int) ->
     check(np.random.default_rng(seed), replace(CHAIN, rows=rows))
 
 
+@pytest.mark.slow
 @given(prefixes=st.tuples(*[st.integers(0, 280)] * 2), seed=st.integers(0, 1 << 20))
 @settings(max_examples=4, deadline=None)
 def test_any_tree(prefixes: tuple[int, ...], seed: int) -> None:

@@ -53,7 +53,7 @@ def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(jax.lax.bitcast_convert_type(x, whole))
 
 
-@pytest.mark.slow_cases("3-7", "4-1-1", "6-16")
+@pytest.mark.slow_cases("3-7", "4-1-1", "6-16", "5-64")
 @pytest.mark.parametrize(
     ("batch", "nodes", "most", "width", "dtype"),
     [

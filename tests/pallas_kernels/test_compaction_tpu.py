@@ -30,7 +30,7 @@ def compact(kv: Pools, *rows: Any, buffer_bytes: int = 1 << 20) -> Pools:
         return after
 
 
-@pytest.mark.slow_cases("6-64")
+@pytest.mark.slow_cases("6-64", "3-4-6", "5-16-4-row4")
 @SHAPES
 def test_the_kernel_is_the_reference(
     batch: int, page_size: int, num_path: int, row: tuple[int, int], dtype: Any
@@ -44,6 +44,7 @@ def test_the_kernel_is_the_reference(
             check_equals_the_reference(run, kv, rows)
 
 
+@pytest.mark.slow_cases("1]")
 @pytest.mark.parametrize("buffer_bytes", [1, 3 * 2048, 1 << 20])
 def test_any_size_of_the_buffer_gives_the_same(buffer_bytes: int) -> None:
     """Blocks have one row of the batch up to all of them; the last block may not be full."""

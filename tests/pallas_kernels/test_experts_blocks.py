@@ -42,6 +42,7 @@ def check_blocks(found: ExpertBlocks, ids: np.ndarray, *, num_experts: int) -> N
     np.testing.assert_array_equal(num_pairs[block:], 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(SHAPES),

@@ -43,6 +43,7 @@ QWEN = {"num_experts": 128, "size": 2048, "inner": 768}
 GPT_OSS = dict(zip(("size", "inner"), GPT_OSS_20B.widths, strict=True)) | {"num_experts": 32}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(drawn_moes)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:

@@ -29,6 +29,7 @@ KERNEL = jax.jit(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(drawn_moes)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:

@@ -223,7 +223,7 @@ def code(ids: np.ndarray) -> np.ndarray:
     return ids @ VOCABULARY ** np.arange(LENGTH)
 
 
-@pytest.mark.slow_cases("lopsided")
+@pytest.mark.slow_cases("lopsided", "tree-filtered", "tree-penalized")
 @pytest.mark.parametrize(
     ("guess", "setting"),
     [("tree", "free"), ("tree", "penalized"), ("tree", "filtered"), ("lopsided", "hot")],

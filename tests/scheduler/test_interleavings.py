@@ -371,4 +371,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

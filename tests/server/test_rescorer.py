@@ -71,6 +71,7 @@ def test_an_altered_token_is_found_and_the_rest_judged_after_it(
     assert first.margin == pytest.approx(scores.top_logprobs[at, 0] - scores.logprobs[at], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_another_seed_explains_no_sampled_text(rescorer: Rescorer, texts: list[Text]) -> None:
     text = texts[1]
     other = dataclasses.replace(text.request, seed=text.request.seed + 1)

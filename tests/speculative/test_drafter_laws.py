@@ -126,6 +126,7 @@ def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) ->
     assert checked > NUM_ROWS
 
 
+@pytest.mark.slow_cases("multi_layer")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
     check_guesses(kind, shape)
@@ -407,6 +408,7 @@ MUTATIONS = (
 )
 
 
+@pytest.mark.slow_cases("lag")
 @pytest.mark.parametrize(
     "mutation",
     [

@@ -92,7 +92,14 @@ def every_engine(fast: tuple[Setting, ...] = FAST) -> list[Any]:
     """Return cases: `fast` ones, two that CI runs slowly, and those that are run by hand."""
     by_hand = [setting for setting in REST if setting not in REST[:4:3]]
     return [
-        *(pytest.param(setting, id=setting.name) for setting in fast),
+        *(
+            pytest.param(
+                setting,
+                id=setting.name,
+                marks=[pytest.mark.slow] if setting.kind == "eagle1" else [],  # eagle3 is fast
+            )
+            for setting in fast
+        ),
         *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST[:4:3]),
         *(
             pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])

@@ -191,6 +191,7 @@ def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
     assert not served.num_leaked_pages
 
 
+@pytest.mark.slow
 def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
     """The lowest id comes first among equals, also across shards; a short vocabulary is padded."""
     logits = np.random.default_rng(5).integers(0, 4, (3, 48)).astype(np.float32)

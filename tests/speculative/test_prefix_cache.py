@@ -225,6 +225,7 @@ def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]
     return of_all
 
 
+@pytest.mark.slow_cases("plain]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_text_with_cache_is_text_without(kind: str) -> None:
     """In large chunks and in small ones, alternating."""

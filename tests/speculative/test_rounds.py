@@ -141,6 +141,7 @@ def test_rows_at_the_end_of_the_context_write_into_no_other() -> None:
     assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
 
 
+@pytest.mark.slow
 def test_retraction_between_rounds_changes_no_token() -> None:
     requests = [
         make_request(i, prompt_len=9 + i, seed=70 + i, temperature=i % 2, max_new_tokens=130)

@@ -103,6 +103,7 @@ def converse(session: Session, *, num_turns: int) -> list[list[int]]:
     return cached
 
 
+@pytest.mark.slow_cases("tree of a lookup-32")
 @pytest.mark.parametrize(
     ("name", "chunk_size", "snapshots"),
     [

@@ -173,6 +173,7 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(
         np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_exported_language_model_says_what_it_learnt(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head = lm_head_of(target, hidden_size=32, intermediate_size=40, num_layers=2, head_dim=8)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.heads.eagle3 import load_eagle3
@@ -20,6 +21,7 @@ from recipes.bundled_pair.tokenizer_training import load_tokenizer, train_tokeni
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
 
 
+@pytest.mark.slow
 def test_one_batch_can_be_learnt_by_heart() -> None:
     config, _ = tiny_target()
     loop = LoopConfig(num_steps=200, peak_learning_rate=1e-2, weight_decay=0.0)
