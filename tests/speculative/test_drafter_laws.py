@@ -32,7 +32,7 @@ from jspec.models.heads.feature_head import FeatureHead
 from jspec.spec import indexing
 from jspec.speculative import beams
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.drafters import multi_layer, ngram, ranked
+from jspec.speculative.drafters import frozen_kv, multi_layer, ngram, ranked
 from jspec.speculative.drafters.registry import DRAFTERS
 from tests.speculative.drafter_rows import (
     NUM_ROWS,
@@ -396,6 +396,13 @@ MUTATIONS = (
         (3, 3),
     ),
     Mutation("another layer's pool", FeatureHead, "forward", shared_pool, "multi_layer_chained"),
+    Mutation(
+        "last of the target's keys",
+        frozen_kv,
+        "_one_query_each",
+        lambda f: lambda rows, num: f(dataclasses.replace(rows, seq_lens=rows.seq_lens - 1), num),
+        "frozen_kv",
+    ),
     Mutation(
         "features that travel",
         multi_layer,
