@@ -43,6 +43,12 @@ MOST = {
     "moe_intermediate_size": 2**22,
     "share_expert_dim": 2**22,
     "shared_expert_intermediate_size": 2**22,
+    # Gemma 4, and its assistants
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), 2**16),
+    **dict.fromkeys(("hidden_size_per_layer_input", "backbone_hidden_size"), 2**20),
+    "num_kv_shared_layers": 1024,
+    **dict.fromkeys(("top_k_experts", "centroid_intermediate_top_k"), 4096),
+    "num_centroids": 2**20,
     # gated delta nets
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**16),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2**16),

@@ -110,20 +110,21 @@ def test_a_greedy_chain_is_that_of_transformers(variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "shape", "algorithm"),
+    ("variant", "shape", "algorithm", "shards"),
     [
-        ("gemma4_ordered", (3, 1, 4), "NEXTN"),
-        pytest.param("gemma4", (3, 3, 10), "FROZEN_KV_MTP", marks=pytest.mark.exhaustive),
+        ("gemma4_ordered", (3, 1, 4), "NEXTN", 2),
+        pytest.param("gemma4", (3, 3, 10), "FROZEN_KV_MTP", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_says_what_transformers_said(
-    variant: str, shape: tuple[int, int, int], algorithm: str
+    variant: str, shape: tuple[int, int, int], algorithm: str, shards: int
 ) -> None:
     golden = json.loads((TARGET / "greedy.json").read_text())
     steps, topk, nodes = shape
     engine = jspec.Engine(
         str(TARGET),
         dtype="float32",
+        tp_size=shards,
         skip_tokenizer_init=True,
         max_running_requests=1,
         chunked_prefill_size=16,
