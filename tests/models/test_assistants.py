@@ -64,7 +64,7 @@ def loaded(variant: str) -> tuple[Decoder, Assistant, Any, Any]:
     return decoder, Assistant(own, OPS["xla"]), *on_device
 
 
-@pytest.mark.slow_cases("gemma4]")
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_greedy_chain_is_that_of_transformers(variant: str) -> None:
     decoder, model, params, draft = loaded(variant)

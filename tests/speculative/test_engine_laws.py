@@ -83,7 +83,7 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
         (8, 5, 1, 1.3, "mixed", False),
         (1, 32, 0, 0.0, "none", False),
         (5, 8, 1, 1.3, "top_k_top_p", True),
-        (5, 8, 1, 1.3, "none", False),
+        (2, 32, 1, 1.3, "none", False),
     )
 )
 
