@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from jspec.config.arguments import argument_of, type_of
+from jspec.config.arguments import TEXTS, argument_of, type_of
 from jspec.config.engine_args import EngineArgs
 from jspec.server.server_args import ServerArgs
 
@@ -98,13 +98,12 @@ def _refused(
 
 
 _SWITCH, _INT, _FLOAT, _TEXT, _MANY = FlagKind
-_KINDS = {"bool": "switch", "int": "int", "float": "float", "str": "text"}
+_KINDS = {"bool": "switch", "int": "int", "float": "float", "str": "text", TEXTS: "many"}
 _EXACT = (
     "a draft is accepted only if it equals the target's own token; a looser rule changes "
     "the distribution, and a p/q rule with shared noise would bias it"
 )
 _ONE_HOST = "jspec serves from one process on one host; use --tp-size for its devices"
-_NO_ADAPTER = "LoRA is not implemented"
 _NGRAM_TREE = "the tree has the continuations of the K best matches (--speculative-eagle-topk)"
 _NGRAM_LOOKUP = "each row is searched in full; there is no other index"
 _ATTENTION = "jspec chooses its attention kernel by platform"
@@ -115,8 +114,9 @@ _OTHER_MODEL = (
     _warns("--device", _TEXT, "JAX chooses the device; set JAX_PLATFORMS instead"),
     _refused("--revision", _TEXT, "write --model-path org/name@REVISION"),
     _refused("--is-embedding", _SWITCH, "only generation is served"),
-    _refused("--lora-paths", _MANY, _NO_ADAPTER),
-    _refused("--enable-lora", _SWITCH, _NO_ADAPTER),
+    _warns("--lora-backend", _TEXT, "one dense product computes all adapters"),
+    _warns("--max-loaded-loras", _INT, "as many are loaded as --max-loras-per-batch allows"),
+    _warns("--lora-eviction-policy", _TEXT, "adapters stay until they are unloaded"),
 )
 
 _OTHER_SPECULATIVE = (

@@ -26,6 +26,7 @@ _PYTHON_TYPES: Mapping[FlagKind, type] = {
     FlagKind.FLOAT: float,
     FlagKind.TEXT: str,
     FlagKind.SWITCH: bool,
+    FlagKind.MANY: list,
 }
 
 
@@ -201,6 +202,7 @@ def _expected(kind: FlagKind) -> str:
         FlagKind.FLOAT: "a number",
         FlagKind.TEXT: "text",
         FlagKind.SWITCH: "true or false",
+        FlagKind.MANY: "a list of texts",
     }[kind]
 
 

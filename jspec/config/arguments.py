@@ -18,6 +18,7 @@ from jspec.errors import ConfigError
 
 T = TypeVar("T")
 _METADATA = "argument"
+TEXTS = "tuple[str, ...]"  # a type: several words of a flag
 _FLAG = re.compile(r"--([a-z-]+)")
 _WORDS = re.compile("[-_]")
 NEAR_NAME = 0.7  # least similarity of a suggested name: stop must not match tp
@@ -77,17 +78,20 @@ def argument_of(declared: Field[Any]) -> Argument:
 
 
 def type_of(declared: Field[Any]) -> str:
-    """Return the field's type without None: 'bool', 'int', 'float' or 'str'."""
+    """Return the field's type without None: 'bool', 'int', 'float', 'str' or TEXTS."""
     return str(declared.type).removesuffix(" | None")
 
 
 def check_arguments(given: Any) -> None:
     """Raise ConfigError for the first field with an invalid value; None is valid as the default.
 
-    Paths in text fields become strings, also in a frozen dataclass.
+    Paths in text fields become strings, and lists tuples, also in a frozen dataclass.
     """
     for declared in fields(given):
         value = getattr(given, declared.name)
+        if isinstance(value, list) and type_of(declared) == TEXTS:
+            value = tuple(value)
+            object.__setattr__(given, declared.name, value)
         if isinstance(value, os.PathLike) and type_of(declared) == "str":
             value = os.fspath(value)
             object.__setattr__(given, declared.name, value)
@@ -111,10 +115,16 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
         raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")
     if kind == "str" and not isinstance(value, str):
         raise ConfigError(f"{name} is {value!r}; expected text")
+    if kind == TEXTS and not (isinstance(value, tuple) and all(map(_is_text, value))):
+        raise ConfigError(f"{name} is {value!r}; expected a list of texts")
     if kind == "bool" and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; expected true or false")
     if kind in ("int", "float") and not _is_within(value, kind, says):
         raise ConfigError(f"{name} is {value!r}; expected {says.expected or _bounds(kind, says)}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _is_within(value: object, kind: str, says: Argument) -> bool:

@@ -18,7 +18,9 @@ from jspec.config.arguments import (
 )
 from jspec.config.drafting import ALGORITHMS, ALIASES
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
+from jspec.config.lora_paths import as_texts, named_paths
 from jspec.errors import ConfigError
+from jspec.spec.lora_spec import MAX_LORAS
 
 _NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # comparisons of the whole context per step, unrolled
@@ -130,6 +132,31 @@ class EngineArgs:
         'Directory or gs://bucket/path for compiled programs; "" keeps none',
         _MODEL,
         **_FETCHED,
+    )
+    enable_lora: bool = argument(
+        False, "Serve LoRA adapters of the target; follows from --lora-paths", _MODEL
+    )
+    lora_paths: tuple[str, ...] = argument(
+        (),
+        'LoRA adapters to load at the start: NAME=PATH, PATH, or {"lora_name": NAME, "lora_path": '
+        "PATH}; a directory in peft's layout, or its other forms of --model-path",
+        _MODEL,
+    )
+    max_loras_per_batch: int = argument(
+        MAX_LORAS, "Maximum LoRA adapters that are loaded", _MODEL, low=1, high=MAX_LORAS
+    )
+    max_lora_rank: int | None = argument(
+        None,
+        "Largest rank of LoRA adapters; unset: the largest of --lora-paths",
+        _MODEL,
+        low=1,
+        high=1024,
+    )
+    lora_target_modules: tuple[str, ...] = argument(
+        (),
+        "Modules that LoRA adapters may change (q_proj ...), or all; unset: those of --lora-paths, "
+        "or all",
+        _MODEL,
     )
     speculative_algorithm: str | None = argument(
         None,
@@ -337,7 +364,9 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
+        self._check_loras()
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
                 "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
@@ -345,6 +374,19 @@ class EngineArgs:
             )
         self._check_drafter()
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
+
+    def _check_loras(self) -> None:
+        count, most = len(self.named_lora_paths), self.max_loras_per_batch
+        if count > most:
+            raise ConfigError(
+                f"lora_paths has {count} adapters; expected at most max_loras_per_batch {most}"
+            )
+        for name in ("max_lora_rank", "lora_target_modules"):
+            if getattr(self, name) and not self.has_loras:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, but enable_lora is False; expected it "
+                    "True, or lora_paths"
+                )
 
     def _check_drafter(self) -> None:
         algorithm, path = self.algorithm, self.speculative_draft_model_path
@@ -402,6 +444,15 @@ class EngineArgs:
                 f"speculative_algorithm is {name!r}; expected one of {', '.join(known)}"
             )
         return known[name]
+
+    @property
+    def has_loras(self) -> bool:
+        return self.enable_lora or bool(self.lora_paths)
+
+    @property
+    def named_lora_paths(self) -> tuple[tuple[str, str], ...]:
+        """The (name, path) of each of `lora_paths`. Raises ConfigError."""
+        return named_paths(self.lora_paths)
 
     @property
     def priority_order(self) -> PriorityOrder:

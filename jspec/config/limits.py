@@ -84,6 +84,7 @@ class ProgramLimits:
     vocab_size: int = 0  # V, for grammar masks; 0: no grammars
     hidden: HiddenRows | None = None  # encoding; None: cannot be requested
     sharing: SharingLimits | None = None  # when rows read shared prefixes together; None: never
+    has_loras: bool = False  # rows may have LoRA adapters
 
     @property
     def chunk_size(self) -> int:

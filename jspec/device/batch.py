@@ -70,6 +70,7 @@ class PrefillBatch:
     page_table: jax.Array  # i32[R, P]
     window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
     allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows after each chunk
+    lora_slots: jax.Array | None = None  # i32[R], of new rows' adapters, if the engine has LoRA
     sampling: SamplingBatch  # for new rows; neutral for all others
 
 

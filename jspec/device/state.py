@@ -73,6 +73,7 @@ class RowState:
     # (kv_write) and masked, and all writes go to L and after, where every entry is the row's
     # own page or 0.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    lora_slots: jax.Array | None = None  # i32[slots], 0: no adapter; None: an engine without LoRA
 
 
 @pytree
@@ -138,7 +139,12 @@ def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingBatch:
 
 
 def empty_rows(
-    num_slots: int, *, pages_per_row: int, vocab_size: int, windows: tuple[int, ...] = ()
+    num_slots: int,
+    *,
+    pages_per_row: int,
+    vocab_size: int,
+    windows: tuple[int, ...] = (),
+    has_loras: bool = False,
 ) -> RowState:
     """Return the state without requests; num_slots includes the dummy slot 0."""
     table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
@@ -153,6 +159,7 @@ def empty_rows(
             output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
             prompt_marks=jnp.zeros((num_slots, vocab_size), jnp.int8),
         ),
+        lora_slots=jnp.zeros((num_slots,), jnp.int32) if has_loras else None,
     )
 
 

@@ -82,6 +82,7 @@ def _build_runner(
         vocab_size=models.target.vocab_size,
         hidden=hidden,
         sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
+        has_loras=models.target.lora is not None,
     )
     limits = replace(limits, programs=programs)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)

@@ -325,6 +325,7 @@ def init_state(
             pages_per_row=limits.pages_per_row,
             vocab_size=target.vocab_size,
             windows=tuple(space.window for space in limits.pool.windows),
+            has_loras=limits.programs.has_loras,
         ),
     )
 

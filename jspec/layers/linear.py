@@ -37,9 +37,14 @@ def linear(
     ops: Ops,
     reduce: Shard | None = None,
 ) -> Float[Array, "*b O"]:
-    """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards."""
+    """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards.
+
+    params may have `adapters` (layers/lora.py), whose product is added.
+    """
     kernel = params["kernel"]
     y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else x @ kernel
+    if "adapters" in params:
+        y = y + params["adapters"].product(x)
     if reduce is not None:
         y = reduce.sum(y)
     return y + params["bias"] if "bias" in params else y

@@ -27,14 +27,12 @@ def gated_mlp(
 
     limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of silu.
     """
-    kernel = params["gate_up"]["kernel"]
+    own = params["gate_up"]
     if gelu:
-        gate, up = jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1)
-        return linear(
-            params["down"], jax.nn.gelu(gate, approximate=True) * up, ops=ops, reduce=shard
-        )
-    if "bias" in params["gate_up"] or limit is not None:
-        inner = gated(*jnp.split(linear(params["gate_up"], x, ops=ops), 2, axis=-1), limit=limit)
+        gate, up = jnp.split(linear(own, x, ops=ops), 2, axis=-1)
+        inner = jax.nn.gelu(gate, approximate=True) * up
+    elif "bias" in own or "adapters" in own or limit is not None:
+        inner = gated(*jnp.split(linear(own, x, ops=ops), 2, axis=-1), limit=limit)
     else:
-        inner = ops.gated_product(x, kernel, of_prompts=of_prompts)
+        inner = ops.gated_product(x, own["kernel"], of_prompts=of_prompts)
     return linear(params["down"], inner, ops=ops, reduce=shard)

@@ -64,6 +64,8 @@ class Weights(Protocol):
     def switch(self, prepared: Any) -> None:
         """Switch to the weights from `prepare`, on the runner's thread, with no step in flight.
 
+        An adapter may be switched at any time, from any thread.
+
         If it raises, the old weights stay in service; after EngineClosedError none are.
         """
         ...

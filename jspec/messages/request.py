@@ -15,6 +15,7 @@ import numpy as np
 
 from jspec.config.peer_parameters import PEER_PARAMETERS, meant_parameter
 from jspec.errors import RequestError, shown_json, unknown_field
+from jspec.messages.adapter import Adapter
 from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.messages.sampling_fields import (
     Biases,
@@ -302,6 +303,7 @@ class Request:
     extra_key: str | None = None  # requests with different ones share no cached prefix
     priority: int = 0  # used if priorities are on (`SchedulingLimits.priority_order`)
     caller: str | None = None  # user with whom slots are shared; None: the call
+    lora: Adapter | None = None  # of the target; None: the model itself
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

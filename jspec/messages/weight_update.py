@@ -37,4 +37,12 @@ class ArrayUpdate:
     model: Model | None = None  # None: the target's if it has the name
 
 
-WeightUpdate = DiskUpdate | ArrayUpdate
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUpdate:
+    """A LoRA adapter for a slot of the stacked weights; other weights stay."""
+
+    slot: int
+    path: str | None  # a directory; None: the slot is no longer used
+
+
+WeightUpdate = DiskUpdate | ArrayUpdate | AdapterUpdate

@@ -21,18 +21,21 @@ from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
 from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
+from jspec.layers.lora import chosen_columns, with_adapters
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
+from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
+from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers
+from jspec.spec.lora_spec import LoRASpec
 from jspec.spec.model_spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -253,11 +256,17 @@ def paged_layer(
     rows: AttentionMetadata,
     kept: jax.Array | None = None,
     token_input: jax.Array | None = None,
+    loras: tuple[Params, jax.Array] | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[Residual, Any]:
-    """Run a layer over its cache: (stream, updated cache). Identical layers share one trace."""
+    """Run a layer over its cache: (stream, updated cache). Identical layers share one trace.
+
+    loras: the layer's stacked adapters, and which columns each token reads.
+    """
+    if loras is not None:
+        params = with_adapters(params, *loras, kept)
     attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
     how: Any = {"spec": spec, "settings": settings, "kept": kept, "token_input": token_input}
     stream = run_layer(params, stream, rows.q_positions, attend, **how)
@@ -275,6 +284,7 @@ class Decoder:
     shard: Shard = field(default_factory=Shard)
     aux_layer_ids: tuple[int, ...] = ()  # what a draft model reads
     formats: Formats = ()  # of products whose weights are not dense
+    lora: LoRASpec | None = None  # room for adapters, in params["lora"]
 
     @property
     def vocab_size(self) -> int:
@@ -286,7 +296,9 @@ class Decoder:
 
     @property
     def table(self) -> ParamTable:
-        return with_formats(table_of(self.spec), self.formats)
+        """All weights, with those of adapters, which no checkpoint of the model has."""
+        own = table_of(self.spec)
+        return with_formats(own, self.formats) + lora_params(own, self.lora)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -301,11 +313,13 @@ class Decoder:
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
+        lora_slots: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, pools with the T new KV slots).
 
         kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
         computes only K and V for the others, unless its output is captured.
+        lora_slots: of each row's adapter, 0 for none; None: no row has one.
         """
         caches = list(kv)
         last = self.spec.num_layers - 1
@@ -320,6 +334,7 @@ class Decoder:
         of_cache = [by_group[group] for group in groups_of_layers(self.cache_groups)]
         x = self.embed(params, token_ids)
         inputs = self._token_inputs(params, token_ids, x)
+        chosen = self._chosen_columns(lora_slots, rows, len(token_ids), queries_per_row)
 
         def layer(i: int, stream: Residual, cache: int) -> Residual:
             stream, caches[cache] = paged_layer(
@@ -329,6 +344,7 @@ class Decoder:
                 of_cache[cache],
                 kept if ends_early and i == last else None,
                 None if inputs is None else inputs[:, i],
+                None if chosen is None else (params["lora"]["layers"].get(i, {}), chosen),
                 spec=self.spec.layers[i],
                 settings=settings,
             )
@@ -352,6 +368,18 @@ class Decoder:
             return None
         how: Any = {"num_layers": self.spec.num_layers, "eps": self.spec.rms_norm_eps}
         return token_inputs(params["tokens"], token_ids, x, **how, ops=self.ops)
+
+    def _chosen_columns(
+        self,
+        lora_slots: Int[Array, "B"] | None,
+        rows: AttentionMetadata,
+        num_tokens: int,
+        queries_per_row: int | None,
+    ) -> jax.Array | None:
+        if lora_slots is None or self.lora is None:
+            return None
+        index = index_queries(rows.cu_q_lens, num_tokens, queries_per_row=queries_per_row)
+        return chosen_columns(jnp.take(lora_slots, index.row_idx, mode="clip"), self.lora)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
         logits, cap = logits_of(hidden, params["lm_head"]["kernel"]), self.spec.logit_cap

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Ordered
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import InvariantError, SequenceError
+from jspec.messages.adapter import Adapter
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
@@ -155,6 +156,10 @@ class Scheduler:
             return sequence.abort(why)
         except Exception as error:  # a text may raise anything; only this request ends
             return sequence.broken(f"{why}; {text_failure(sequence.request, error)}")
+
+    def uses(self, lora: Adapter) -> bool:
+        """Return whether an unfinished request has this adapter."""
+        return any(sequence.request.lora == lora for sequence in self._sequences.values())
 
     def expire(self, request_ids: Ordered[str]) -> bool:
         """End these known requests if none of them ever ran; return whether they were ended."""

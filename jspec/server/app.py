@@ -135,6 +135,7 @@ class Endpoints:
         self.service.check_model(call.model)
         work = await self.service.submit(
             call.prompts,
+            model=call.model,
             group=call.group,
             return_spec_tokens=call.return_spec_tokens,
             received=received,

@@ -160,23 +160,52 @@ class Service:
         path = self.engine.args.model_path
         return "jspec-bundled" if path is None else path.rstrip("/").rsplit("/", 1)[-1]
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self.model_name, "default", self.engine.args.model_path):
-            raise HTTPException(
-                HTTPStatus.NOT_FOUND,
-                f"model is {shown(name)}; expected {self.model_name!r} or 'default'",
-            )
+    def check_model(self, name: str | None) -> str | None:
+        """Return the LoRA adapter that a model's name means, BASE:ADAPTER or ADAPTER, if any.
+
+        Raises HTTPException for an unknown model; an unknown adapter is refused later.
+        """
+        own = {self.model_name, "default", self.engine.args.model_path} - {None}
+        if name is None or name in own:
+            return None
+        if name in self.engine.lora_adapters:
+            return name
+        for base in own:
+            if name.startswith(f"{base}:") and len(name) > len(f"{base}:"):
+                return name.removeprefix(f"{base}:")
+        adapters = "".join(f", {each!r}" for each in self.engine.lora_adapters)
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND,
+            f"model is {shown(name)}; expected {self.model_name!r}{adapters} or 'default'",
+        )
+
+    def _of_model(self, prompts: Sequence[Prompt], model: str | None) -> Sequence[Prompt]:
+        """Return the prompts with the adapter that the model's name means, if any."""
+        lora = self.check_model(model)
+        if lora is None:
+            return prompts
+        for prompt in prompts:
+            if prompt.lora not in (None, lora):
+                raise RequestError(
+                    f"lora_path is {shown(prompt.lora)}, and model {shown(model)}; expected one of "
+                    "them"
+                )
+        return [replace(prompt, lora=lora) for prompt in prompts]
 
     async def submit(
         self,
         prompts: Sequence[Prompt],
         *,
+        model: str | None = None,
         group: str | None = None,
         return_spec_tokens: bool = False,
         received: float | None = None,
         return_text_in_logprobs: bool = False,
     ) -> Work:
-        """Queue all prompts of a call, or none. received: time.monotonic() of its first byte.
+        """Queue all prompts of a call, or none.
+
+        model: as the client names it, and so maybe an adapter.
+        received: time.monotonic() of the call's first byte.
 
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
@@ -186,7 +215,7 @@ class Service:
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         token_text = self.engine.token_texts.text if return_text_in_logprobs else None
         node_text = token_text if tokenizer is None else self.engine.token_texts.text
-        indexed = await self._tokenized(prompts)
+        indexed = await self._tokenized(self._of_model(prompts, model))
         requests, names = [request for _, request in indexed], _names(indexed, group)
         self._take(names)
         if self._trace is not None:
@@ -269,6 +298,7 @@ class Service:
             priority=call.priority,
             caller=call.caller,
             extra_key=call.extra_key,
+            lora=call.lora,
         )
 
     def _retry_after(self, num_sequences: int) -> float:

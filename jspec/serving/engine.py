@@ -26,7 +26,8 @@ from jspec.engine.programs.program_keys import describe_ready
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
-from jspec.errors import ConfigError, EngineClosedError, RequestError
+from jspec.errors import ConfigError, EngineClosedError, RequestError, clear_frames
+from jspec.messages.adapter import Adapter
 from jspec.messages.protocols import Weights
 from jspec.messages.request import Request, StreamChunk
 from jspec.models.files.checkpoint import load_sampling_defaults
@@ -83,7 +84,9 @@ class Engine:
                 queue_time_limit=self.args.queue_time_limit,
                 ask=self._loop_thread.ask,
             )
-        self._weights = LiveWeights(self._loop_thread, self._loop, weights)
+            most = self.args.max_loras_per_batch * self._limits.programs.has_loras
+            self._weights = LiveWeights(self._loop_thread, self._loop, weights, max_loras=most)
+            self._load_adapters()
         self._submission = Submission(
             self._loop_thread, self._loop, self._preparation, self._weights
         )
@@ -91,6 +94,14 @@ class Engine:
         if isinstance(self._runner, ProcessRunner):
             self._runner.watch(self._on_process_end)
         self.startup_seconds = time.monotonic() - started
+
+    def _load_adapters(self) -> None:
+        try:
+            self._weights.load_at_start(self.args.named_lora_paths)
+        except BaseException as error:
+            self._runner.close()
+            clear_frames(error)
+            raise
 
     def _start(self, progress: Progress | None) -> Weights:
         """Make everything but the loop; return the weights in service."""
@@ -114,6 +125,7 @@ class Engine:
             random_seed=self.config.random_seed,
             chat_templates=templates,
             defaults=defaults,
+            find_adapter=lambda name: self._weights.adapter(name),
         )
         grammars = Grammars(
             self._tokenizer,
@@ -252,12 +264,14 @@ class Engine:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora_path: str | None = None,
     ) -> Any:
         """Like generate, for messages ({"role", "content"}) through the chat template.
 
         Without max_new_tokens an answer may fill the context.
         continue_final_message: the answer continues the assistant's last message.
         tools: shown to the model through the template; its calls are part of the answer's text.
+        lora_path: the name of a loaded LoRA adapter.
         """
         ids, sampling = self.chat_prompt(
             messages,
@@ -267,7 +281,9 @@ class Engine:
             variables=chat_template_kwargs,
             tools=None if tools is None else check_tools(tools, None, None).shown_tools,
         )
-        return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
+        return self.generate(
+            input_ids=ids, sampling_params=sampling, stream=stream, lora_path=lora_path
+        )
 
     def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
         """Return the ids of a text, or of each text of a list, encoded like a prompt."""
@@ -294,6 +310,16 @@ class Engine:
     get_weights_by_name = mirrored(async_get_weights_by_name)
     weight = forwarded("_weights", LiveWeights.weight)
     update_weight_version = forwarded("_weights", LiveWeights.update_weight_version)
+
+    async_load_lora_adapter = forwarded("_weights", LiveWeights.async_load_lora_adapter)
+    load_lora_adapter = mirrored(async_load_lora_adapter)
+    async_unload_lora_adapter = forwarded("_weights", LiveWeights.async_unload_lora_adapter)
+    unload_lora_adapter = mirrored(async_unload_lora_adapter)
+
+    @property
+    def lora_adapters(self) -> Mapping[str, Adapter]:
+        """The loaded LoRA adapters by name."""
+        return self._weights.adapters
 
     @property
     def weight_version(self) -> str:

@@ -21,7 +21,15 @@ from jspec.serving.batch_progress import BatchProgress
 from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.gathering import run_all
 from jspec.serving.submission import Preparation
-from jspec.text.intake import Ids, Intake, LogprobOptions, Params, Prompt, in_list
+from jspec.text.intake import (
+    Ids,
+    Intake,
+    LogprobOptions,
+    Params,
+    Prompt,
+    adapter_names,
+    in_list,
+)
 from jspec.text.scoring import ScoreCall, label_names, watched_of
 from jspec.text.tokenizer.token_texts import TokenTexts
 
@@ -58,6 +66,8 @@ class Generation:
         stream: bool = False,
         progress: bool = False,
         return_exceptions: bool = False,
+        lora_path: str | Sequence[str | None] | None = None,
+        lora_name: str | Sequence[str | None] | None = None,
         **logprobs: Unpack[LogprobOptions],
     ) -> Any:
         """Return one result for one prompt, a list for a list (or n > 1), an iterator if `stream`.
@@ -68,11 +78,15 @@ class Generation:
         queue, where one prompt raises QueueFullError. An invalid list is refused as a whole; with
         return_exceptions, errors (RequestError, QueueTimeoutError) replace results instead: all n
         of a refused prompt. Neither of the two works with stream. logprobs: return_logprob and
-        related options, for all prompts; see `LogprobOptions`.
+        related options, for all prompts; see `LogprobOptions`. lora_path (SGLang's name) or
+        lora_name: the name of a loaded LoRA adapter, or one or None for each prompt.
         """
         if stream:
             _check_whole(return_exceptions=return_exceptions, progress=progress)
         prompts, is_list = self._intake.prompts(prompt, sampling_params, input_ids, **logprobs)
+        names = adapter_names({"lora_path": lora_path, "lora_name": lora_name}, len(prompts))
+        if any(names):
+            prompts = [replace(p, lora=name) for p, name in zip(prompts, names, strict=True)]
         if stream or (len(prompts) > 1 and not return_exceptions):
             prompts = await self._checked(prompts)
         waits = is_list or prompts[0].num_choices > 1

@@ -4,20 +4,33 @@
     wait      (if requested) running requests finish; newer ones wait
     switch    between two steps; running requests return to the queue, or end
 
+A LoRA adapter is read, and written into a free slot, while steps go on: no request has it yet.
+
 It knows no device and no file: `messages.protocols.Weights` reads and switches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from jspec.errors import ConfigError, RequestError, shown_json
+from jspec.config.lora_paths import check_name
+from jspec.errors import ConfigError, RequestError, shown, shown_json
+from jspec.messages.adapter import Adapter
 from jspec.messages.protocols import Weights
-from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
+from jspec.messages.request import Request
+from jspec.messages.weight_update import (
+    AdapterUpdate,
+    ArrayUpdate,
+    DiskUpdate,
+    InFlight,
+    Model,
+    WeightUpdate,
+)
 from jspec.serving.gathering import to_its_end
 from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread
@@ -47,8 +60,14 @@ class LiveWeights:
     A failed update changes nothing, and its error names everything that is wrong.
     """
 
-    def __init__(self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights) -> None:
+    def __init__(
+        self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights, *, max_loras: int = 0
+    ) -> None:
         self._loop_thread, self._loop, self._weights = loop_thread, loop, weights
+        self._max_loras = max_loras  # 0: adapters are not served
+        self._numbers = itertools.count()
+        self._adapters: dict[str, Adapter] = {}  # replaced as a whole: any thread reads it
+        self._leaving: list[Adapter] = []  # unloaded ones that requests may still have
         self._updating = asyncio.Lock()
         self.may_submit = asyncio.Event()  # cleared while an update waits for running requests
         self.may_submit.set()
@@ -214,6 +233,122 @@ class LiveWeights:
                     "would never end; expected it false"
                 )
             await asyncio.sleep(POLL_SECONDS)
+
+    # LoRA adapters.
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The loaded adapters by name."""
+        return self._adapters
+
+    def adapter(self, name: str) -> Adapter:
+        """Return a loaded adapter. Raises RequestError, which lists them."""
+        found = self._adapters.get(name)
+        if found is None:
+            raise RequestError(f"lora_path is {shown(name)}; expected {self._known()}")
+        return found
+
+    def check_adapters(self, requests: Sequence[Request]) -> None:
+        """Raise RequestError if a request's adapter was unloaded since the request was made."""
+        for lora in {each.lora for each in requests if each.lora is not None}:
+            if self._adapters.get(lora.name) != lora:
+                raise RequestError(f"lora_path is {shown(lora.name)}; expected {self._known()}")
+
+    def _known(self) -> str:
+        if not self._max_loras:
+            return "none: the engine runs without enable_lora"
+        names = ", ".join(map(repr, self._adapters))
+        return f"a loaded adapter: {names}" if names else "a loaded adapter, and none is loaded"
+
+    def load_at_start(self, paths: Iterable[tuple[str, str]]) -> None:
+        """Load adapters before the loop runs. Raises CheckpointError or ConfigError."""
+        for name, path in paths:
+            update = AdapterUpdate(slot=len(self._adapters) + 1, path=path)
+            self._weights.switch(self._weights.prepare(update))
+            self._add(name, update)
+
+    async def async_load_lora_adapter(
+        self, lora_name: str, lora_path: str | os.PathLike[str], pinned: bool = False
+    ) -> dict[str, Any]:
+        """Load a LoRA adapter, in peft's layout, under a new name; requests go on meanwhile.
+
+        pinned: accepted for compatibility with SGLang; adapters stay until they are unloaded.
+        Returns {"success": True, "loaded_adapters": the path of each by name}. Raises
+        CheckpointError, ConfigError or RequestError, without any change.
+        """
+        del pinned
+        name, path = check_name(lora_name), _directory("lora_path", lora_path)
+
+        async def run() -> dict[str, Any]:
+            async with self._updating:
+                update = AdapterUpdate(slot=self._free_slot(name), path=path)
+                prepared = await to_its_end(self._weights.prepare, update)
+                await to_its_end(self._weights.switch, prepared)
+                self._add(name, update)
+                LOGGER.info("LoRA adapter %r is loaded from %s", name, path)
+                return self._loaded()
+
+        return await self._loop_thread.call(run())
+
+    async def async_unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Refuse new requests for an adapter, and wait until those that have it have ended.
+
+        Returns what `async_load_lora_adapter` returns. Raises RequestError for an unknown name, or
+        if generation is paused and requests with the adapter are there, which would never end.
+        """
+
+        async def run() -> dict[str, Any]:
+            lora = self.adapter(lora_name)
+            if self._loop.is_paused and self._loop.uses(lora):
+                raise RequestError(
+                    f"lora_name is {shown(lora_name)}, but generation is paused and requests with "
+                    "this adapter are there; expected generation to go on"
+                )
+            self._adapters = {
+                name: each for name, each in self._adapters.items() if name != lora_name
+            }
+            self._leaving.append(lora)
+            while self._loop.uses(lora):
+                await asyncio.sleep(POLL_SECONDS)
+            async with self._updating:
+                if all(each.slot != lora.slot for each in self._adapters.values()):
+                    update = AdapterUpdate(slot=lora.slot, path=None)
+                    prepared = await to_its_end(self._weights.prepare, update)
+                    await to_its_end(self._weights.switch, prepared)
+            LOGGER.info("LoRA adapter %r is unloaded", lora_name)
+            return self._loaded()
+
+        return await self._loop_thread.call(run())
+
+    def _add(self, name: str, update: AdapterUpdate) -> None:
+        assert update.path is not None
+        number = next(self._numbers)
+        lora = Adapter(name=name, path=update.path, slot=update.slot, number=number)
+        self._adapters = {**self._adapters, name: lora}
+
+    def _free_slot(self, name: str) -> int:
+        """Return a slot that no request reads. Raises RequestError if `name` cannot be loaded."""
+        if not self._max_loras:
+            raise RequestError(f"lora_name is {shown(name)}; expected {self._known()}")
+        if name in self._adapters:
+            raise RequestError(
+                f"lora_name is {shown(name)}, which is loaded; expected another name, or "
+                "unload_lora_adapter first"
+            )
+        self._leaving = [lora for lora in self._leaving if self._loop.uses(lora)]
+        taken = {lora.slot for lora in (*self._adapters.values(), *self._leaving)}
+        for slot in range(1, self._max_loras + 1):
+            if slot not in taken:
+                return slot
+        names = ", ".join(repr(lora.name) for lora in (*self._adapters.values(), *self._leaving))
+        raise RequestError(
+            f"max_loras_per_batch is {self._max_loras}, and so many adapters are loaded or still "
+            f"have requests ({names}); expected one of them to be unloaded first"
+        )
+
+    def _loaded(self) -> dict[str, Any]:
+        paths = {name: lora.path for name, lora in self._adapters.items()}
+        return {"success": True, "loaded_adapters": paths}
 
     async def async_get_weights_by_name(
         self, name: str, truncate_size: int = 100, *, selector: str | None = None

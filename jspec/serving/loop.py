@@ -28,6 +28,7 @@ from jspec.errors import (
     RunnerError,
     clear_frames,
 )
+from jspec.messages.adapter import Adapter
 from jspec.messages.plan import StepPlan
 from jspec.messages.protocols import Runner
 from jspec.messages.request import DEFAULT_VERSION, Request
@@ -205,6 +206,10 @@ class EngineLoop:
         is_whole = all(self._readers.has(name, queue) for name, queue in queues.items())
         if is_whole and self._scheduler.expire(tuple(queues)):
             self._readers.close({name: QueueTimeoutError(name, limit) for name in queues})
+
+    def uses(self, lora: Adapter) -> bool:
+        """Return whether an unfinished request has this adapter."""
+        return self._scheduler.uses(lora)
 
     def flush_cache(self) -> bool:
         return self._scheduler.flush_cache()

@@ -44,6 +44,7 @@ class StepBatch:
     shared: SharedPrefixes | None = None  # prefixes that several rows share
     slots: jax.Array | None = None  # i32[B], of caches by slot
     target_kv: KVPool = ()  # the target's caches, if the drafter needs them
+    lora_slots: jax.Array | None = None  # i32[B], of the target's adapters
 
 
 @pytree

@@ -50,6 +50,7 @@ def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
         page_table=put_rows(rows.page_table, to, batch.page_table),
         window_tables=put_rows(rows.window_tables, to, none),
         sampling=put_rows(rows.sampling, to, batch.sampling),
+        lora_slots=put_rows(rows.lora_slots, to, batch.lora_slots),
         seen=empty_seen(rows.seen, uncounted),
     )
     return _grant_windows(state, batch.window_grants)

@@ -212,6 +212,7 @@ def _rows_in_step(
         page_table=take_rows(state.rows.page_table, slots),
         window_tables=take_rows(state.rows.window_tables, slots),
         sampling=take_rows(state.rows.sampling, slots),
+        lora_slots=take_rows(state.rows.lora_slots, slots),
     )
 
 
@@ -308,6 +309,7 @@ def _score_chunks(
         rows,
         queries_per_row=None,
         kept=None if reads_all else last,
+        lora_slots=take_rows(state.rows.lora_slots, batch.slots),
     )
     final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
     return kv, hidden, aux, final

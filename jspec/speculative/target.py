@@ -58,10 +58,12 @@ class Target(Protocol):
         *,
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
+        lora_slots: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, pool with T new tokens).
 
         kept: the tokens whose last hidden is returned; None: all T
+        lora_slots: of each row's adapter; None: no row has one
         """
         ...
 

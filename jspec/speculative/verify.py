@@ -68,6 +68,7 @@ def score(
         kv,
         attention_rows,
         queries_per_row=nodes,
+        lora_slots=rows.lora_slots,
     )
     logits = target.logits(params, hidden).reshape(batch, nodes, -1)
     by_node = jax.tree.map(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
@@ -17,7 +17,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import ContextLengthError, RequestError, shown_json
+from jspec.errors import ContextLengthError, RequestError, shown, shown_json
+from jspec.messages.adapter import Adapter
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
 from jspec.messages.request import (
@@ -54,8 +55,12 @@ class LogprobOptions(TypedDict, total=False):
     return_hidden_states: bool
 
 
+LORA_NAMES = ("lora_path", "lora_name")  # SGLang's name of an adapter's name, and another
 # Known names, for hints about misspelled ones.
-GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__annotations__)
+GENERATE_NAMES = (
+    *("prompt", "sampling_params", "input_ids", *LORA_NAMES),
+    *LogprobOptions.__annotations__,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class Prompt:
     caller: str | None = None
     reasoning: ReasoningMarks | None = None  # that may precede a grammar's text
     shown_ids: frozenset[int] = frozenset()
+    lora: str | None = None  # the name of a loaded adapter
 
     @property
     def num_choices(self) -> int:
@@ -92,6 +98,31 @@ class Prompt:
         return (len(self.text) if isinstance(self.text, str) else 0) + sum(map(len, stop))
 
 
+def adapter_names(given: Mapping[str, Any], num_prompts: int) -> list[str | None]:
+    """Return each prompt's adapter from `LORA_NAMES`: a name, or a name or null for each prompt."""
+    found: list[Any] | None = None
+    for key in LORA_NAMES:
+        value = listed(given.get(key))
+        if value is None:
+            continue
+        names = list(value) if isinstance(value, list | tuple) else [value] * num_prompts
+        if len(names) != num_prompts:
+            raise RequestError(
+                f"{key} has {len(names)} names; expected one for each of {num_prompts} prompts"
+            )
+        for name in names:
+            if name is not None and not (isinstance(name, str) and name):
+                raise RequestError(f"{key} has {shown_json(name)}; expected names of adapters")
+        if found not in (None, names):
+            raise RequestError(f"{' and '.join(LORA_NAMES)} differ; expected one of them")
+        found = names
+    return found or [None] * num_prompts
+
+
+def no_adapter(name: str) -> Adapter:
+    raise RequestError(f"lora_path is {shown(name)}; expected none: there are no adapters")
+
+
 class Intake:
     """A factory of Requests.
 
@@ -100,6 +131,7 @@ class Intake:
     random_seed: derives seeds from the order of arrival for requests without a sampling_seed
     chat_templates: None refuses messages
     defaults: sampling parameters used if a call does not give them
+    find_adapter: returns a loaded LoRA adapter by name, or raises RequestError
     """
 
     def __init__(
@@ -112,8 +144,10 @@ class Intake:
         random_seed: int | None = None,
         chat_templates: ChatTemplates | None = None,
         defaults: Mapping[str, Any] | None = None,
+        find_adapter: Callable[[str], Adapter] = no_adapter,
     ) -> None:
         self.defaults = dict(defaults or {})
+        self._find_adapter = find_adapter
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._chat_templates = chat_templates
@@ -134,6 +168,7 @@ class Intake:
                 reasoning = bounded
             else:  # nothing to bound
                 sampling = replace(sampling, max_thinking_tokens=None)
+        lora = None if prompt.lora is None else self._find_adapter(prompt.lora)
         name = prompt.request_id if prompt.request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
         automaton = self._automaton(sampling.stop, sampling.stop_regex)
@@ -150,6 +185,7 @@ class Intake:
                 caller=prompt.caller,
                 reasoning=reasoning,
                 shown_ids=prompt.shown_ids,
+                lora=lora,
             )
             for i in range(sampling.n)
         )
@@ -168,6 +204,8 @@ class Intake:
             name = "stop" if sampling.stop else "stop_regex"
             raise RequestError(f"{name} is {shown_json(texts)}; {NO_TOKENIZER} stop_token_ids")
         PRIORITY.check("priority", prompt.priority)
+        if prompt.lora is not None:
+            self._find_adapter(prompt.lora)
         num_stop_ids = len(sampling.stop_ids(self._eos_token_ids))
         if sampling.min_new_tokens and num_stop_ids > MAX_MASKED_STOP_IDS:
             raise RequestError(

@@ -33,7 +33,8 @@ def layout_with(kind: StepKind, *options: StepOption, limits: ServeLimits = LIMI
 
 DECODE, PREFILL = layout_with(StepKind.DECODE), layout_with(StepKind.PREFILL)
 SHARING = layout_with(StepKind.DECODE, StepOption.SHARED)
-MASKED = layout_with(StepKind.PREFILL, StepOption.GRAMMAR)
+WHOLE = with_limits(LIMITS, has_loras=True)
+MASKED = layout_with(StepKind.PREFILL, StepOption.GRAMMAR, limits=WHOLE)
 
 
 def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:

@@ -137,8 +137,8 @@ def test_a_wrong_type_is_a_request_error(
 def test_a_name_that_generate_does_not_have(engine: Engine) -> None:
     with pytest.raises(TypeError, match=r"unexpected argument 'prompts'; did you mean 'prompt'\?"):
         engine.generate(prompts=["x"])  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"unexpected argument 'lora_path'$"):
-        engine.generate("x", lora_path="a")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unexpected argument 'image_data'$"):
+        engine.generate("x", image_data="a")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("host", ["ü..x", "a\0b", "a\ud800"])

@@ -131,8 +131,8 @@ def test_a_known_field_that_is_not_honoured_is_refused_by_name(lenient: Starlett
     rows: list[tuple[str, dict[str, Any], str]] = [
         (
             "/generate",
-            {"text": "a", "lora_path": "x"},
-            "lora_path is 'x', which is not imp",
+            {"text": "a", "lora_id": "x"},
+            "lora_id is 'x', which is not imp",
         ),
         (
             "/generate",

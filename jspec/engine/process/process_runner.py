@@ -27,7 +27,13 @@ from jspec.engine.process.process_messages import (
 from jspec.engine.programs.compilation import Progress
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import EngineClosedError, JspecError, RequestError, RunnerError
-from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
+from jspec.messages.weight_update import (
+    AdapterUpdate,
+    ArrayUpdate,
+    DiskUpdate,
+    Model,
+    WeightUpdate,
+)
 
 
 class ProcessRunner(PlanRunner):
@@ -50,6 +56,7 @@ class ProcessRunner(PlanRunner):
         self._next_number = 0
         self._ensured: dict[ProgramKey, None] = {}
         self._update = DiskUpdate()  # all disk updates so far, merged
+        self._adapters: dict[int, AdapterUpdate] = {}  # by slot
         self._has_arrays = False  # current weights include arrays that no file has
         self._restarting = threading.Lock()
         self._is_given_up = False
@@ -157,8 +164,9 @@ class ProcessRunner(PlanRunner):
             self._learn(started.programs)
             if self._ensured:
                 self.ensure(tuple(self._ensured))
-            if self._update != DiskUpdate():
-                self._process.call("prepare", self._update)
+            updates = () if self._update == DiskUpdate() else (self._update,)
+            for update in (*updates, *self._adapters.values()):
+                self._process.call("prepare", update)
                 self._process.call("switch")
 
     def _check_wanted(self) -> None:
@@ -193,6 +201,11 @@ class ProcessRunner(PlanRunner):
 
     def switch(self, prepared: WeightUpdate) -> None:
         self._process.call("switch")
+        if isinstance(prepared, AdapterUpdate):
+            self._adapters.pop(prepared.slot, None)
+            if prepared.path is not None:
+                self._adapters[prepared.slot] = prepared
+            return
         if isinstance(prepared, ArrayUpdate):
             self._has_arrays = True
             return

@@ -61,6 +61,7 @@ def prefills(limits: ServeLimits) -> Iterator[Wanted]:
 def layout(key: ProgramKey, host: Host) -> PackedLayout:
     limits, tokens, rows = host.limits, key.bucket, host.limits.programs.prefill_rows
     masks = (("allowed", (rows, num_words(limits.programs.vocab_size))),)
+    loras = (("lora_slots", (rows,)),) if limits.programs.has_loras else ()
     return PackedLayout(
         (
             ("slots", (rows,)),
@@ -74,6 +75,7 @@ def layout(key: ProgramKey, host: Host) -> PackedLayout:
             ("page_table", (rows, limits.pages_per_row)),
             *window_grants(host, limits.window_grants_of_prefill(tokens)),
             *(masks if StepOption.GRAMMAR in key.options else ()),
+            *loras,
             *packed_fields(host.table, rows),
         )
     )
@@ -106,6 +108,8 @@ def write(fields: Fields, part: Part) -> None:
             fields["prompt_lens"][r] = admission.prompt_len
             pages = pages_of[admission.row.slot]
             fields["page_table"][r, : len(pages)] = pages
+            if admission.request.lora is not None:
+                fields["lora_slots"][r] = admission.request.lora.slot
             write_request(fields, r, admission.request, host.table, vocab_size=host.vocab_size)
     if "allowed" in fields:
         for r, constraint in enumerate(plan.constraints):

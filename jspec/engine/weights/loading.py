@@ -20,6 +20,7 @@ from jspec.config.resolved_config import ResolvedConfig
 from jspec.device.parallel import Parallel
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
+from jspec.engine.weights.adapters import lora_spec, no_adapters
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
@@ -151,7 +152,10 @@ def _place_models(
         value=config.quantization, bundle=ops.name, dtype=config.dtype, shards=mesh.size
     )
     formats = resident_formats(request.target_path, table_of(spec), wanted, has_files=has_files)
-    target = Decoder(spec, ops, shard, source.aux_layer_ids, formats)
+    lora = lora_spec(config, table_of(spec))
+    if lora is not None:
+        config = replace(config, max_lora_rank=lora.rank, lora_target_modules=lora.modules)
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, formats, lora)
     drafter = source.make(ops, shard)
     if request.path is not None:
         name = "speculative_draft_model_quantization"
@@ -196,7 +200,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
             column_major=target.ops.column_major,
         )["target"]
     put = put_on(mesh, column_major=target.ops.column_major)
-    return load_target(
+    loaded = load_target(
         path,
         target.spec,
         dtype=dtype,
@@ -204,6 +208,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
         place=lambda reads: stream(reads, put),
         formats=target.formats,
     )
+    return loaded | no_adapters(target, mesh=mesh, dtype=dtype)
 
 
 def _draft_params(

@@ -66,7 +66,7 @@ def _library(module: str, name: str, value: str, *, extra: str, what: str) -> An
 
 def _from_here(name: str, value: str) -> Path:
     path = Path(value)
-    if name != "tokenizer_path":
+    if name not in ("tokenizer_path", "lora_path"):  # which have no config.json
         check_directory(name, path)
     return path
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jspec.device.parallel import Parallel
 from jspec.device.weights import Weight
 from jspec.engine.memory.device_memory import least_memory
+from jspec.engine.weights.adapters import AdapterSlots, Placed
 from jspec.engine.weights.loading import LoadedModels
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_checks import Finite, as_host, differences
@@ -41,7 +42,13 @@ from jspec.errors import (
     reason_of,
     shown,
 )
-from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
+from jspec.messages.weight_update import (
+    AdapterUpdate,
+    ArrayUpdate,
+    DiskUpdate,
+    Model,
+    WeightUpdate,
+)
 from jspec.models.files.array_tensors import LazyTensor, in_memory
 from jspec.models.files.checkpoint import (
     check_directory,
@@ -52,6 +59,7 @@ from jspec.models.files.checkpoint import (
 from jspec.models.files.published import changed_reads, layouts_by_name, published_tensor
 from jspec.models.files.stored import ParamRead
 from jspec.models.files.tensor_files import HostArray
+from jspec.models.lora_params import ROOT as LORA
 from jspec.models.params import ParamPath, ParamSpec, ParamTable
 from jspec.models.placement import nested
 from jspec.spec.model_spec import cached_in
@@ -77,8 +85,14 @@ TARGET, DRAFT = Model.TARGET, Model.DRAFT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedWeights:
-    leaves: dict[ParamPath, Leaf]  # every weight, changed or not
+    leaves: dict[ParamPath, Leaf]  # every weight but adapters, changed or not
     source: DraftSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    slot: int
+    placed: Placed | None  # None: nothing changes, since no request names the slot
 
 
 class ServedWeights:
@@ -103,10 +117,10 @@ class ServedWeights:
         self._source = models.source
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
         self._put = put_on(mesh, column_major=models.target.ops.column_major)
-        self._tables: dict[Model, ParamTable] = {
-            TARGET: models.target.table,
-            DRAFT: models.drafter.table,
-        }
+        own = dataclasses.replace(models.target, lora=None)
+        self._tables: dict[Model, ParamTable] = {TARGET: own.table, DRAFT: models.drafter.table}
+        self._adapters = AdapterSlots(models.target, mesh=mesh, dtype=self._dtype)
+        self._adapters.warm_up(runner.params["target"])
 
     @property
     def models(self) -> LoadedModels:
@@ -155,9 +169,13 @@ class ServedWeights:
 
     # Changing.
 
-    def prepare(self, update: WeightUpdate) -> PreparedWeights:
+    def prepare(self, update: WeightUpdate) -> PreparedWeights | PreparedAdapter:
         """Read and check an update. Raises CheckpointError naming every fault, or ConfigError."""
         try:
+            if isinstance(update, AdapterUpdate):
+                path = update.path
+                placed = None if path is None else self._adapters.read(path)
+                return PreparedAdapter(update.slot, placed)
             found = Finite()
             if isinstance(update, DiskUpdate):
                 new, source = self._from_disk(update, found)
@@ -169,24 +187,44 @@ class ServedWeights:
             if isinstance(error, OSError):  # a file that the system cannot read
                 raise CheckpointError(_unreadable(error)) from error
             raise
-        old = flat_leaves(self._runner.params, shares=self._source.shares)
+        old = self._leaves()
         # A draft that is read again may have other weights of its own than the former.
         whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
         kept = {path: leaf for path, leaf in old.items() if path[0] not in whole}
         return PreparedWeights({**kept, **new}, source)
 
-    def switch(self, prepared: PreparedWeights) -> None:
+    def switch(self, prepared: PreparedWeights | PreparedAdapter) -> None:
         """Serve the prepared weights, as `messages.protocols.Weights.switch` specifies."""
+        if isinstance(prepared, PreparedAdapter):
+            self._write(prepared)
+            return
         with self._runner.exclusively():
             self._switch(prepared)
 
+    def _write(self, prepared: PreparedAdapter) -> None:
+        if prepared.placed is not None:
+            params = self._runner.params
+            target = self._adapters.written(params["target"], prepared.slot, prepared.placed)
+            self._runner.replace_params({**params, "target": target})
+
+    def _leaves(self) -> dict[ParamPath, Leaf]:
+        """Return the weights that an update may change: all but adapters."""
+        leaves = flat_leaves(self._runner.params, shares=self._source.shares)
+        return {path: leaf for path, leaf in leaves.items() if path[:2] != (TARGET.value, LORA)}
+
+    def _with_adapters(self, params: dict[str, Any]) -> dict[str, Any]:
+        served = self._runner.params[TARGET.value]
+        if LORA in served:
+            params[TARGET.value][LORA] = served[LORA]
+        return params
+
     def _switch(self, prepared: PreparedWeights) -> None:
-        old = flat_leaves(self._runner.params, shares=self._source.shares)
+        old = self._leaves()
         derive = prepared.source.with_target
         try:
-            params = _tree(switch_leaves(old, prepared.leaves, self._put_at))
+            params = self._with_adapters(_tree(switch_leaves(old, prepared.leaves, self._put_at)))
         except SwitchError as error:
-            self._runner.replace_params(_tree(error.restored))
+            self._runner.replace_params(self._with_adapters(_tree(error.restored)))
             raise error.cause from None
         try:
             if derive is not None:

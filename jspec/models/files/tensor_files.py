@@ -263,6 +263,14 @@ def open_tensors(
         yield Tensors(path, sources)
 
 
+@contextmanager
+def open_file(path: Path) -> Iterator[Tensors]:
+    """Open one file of tensors, .safetensors or torch's .bin. Raises CheckpointError."""
+    with ExitStack() as stack:
+        file = _open(stack, path)
+        yield Tensors(path, {name: (file, name) for name in file.header.keys()})  # noqa: SIM118
+
+
 def _open_all(
     stack: ExitStack, files: Mapping[Path, set[str]]
 ) -> dict[Path, tuple[TensorFile, set[str]]]:

@@ -306,7 +306,8 @@ class CacheSpaces:
         return zip(self.spaces, tenancy.pages, strict=True)
 
     def _namespace(self, sequence: Sequence) -> Hashable:
-        return self._num_weights, sequence.request.extra_key
+        request = sequence.request
+        return self._num_weights, request.extra_key, request.lora
 
     def _is_current(self, tenancy: Tenancy) -> bool:
         return tenancy.namespace == self._namespace(tenancy.sequence)

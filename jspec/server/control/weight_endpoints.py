@@ -28,6 +28,7 @@ from jspec.server.http.fields import (
     without_neutral,
 )
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
 
 QUERY = "the query"
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
@@ -42,6 +43,7 @@ NEUTRAL_DISK: Neutral = {
     "token_step": (None, 0),
     "manifest": (None,),
 }
+NEUTRAL_ADAPTER: Neutral = {"lora_id": (None,), "rid": (None,)}
 PICKLES = (
     "serialized_named_tensors are pickles, which run what a client wrote: they are not read; "
     f"expected a safetensors file as the body, with Content-Type {SAFETENSORS[0]} and everything "
@@ -60,6 +62,8 @@ class WeightEndpoints:
             Route("/update_weights_from_tensor", self.update_from_tensor, methods=post),
             Route("/get_weights_by_name", self.get_by_name, methods=both),
             Route("/update_weight_version", self.update_version, methods=post),
+            Route("/load_lora_adapter", self.load_adapter, methods=post),
+            Route("/unload_lora_adapter", self.unload_adapter, methods=post),
             Route("/get_weight_version", self.get_version, methods=["GET"]),
         ]
 
@@ -130,6 +134,24 @@ class WeightEndpoints:
         message = f"Weight version updated to {version}"
         return JSONResponse({"success": True, "message": message, "new_version": version})
 
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /load_lora_adapter {"lora_name", "lora_path"}: a directory of the server's."""
+        read = frozenset({"lora_name", "lora_path", "pinned"})
+        values = await self._read(request, read=read, neutral=NEUTRAL_ADAPTER)
+        name, path = (check_text(key, values.get(key)) for key in ("lora_name", "lora_path"))
+        get_bool(values, "pinned")
+        return await _adapter_answer(
+            request, self.service.engine, self.service.engine.async_load_lora_adapter(name, path)
+        )
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /unload_lora_adapter {"lora_name"}: answers once no request has it any more."""
+        values = await self._read(request, read=frozenset({"lora_name"}), neutral=NEUTRAL_ADAPTER)
+        name = check_text("lora_name", values.get("lora_name"))
+        return await _adapter_answer(
+            request, self.service.engine, self.service.engine.async_unload_lora_adapter(name)
+        )
+
     async def get_version(self, _: Request) -> Response:
         """GET /get_weight_version."""
         return JSONResponse({"weight_version": self.service.engine.weight_version})
@@ -139,6 +161,19 @@ class WeightEndpoints:
     ) -> Mapping[str, Any]:
         parse = partial(read_body, read=read, neutral=neutral)
         return await read_call(request, self.service.args, parse)
+
+
+async def _adapter_answer(
+    request: Request, engine: Engine, update: Awaitable[dict[str, Any]]
+) -> Response:
+    try:
+        return JSONResponse({**await update, "error_message": None})
+    except (CheckpointError, ConfigError, RequestError) as error:
+        status = HTTPStatus.BAD_REQUEST
+        log_refusal(request, status, str(error))
+        paths = {name: lora.path for name, lora in engine.lora_adapters.items()}
+        answer = {"success": False, "error_message": error.message, "loaded_adapters": paths}
+        return JSONResponse(answer, status_code=status)
 
 
 async def _answer(request: Request, update: Awaitable[dict[str, Any]]) -> Response:

@@ -28,12 +28,14 @@ from jspec.server.http.fields import EXTRA_KEYS, Neutral
 from jspec.server.native import generate_schema, score_endpoint
 from jspec.server.openai import chat_schema, completion_schema, responses_schema
 from jspec.server.openai.completion_schema import CALLER_FIELDS
+from jspec.text.intake import LORA_NAMES
 from jspec.text.template.chat_messages import ROLES
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+NAME: Schema = {"type": ["string", "null"], "minLength": 1}
 TEXTS: Schema = {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}}
 COUNT: Schema = {"type": ["integer", "null"], "minimum": 0}
 ANY: Schema = {"type": "object"}
@@ -59,6 +61,10 @@ OTHERS: Mapping[str, Schema] = {
     "items": {"anyOf": [TEXT, {"type": "array", "items": TEXT}, {"type": "array", "items": IDS}]},
     "label_token_ids": {**IDS, "minItems": 1},
     "instructions": {"type": ["string", "null"]},
+    **{
+        name: {"anyOf": [TEXT, {"type": "array", "items": NAME}, {"type": "null"}]}
+        for name in LORA_NAMES
+    },
     "max_completion_tokens": COUNT,
     "max_output_tokens": COUNT,
     "messages": {

@@ -27,7 +27,7 @@ from jspec.server.http.fields import (
     read_body,
     without_neutral,
 )
-from jspec.text.intake import Prompt, in_list
+from jspec.text.intake import LORA_NAMES, Prompt, adapter_names, in_list
 
 # Sampling parameters at the top level of a body: one value, or a list with one per prompt.
 OUTPUT_FIELDS = (
@@ -51,6 +51,7 @@ GENERATE_FIELDS = frozenset(
         "return_text_in_logprobs",
         "priority",
         *EXTRA_KEYS,
+        *LORA_NAMES,
         *OUTPUT_FIELDS,
     }
 )
@@ -65,7 +66,6 @@ NEUTRAL_GENERATE: Neutral = {
     "log_metrics": (True,),
     "background": (False,),
     "no_logs": (False, True),
-    "lora_path": (None,),
     "lora_id": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
@@ -145,10 +145,11 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     sampling = _with_outputs(values, sampling, is_list=is_list)
     rids = _rids(values, len(sources), is_list=is_list)
     rid, common = values.get("rid"), common_fields(values)
+    loras = adapter_names(values, len(sources))
     return GenerateCall(
         prompts=tuple(
-            Prompt(**source, sampling=params, request_id=name, **common)
-            for source, params, name in zip(sources, sampling, rids, strict=True)
+            Prompt(**source, sampling=params, request_id=name, lora=lora, **common)
+            for source, params, name, lora in zip(sources, sampling, rids, loras, strict=True)
         ),
         is_list=is_list,
         stream=get_bool(values, "stream"),

@@ -62,7 +62,7 @@ class ScoreEndpoint:
         call, model = await read_call(request, self.service.args, parse_score)
         self.service.check_model(model)
         with label_names():
-            work = await self.service.submit(call.as_prompts())
+            work = await self.service.submit(call.as_prompts(), model=model)
         await work.finish(request.receive)
         found = work.completions
         for completion in found:

@@ -172,13 +172,15 @@ def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | Non
     return details
 
 
-def model_card(name: str, *, created: int, root: str, max_model_len: int) -> dict[str, Any]:
+def model_card(
+    name: str, *, created: int, root: str, parent: str | None, max_model_len: int
+) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "jspec",
         "root": root,
-        "parent": None,
+        "parent": parent,
         "max_model_len": max_model_len,
     }

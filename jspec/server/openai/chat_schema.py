@@ -32,6 +32,7 @@ from jspec.server.openai.completion_schema import (
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
+from jspec.text.intake import adapter_names
 from jspec.text.template.chat_messages import Messages, check_messages
 
 CHAT_FIELDS = (
@@ -93,6 +94,7 @@ class ChatCall:
     priority: int
     extra_key: str | None = None
     caller: str | None = None
+    lora: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
     separate_reasoning: bool = True  # effective only with --reasoning-parser
 
@@ -144,6 +146,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         options=replace(answer_options(values), logprobs=asks),
         rid=get_rid(values),
         **common_fields(values),
+        lora=adapter_names(values, 1)[0],
         tools=tools,
         separate_reasoning=get_bool(values, "separate_reasoning", default=True),
     )

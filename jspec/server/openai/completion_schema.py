@@ -33,7 +33,7 @@ from jspec.server.http.fields import (
 )
 from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, common_fields
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS, grammar_parameters
-from jspec.text.intake import Prompt
+from jspec.text.intake import LORA_NAMES, Prompt, adapter_names
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
@@ -54,6 +54,7 @@ ANSWER_FIELDS = frozenset(
         "rid",
         "priority",
         *EXTRA_KEYS,
+        *LORA_NAMES,
         *CALLER_FIELDS,
         *BUDGET_NAMES,
         "metadata",
@@ -78,7 +79,6 @@ NEUTRAL_OPENAI: Neutral = {
     "service_tier": (None, "auto", "default"),
     "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,),
-    "lora_path": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
     "bootstrap_host": (None,),
@@ -140,10 +140,11 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         sampling = with_logprobs(sampling, num_top, of_prompt=echo)
     sources = _sources(values.get("prompt"))
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
+    loras = adapter_names(values, len(sources))
     return CompletionCall(
         prompts=tuple(
-            Prompt(**source, sampling=sampling, request_id=name, **common_fields(values))
-            for source, name in zip(sources, names, strict=True)
+            Prompt(**source, sampling=sampling, request_id=name, lora=lora, **common_fields(values))
+            for source, name, lora in zip(sources, names, loras, strict=True)
         ),
         options=options,
         group=rid,

@@ -6,12 +6,15 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jspec.errors import shown
 from jspec.messages.request import PromptToken
 from jspec.messages.response import Completion
 from jspec.server.http.exchange import read_call
@@ -61,7 +64,9 @@ class OpenAIEndpoints:
         texts = self._texts(call.options)
         with openai_names():
             echoes = self._echoes(call) if call.options.echo else ()
-            work = await self.service.submit(call.prompts, group=call.group)
+            work = await self.service.submit(
+                call.prompts, model=call.options.model, group=call.group
+            )
         answer = _Answer(call.options, work, TextShape(), texts, echoes)
         return await self._answer(request, answer)
 
@@ -80,7 +85,8 @@ class OpenAIEndpoints:
         with openai_names():
             prompt = await self.service.chat_prompt(call)
             prompt, reading = prepare(call, prompt, style, self.service.engine.tokenizer)
-            return await self.service.submit([prompt], group=call.rid), reading
+            work = await self.service.submit([prompt], model=call.options.model, group=call.rid)
+            return work, reading
 
     def _texts(self, options: AnswerOptions) -> TokenTexts | None:
         """Return the token texts for log-probabilities; call it before anything is queued."""
@@ -122,25 +128,29 @@ class OpenAIEndpoints:
             body["sglext"] = {"spec_tokens_details": _details(work)}
         return JSONResponse(body)
 
-    def _card(self) -> dict[str, Any]:
-        engine = self.service.engine
+    def _card(self, lora: str | None = None) -> dict[str, Any]:
+        engine, name = self.service.engine, self.service.model_name
         return answers.model_card(
-            self.service.model_name,
+            name if lora is None else lora,
             created=int(self.service.started),
-            root=engine.args.model_path or self.service.model_name,
+            root=engine.lora_adapters[lora].path if lora else engine.args.model_path or name,
+            parent=None if lora is None else name,
             max_model_len=engine.limits.pool.context_length,
         )
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models: the served model."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """GET /v1/models: the served model, and its LoRA adapters."""
+        names = (None, *self.service.engine.lora_adapters)
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
         if not request.path_params["name"]:
             return await self.models(request)
-        self.service.check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        lora = self.service.check_model(request.path_params["name"])
+        if lora is not None and lora not in self.service.engine.lora_adapters:
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"adapter {shown(lora)} is not loaded")
+        return JSONResponse(self._card(lora))
 
 
 def _details(work: Work) -> Any:
