@@ -21,12 +21,13 @@ def lora_params(table: ParamTable, lora: LoRASpec | None) -> ParamTable:
     """Declare A and B of the products of `table` with a module in `lora.modules`."""
     if lora is None:
         return ()
-    return tuple(
-        weight
-        for spec in table
-        if is_adaptable(spec) and not modules_of(spec).isdisjoint(lora.modules)
-        for weight in _weights_of(spec, lora)
-    )
+    products = adapted_products(table, lora)
+    return tuple(weight for spec in products for weight in _weights_of(spec, lora))
+
+
+def adapted_products(table: ParamTable, lora: LoRASpec) -> ParamTable:
+    products = (spec for spec in table if is_adaptable(spec))
+    return tuple(spec for spec in products if not modules_of(spec).isdisjoint(lora.modules))
 
 
 def is_adaptable(spec: ParamSpec) -> bool:

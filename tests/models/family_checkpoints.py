@@ -58,7 +58,9 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     return path
 
 
-def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
+def chunked_logits(
+    decoder: Decoder, params: Params, kv: Any, token_ids: Any, lora_slots: Any = None
+) -> jax.Array:
     """Run a prompt's chunk, then the rest like a verification, over pages."""
     found = []
     length = token_ids.shape[0]
@@ -71,7 +73,12 @@ def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) ->
             slots=jnp.asarray([1], jnp.int32),
         )
         hidden, _, kv = decoder.forward(
-            params, token_ids[start:stop], kv, rows, queries_per_row=stop - start if start else None
+            params,
+            token_ids[start:stop],
+            kv,
+            rows,
+            queries_per_row=stop - start if start else None,
+            lora_slots=lora_slots,
         )
         found.append(decoder.logits(params, hidden))
     return jnp.concatenate(found)

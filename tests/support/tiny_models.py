@@ -85,24 +85,28 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def write_tiny_target(path: Path, config: ModelSpec, *, seed: int = 0) -> Path:
+    save_target(path, config, init_params(table_of(config), seed=seed), dtype=np.float32)
+    tiny_tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": END, "bos_token": END}), encoding="utf-8"
+    )
+    return path
+
+
 def write_tiny_pair(
     directory: Path, *, seed: int = 0, num_layers: int = 2, max_position: int = 256
 ) -> TinyPair:
     """Write `directory/target` and `directory/draft`; the same seed gives the same bytes."""
     target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)
     draft_config = tiny_draft_config(target_config)
-    target = init_params(table_of(target_config), seed=seed)
     draft = init_params(head_params(draft_config), seed=seed + 1)
     rng = np.random.default_rng(seed)
     ids = np.sort(rng.choice(target_config.vocab_size, draft_config.draft_vocab_size, False))
     draft["draft_ids"] = jnp.asarray(ids, jnp.int32)
     target_path, draft_path = directory / "target", directory / "draft"
-    save_target(target_path, target_config, target, dtype=np.float32)
+    write_tiny_target(target_path, target_config, seed=seed)
     save_eagle3(draft_path, draft_config, draft, dtype=np.float32, include_embed=True)
-    tiny_tokenizer().save(str(target_path / "tokenizer.json"))
-    (target_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": END, "bos_token": END}), encoding="utf-8"
-    )
     return TinyPair(
         target_path=target_path,
         draft_path=draft_path,

@@ -19,7 +19,7 @@ from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder, Params
-from jspec.models.files.lora_files import needs_of, read_adapter
+from jspec.models.files.lora_files import check_adapter, needs_of, read_adapter
 from jspec.models.lora_params import ROOT, adaptable_modules, lora_params
 from jspec.models.params import ParamPath, ParamTable
 from jspec.models.placement import nested
@@ -33,13 +33,15 @@ def adapter_directory(path: str) -> Path:
 
 
 def lora_spec(args: EngineArgs, table: ParamTable) -> LoRASpec | None:
-    """Return the room for adapters that the arguments ask for. Raises ConfigError.
+    """Return the room for adapters that the arguments ask for.
 
-    table: of the target. What is not given follows from the adapters of `lora_paths`.
+    table: of the target. What is not given follows from the adapters of `lora_paths`. Raises
+    ConfigError, and CheckpointError for one of these that does not fit.
     """
     if not args.has_loras:
         return None
-    needs = [needs_of(adapter_directory(path)) for _, path in args.named_lora_paths]
+    paths = [adapter_directory(path) for _, path in args.named_lora_paths]
+    needs = [needs_of(path) for path in paths]
     rank = args.max_lora_rank or max((rank for rank, _ in needs), default=0)
     if not rank:
         raise ConfigError("enable_lora is True without lora_paths; expected max_lora_rank too")
@@ -54,7 +56,10 @@ def lora_spec(args: EngineArgs, table: ParamTable) -> LoRASpec | None:
     is_all = ALL_MODULES in args.lora_target_modules or not (named or found)
     wanted = set(known) if is_all else named or found
     modules = tuple(module for module in known if module in wanted)
-    return LoRASpec(num_loras=args.max_loras_per_batch, rank=rank, modules=modules)
+    lora = LoRASpec(num_loras=args.max_loras_per_batch, rank=rank, modules=modules)
+    for path in paths:  # before anything is loaded or compiled
+        check_adapter(path, table, lora)
+    return lora
 
 
 def no_adapters(target: Decoder, *, mesh: Mesh, dtype: DTypeLike) -> Params:

@@ -25,9 +25,8 @@ from jspec.files.json_files import Fields, exists, in_file, read_fields
 from jspec.models.files.tensor_files import HostArray, Tensors, listed, open_file
 from jspec.models.lora_params import (
     adaptable_modules,
-    is_adaptable,
+    adapted_products,
     module_of,
-    modules_of,
     path_of_product,
 )
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
@@ -136,6 +135,12 @@ def needs_of(path: Path) -> tuple[int, frozenset[str]]:
         return max(ranks, default=config.rank), frozenset(x.rsplit(".", 1)[-1] for x in modules)
 
 
+def check_adapter(path: Path, table: ParamTable, lora: LoRASpec) -> None:
+    """Raise what `read_adapter` would raise, from the config and the headers alone."""
+    with open_adapter(path) as (config, tensors):
+        _checked(tensors, config, table, lora)
+
+
 def read_adapter(
     path: Path, table: ParamTable, lora: LoRASpec, *, dtype: npt.DTypeLike, shards: int
 ) -> dict[ParamPath, HostArray]:
@@ -144,15 +149,11 @@ def read_adapter(
     table: of the target without adapters. Modules without an adapter are zeros. Raises one
     CheckpointError for everything that does not fit.
     """
-    products = tuple(
-        spec
-        for spec in table
-        if is_adaptable(spec) and not modules_of(spec).isdisjoint(lora.modules)
-    )
     with open_adapter(path) as (config, tensors):
-        halves = _checked(tensors, config, table, products, lora)
+        halves = _checked(tensors, config, table, lora)
         reader = _Reader(tensors, config, halves, lora.rank, np.dtype(dtype), shards)
-        return {path: array for spec in products for path, array in reader.weights(spec)}
+        weights = (reader.weights(spec) for spec in adapted_products(table, lora))
+        return {path: array for each in weights for path, array in each}
 
 
 Halves = Mapping[str, Mapping[str, str]]  # module -> A or B -> the tensor's name
@@ -195,13 +196,11 @@ class _Reader:
         return numbers
 
 
-def _checked(
-    tensors: Tensors, config: LoRAConfig, table: ParamTable, products: ParamTable, lora: LoRASpec
-) -> Halves:
+def _checked(tensors: Tensors, config: LoRAConfig, table: ParamTable, lora: LoRASpec) -> Halves:
     """Return the tensors of each module, or raise CheckpointError for all that do not fit."""
     known: dict[str, tuple[int, Part]] = {
         module_of(part): (spec.shape[0], part)
-        for spec in products
+        for spec in adapted_products(table, lora)
         for layout in spec.layouts
         for part in layout
     }
