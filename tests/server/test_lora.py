@@ -6,6 +6,7 @@ accepted, and those of others seldom are.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -207,6 +208,10 @@ def test_requests_keep_an_adapter_until_they_end(
     own = texts(engine, "a")
     stream = engine.generate(PROMPTS[0], LONG, lora_path="b", stream=True)
     first = next(stream)
+    asyncio.run(engine.pause_generation())
+    with pytest.raises(RequestError, match="generation is paused and requests with this adapter"):
+        engine.unload_lora_adapter("b")
+    asyncio.run(engine.continue_generation())
     unloading = threading.Thread(
         target=lambda: answers.append(
             ask(app, "POST", "/unload_lora_adapter", json={"lora_name": "b"})
@@ -316,7 +321,8 @@ def test_an_engine_without_adapters_says_so(engine: Engine, adapters: Adapters) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"enable_lora": True}, "without lora_paths; expected max_lora_rank too"),
+        ({"lora_paths": (), "enable_lora": True}, "lora_paths; expected max_lora_rank too"),
+        ({"lora_paths": ["x=/no"]}, "'/no'; expected a directory with a LoRA adapter in peft's"),
         ({"max_lora_rank": 2}, "has rank 4; expected at most max_lora_rank 2"),
         ({"lora_target_modules": ["gate"]}, "lora_target_modules has gate; expected some of down"),
         ({"lora_target_modules": ["q_proj"]}, "adapts down_proj; expected modules in lora_target"),
@@ -325,9 +331,8 @@ def test_an_engine_without_adapters_says_so(engine: Engine, adapters: Adapters) 
 def test_a_start_that_cannot_serve_its_adapters_is_refused(
     arguments: dict[str, Any], given: dict[str, Any], said: str
 ) -> None:
-    paths = {} if "enable_lora" in given else arguments["lora_paths"]
     with pytest.raises((ConfigError, CheckpointError), match=said):
-        Engine(**{**arguments, "lora_paths": paths, **given})
+        Engine(**{**arguments, **given})
 
 
 @pytest.mark.slow

@@ -110,9 +110,9 @@ class AdapterSlots:
         layers: dict[ParamPath, dict[ParamPath, jax.Array]] = {}
         for path, own in placed.items():
             layers.setdefault(path[:3], {})[path[3:]] = own
-        for layer, own in layers.items():
-            old = {path: stacked[(*layer, *path)] for path in own}
-            new = _with_slot(old, own, (slot - 1) * self._lora.rank, width=self._lora.width)
+        for layer, parts in layers.items():
+            old = {path: stacked[(*layer, *path)] for path in parts}
+            new = _with_slot(old, parts, (slot - 1) * self._lora.rank, width=self._lora.width)
             for path, array in new.items():
                 stacked[(*layer, *path)] = jax.device_put(array, old[path].sharding)
         return {**params, **nested(stacked.items())}

@@ -19,6 +19,7 @@ from typing import Any
 from jspec.engine.programs.program_bucket import GS
 from jspec.errors import CheckpointError, NoCheckpointError, reason_of, shown
 from jspec.models.files.checkpoint import LAYOUT, check_directory
+from jspec.models.files.lora_files import LAYOUT as ADAPTER_LAYOUT
 
 log = logging.getLogger(__name__)
 A_REPOSITORY = "a repository of Hugging Face's hub"
@@ -35,12 +36,17 @@ def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
     return {name: way(name, named[name]) for name, way in ways.items()}
 
 
+def _layout(name: str) -> str:
+    return ADAPTER_LAYOUT if name == "lora_path" else LAYOUT
+
+
 def _way(name: str, value: str) -> Callable[[str, str], Path]:
     try:
         is_here = Path(value).is_dir()
     except OSError as error:  # e.g. a name that is too long, or no permission
         raise NoCheckpointError(
-            f"{name} is {shown(value)}: {reason_of(error)}; expected a directory with {LAYOUT}"
+            f"{name} is {shown(value)}: {reason_of(error)}; expected a directory with "
+            f"{_layout(name)}"
         ) from error
     if is_here:
         return _from_here
@@ -50,7 +56,7 @@ def _way(name: str, value: str) -> Callable[[str, str], Path]:
     if _REPOSITORY.fullmatch(value):
         _library("huggingface_hub", name, value, extra="hub", what=A_REPOSITORY)
         return _from_hub
-    raise NoCheckpointError(f"{name} is {value!r}; expected a directory with {LAYOUT}")
+    raise NoCheckpointError(f"{name} is {value!r}; expected a directory with {_layout(name)}")
 
 
 def _library(module: str, name: str, value: str, *, extra: str, what: str) -> Any:
@@ -59,7 +65,7 @@ def _library(module: str, name: str, value: str, *, extra: str, what: str) -> An
     except ImportError:
         raise NoCheckpointError(
             f"{name} is {value!r}: there is no such directory here, and {what} is read by "
-            f"{module}, which is not installed; expected a directory with {LAYOUT}, or "
+            f"{module}, which is not installed; expected a directory with {_layout(name)}, or "
             f"pip install 'jspec[{extra}]'"
         ) from None
 
@@ -97,7 +103,7 @@ def _from_hub(name: str, value: str) -> Path:
         raise CheckpointError(
             f"{name} is {value!r}: there is no such directory here, and {A_REPOSITORY} could not "
             f"be fetched by that name ({type(error).__name__}: {_first_line(error)}); expected a "
-            f"directory with {LAYOUT}, or org/name, or org/name@revision"
+            f"directory with {_layout(name)}, or org/name, or org/name@revision"
         ) from error
     return directory
 
@@ -111,10 +117,10 @@ def _from_bucket(name: str, value: str) -> Path:
     except Exception as error:
         raise CheckpointError(
             f"{name} is {value!r}, which could not be listed ({type(error).__name__}: "
-            f"{_first_line(error)}); expected {GS}BUCKET/PATH of {LAYOUT}"
+            f"{_first_line(error)}); expected {GS}BUCKET/PATH of {_layout(name)}"
         ) from error
     if not files:
-        raise CheckpointError(f"{name} is {value!r}, which holds no file; expected {LAYOUT}")
+        raise CheckpointError(f"{name} is {value!r}, which holds no file; expected {_layout(name)}")
     return _copied(name, value, bucket, files)
 
 
