@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from jspec.config.engine_args import EngineArgs
@@ -21,7 +22,7 @@ from jspec.engine.weights.served_weights import ServedWeights
 from jspec.engine.weights.weight_checks import is_finite
 from jspec.engine.weights.weight_switch import SameAs, SwitchError, switch_leaves
 from jspec.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
-from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model
+from jspec.messages.weight_update import AdapterUpdate, ArrayUpdate, DiskUpdate, Model
 from jspec.models.files.stored import stored_tensors
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.eagle3 import save_eagle3
@@ -29,6 +30,7 @@ from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.spec.head_spec import eagle1_spec
 from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
+from tests.support.lora_adapters import write_adapter
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 Path1 = tuple[str | int, ...]
@@ -115,6 +117,26 @@ def test_a_switch_gives_what_a_start_would(
     given = load_file(ours.target_path / "model.safetensors")
     weights.switch(weights.prepare(ArrayUpdate(arrays=given)))
     same(runner.params["target"], load_pair(ours, shards).params["target"])
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["beside", "in_place"])
+def test_adapters_stay_when_their_target_is_switched(
+    pairs: tuple[TinyPair, TinyPair], tmp_path: Path, has_room: bool
+) -> None:
+    ours, theirs = (pair.target_path for pair in pairs)
+    write_adapter(tmp_path / "a", load_file(ours / "model.safetensors"), ("q_proj", "down_proj"))
+    models = load(2, model_path=str(ours), enable_lora=True, max_lora_rank=8)
+    weights, runner = serving(models, has_room=lambda _: has_room)
+    before = runner.params["target"]["lora"]
+    weights.switch(weights.prepare(AdapterUpdate(slot=3, path=str(tmp_path / "a"))))
+    written = runner.params["target"]["lora"]
+    parts = jax.tree.map(lambda new, old: not np.array_equal(new, old), written, before)
+    changed = {path for path, is_new in traverse_util.flatten_dict(parts).items() if is_new}
+    products = {"qkv", "down"}
+    assert {path[-2] if path[-1] == "a" else path[-3] for path in changed} == products
+    weights.switch(weights.prepare(DiskUpdate(target=str(theirs))))
+    same(runner.params["target"].pop("lora"), written)
+    same(runner.params["target"], load(2, model_path=str(theirs)).params["target"])
 
 
 def test_a_draft_that_is_a_model_of_its_own_is_switched(pairs: tuple[TinyPair, TinyPair]) -> None:

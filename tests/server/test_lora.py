@@ -67,7 +67,7 @@ class Adapters:
             "max_loras_per_batch": 2,
             "lora_paths": {name: self.path(name) for name in ("a", "b")},
             "dtype": "float32",
-            "compile_at_start": "first",
+            "compile_at_start": "common",
             "chunked_prefill_size": 32,
             "max_total_tokens": 8000,
         }
