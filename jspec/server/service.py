@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 from jspec.errors import (
@@ -22,7 +20,6 @@ from jspec.errors import (
     QueueFullError,
     QueueTimeoutError,
     RequestError,
-    shown,
 )
 from jspec.messages.request import Request, StreamChunk
 from jspec.messages.response import Completion, SpecTokens
@@ -38,6 +35,7 @@ from jspec.server.control.request_spans import (
 )
 from jspec.server.control.trace_file import open_trace
 from jspec.server.http.exchange import unless_gone
+from jspec.server.http.model_names import adapter_of, of_model
 from jspec.server.http.streaming import (
     DONE,
     EventStream,
@@ -161,36 +159,9 @@ class Service:
         return "jspec-bundled" if path is None else path.rstrip("/").rsplit("/", 1)[-1]
 
     def check_model(self, name: str | None) -> str | None:
-        """Return the LoRA adapter that a model's name means, BASE:ADAPTER or ADAPTER, if any.
-
-        Raises HTTPException for an unknown model; an unknown adapter is refused later.
-        """
-        own = {self.model_name, "default", self.engine.args.model_path} - {None}
-        if name is None or name in own:
-            return None
-        if name in self.engine.lora_adapters:
-            return name
-        for base in own:
-            if name.startswith(f"{base}:") and len(name) > len(f"{base}:"):
-                return name.removeprefix(f"{base}:")
-        adapters = "".join(f", {each!r}" for each in self.engine.lora_adapters)
-        raise HTTPException(
-            HTTPStatus.NOT_FOUND,
-            f"model is {shown(name)}; expected {self.model_name!r}{adapters} or 'default'",
-        )
-
-    def _of_model(self, prompts: Sequence[Prompt], model: str | None) -> Sequence[Prompt]:
-        """Return the prompts with the adapter that the model's name means, if any."""
-        lora = self.check_model(model)
-        if lora is None:
-            return prompts
-        for prompt in prompts:
-            if prompt.lora not in (None, lora):
-                raise RequestError(
-                    f"lora_path is {shown(prompt.lora)}, and model {shown(model)}; expected one of "
-                    "them"
-                )
-        return [replace(prompt, lora=lora) for prompt in prompts]
+        """Return the LoRA adapter that a model's name means, if any; HTTPException if unknown."""
+        own = (self.model_name, "default", self.engine.args.model_path)
+        return adapter_of(name, own, self.engine.lora_adapters)
 
     async def submit(
         self,
@@ -215,7 +186,7 @@ class Service:
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         token_text = self.engine.token_texts.text if return_text_in_logprobs else None
         node_text = token_text if tokenizer is None else self.engine.token_texts.text
-        indexed = await self._tokenized(self._of_model(prompts, model))
+        indexed = await self._tokenized(of_model(prompts, model, self.check_model(model)))
         requests, names = [request for _, request in indexed], _names(indexed, group)
         self._take(names)
         if self._trace is not None:

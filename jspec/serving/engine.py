@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from typing import Any
 
 from jspec import __version__
@@ -26,7 +26,7 @@ from jspec.engine.programs.program_keys import describe_ready
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
-from jspec.errors import ConfigError, EngineClosedError, RequestError, clear_frames
+from jspec.errors import ConfigError, EngineClosedError, RequestError
 from jspec.messages.adapter import Adapter
 from jspec.messages.protocols import Weights
 from jspec.messages.request import Request, StreamChunk
@@ -86,7 +86,10 @@ class Engine:
             )
             most = self.args.max_loras_per_batch * self._limits.programs.has_loras
             self._weights = LiveWeights(self._loop_thread, self._loop, weights, max_loras=most)
-            self._load_adapters()
+            with ExitStack() as ends:
+                ends.callback(self._runner.close)
+                self._weights.load_at_start(self.args.named_lora_paths)
+                ends.pop_all()
         self._submission = Submission(
             self._loop_thread, self._loop, self._preparation, self._weights
         )
@@ -94,14 +97,6 @@ class Engine:
         if isinstance(self._runner, ProcessRunner):
             self._runner.watch(self._on_process_end)
         self.startup_seconds = time.monotonic() - started
-
-    def _load_adapters(self) -> None:
-        try:
-            self._weights.load_at_start(self.args.named_lora_paths)
-        except BaseException as error:
-            self._runner.close()
-            clear_frames(error)
-            raise
 
     def _start(self, progress: Progress | None) -> Weights:
         """Make everything but the loop; return the weights in service."""
@@ -125,7 +120,7 @@ class Engine:
             random_seed=self.config.random_seed,
             chat_templates=templates,
             defaults=defaults,
-            find_adapter=lambda name: self._weights.adapter(name),
+            find_adapter=lambda name: self._weights.adapters.find(name),
         )
         grammars = Grammars(
             self._tokenizer,
@@ -319,7 +314,7 @@ class Engine:
     @property
     def lora_adapters(self) -> Mapping[str, Adapter]:
         """The loaded LoRA adapters by name."""
-        return self._weights.adapters
+        return self._weights.adapters.by_name
 
     @property
     def weight_version(self) -> str:

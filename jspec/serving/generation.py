@@ -13,6 +13,7 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import QueueTimeoutError, RequestError, RequestFailedError
+from jspec.messages.adapter import adapter_names
 from jspec.messages.request import Request, SamplingParams
 from jspec.messages.response import Completion, TokenText
 from jspec.scheduler.pages import budget
@@ -27,7 +28,6 @@ from jspec.text.intake import (
     LogprobOptions,
     Params,
     Prompt,
-    adapter_names,
     in_list,
 )
 from jspec.text.scoring import ScoreCall, label_names, watched_of

@@ -12,17 +12,14 @@ It knows no device and no file: `messages.protocols.Weights` reads and switches.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
 from jspec.config.lora_paths import check_name
 from jspec.errors import ConfigError, RequestError, shown, shown_json
-from jspec.messages.adapter import Adapter
 from jspec.messages.protocols import Weights
-from jspec.messages.request import Request
 from jspec.messages.weight_update import (
     AdapterUpdate,
     ArrayUpdate,
@@ -31,6 +28,7 @@ from jspec.messages.weight_update import (
     Model,
     WeightUpdate,
 )
+from jspec.scheduler.adapters import LoadedAdapters
 from jspec.serving.gathering import to_its_end
 from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread
@@ -64,10 +62,7 @@ class LiveWeights:
         self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights, *, max_loras: int = 0
     ) -> None:
         self._loop_thread, self._loop, self._weights = loop_thread, loop, weights
-        self._max_loras = max_loras  # 0: adapters are not served
-        self._numbers = itertools.count()
-        self._adapters: dict[str, Adapter] = {}  # replaced as a whole: any thread reads it
-        self._leaving: list[Adapter] = []  # unloaded ones that requests may still have
+        self.adapters = LoadedAdapters(max_loras, loop.uses)
         self._updating = asyncio.Lock()
         self.may_submit = asyncio.Event()  # cleared while an update waits for running requests
         self.may_submit.set()
@@ -236,36 +231,13 @@ class LiveWeights:
 
     # LoRA adapters.
 
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """The loaded adapters by name."""
-        return self._adapters
-
-    def adapter(self, name: str) -> Adapter:
-        """Return a loaded adapter. Raises RequestError, which lists them."""
-        found = self._adapters.get(name)
-        if found is None:
-            raise RequestError(f"lora_path is {shown(name)}; expected {self._known()}")
-        return found
-
-    def check_adapters(self, requests: Sequence[Request]) -> None:
-        """Raise RequestError if a request's adapter was unloaded since the request was made."""
-        for lora in {each.lora for each in requests if each.lora is not None}:
-            if self._adapters.get(lora.name) != lora:
-                raise RequestError(f"lora_path is {shown(lora.name)}; expected {self._known()}")
-
-    def _known(self) -> str:
-        if not self._max_loras:
-            return "none: the engine runs without enable_lora"
-        names = ", ".join(map(repr, self._adapters))
-        return f"a loaded adapter: {names}" if names else "a loaded adapter, and none is loaded"
-
     def load_at_start(self, paths: Iterable[tuple[str, str]]) -> None:
         """Load adapters before the loop runs. Raises CheckpointError or ConfigError."""
         for name, path in paths:
-            update = AdapterUpdate(slot=len(self._adapters) + 1, path=path)
+            lora = self.adapters.place(name, path)
+            update = AdapterUpdate(slot=lora.slot, path=path)
             self._weights.switch(self._weights.prepare(update))
-            self._add(name, update)
+            self.adapters.add(lora)
 
     async def async_load_lora_adapter(
         self, lora_name: str, lora_path: str | os.PathLike[str], pinned: bool = False
@@ -281,10 +253,9 @@ class LiveWeights:
 
         async def run() -> dict[str, Any]:
             async with self._updating:
-                update = AdapterUpdate(slot=self._free_slot(name), path=path)
-                prepared = await to_its_end(self._weights.prepare, update)
-                await to_its_end(self._weights.switch, prepared)
-                self._add(name, update)
+                lora = self.adapters.place(name, path)
+                await self._write(AdapterUpdate(slot=lora.slot, path=path))
+                self.adapters.add(lora)
                 LOGGER.info("LoRA adapter %r is loaded from %s", name, path)
                 return self._loaded()
 
@@ -298,56 +269,29 @@ class LiveWeights:
         """
 
         async def run() -> dict[str, Any]:
-            lora = self.adapter(lora_name)
+            lora = self.adapters.find(lora_name)
             if self._loop.is_paused and self._loop.uses(lora):
                 raise RequestError(
                     f"lora_name is {shown(lora_name)}, but generation is paused and requests with "
                     "this adapter are there; expected generation to go on"
                 )
-            self._adapters = {
-                name: each for name, each in self._adapters.items() if name != lora_name
-            }
-            self._leaving.append(lora)
+            self.adapters.remove(lora)
             while self._loop.uses(lora):
                 await asyncio.sleep(POLL_SECONDS)
             async with self._updating:
-                if all(each.slot != lora.slot for each in self._adapters.values()):
-                    update = AdapterUpdate(slot=lora.slot, path=None)
-                    prepared = await to_its_end(self._weights.prepare, update)
-                    await to_its_end(self._weights.switch, prepared)
+                if self.adapters.is_free(lora.slot):
+                    await self._write(AdapterUpdate(slot=lora.slot, path=None))
             LOGGER.info("LoRA adapter %r is unloaded", lora_name)
             return self._loaded()
 
         return await self._loop_thread.call(run())
 
-    def _add(self, name: str, update: AdapterUpdate) -> None:
-        assert update.path is not None
-        number = next(self._numbers)
-        lora = Adapter(name=name, path=update.path, slot=update.slot, number=number)
-        self._adapters = {**self._adapters, name: lora}
-
-    def _free_slot(self, name: str) -> int:
-        """Return a slot that no request reads. Raises RequestError if `name` cannot be loaded."""
-        if not self._max_loras:
-            raise RequestError(f"lora_name is {shown(name)}; expected {self._known()}")
-        if name in self._adapters:
-            raise RequestError(
-                f"lora_name is {shown(name)}, which is loaded; expected another name, or "
-                "unload_lora_adapter first"
-            )
-        self._leaving = [lora for lora in self._leaving if self._loop.uses(lora)]
-        taken = {lora.slot for lora in (*self._adapters.values(), *self._leaving)}
-        for slot in range(1, self._max_loras + 1):
-            if slot not in taken:
-                return slot
-        names = ", ".join(repr(lora.name) for lora in (*self._adapters.values(), *self._leaving))
-        raise RequestError(
-            f"max_loras_per_batch is {self._max_loras}, and so many adapters are loaded or still "
-            f"have requests ({names}); expected one of them to be unloaded first"
-        )
+    async def _write(self, update: AdapterUpdate) -> None:
+        prepared = await to_its_end(self._weights.prepare, update)
+        await to_its_end(self._weights.switch, prepared)
 
     def _loaded(self) -> dict[str, Any]:
-        paths = {name: lora.path for name, lora in self._adapters.items()}
+        paths = {name: lora.path for name, lora in self.adapters.by_name.items()}
         return {"success": True, "loaded_adapters": paths}
 
     async def async_get_weights_by_name(

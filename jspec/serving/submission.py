@@ -116,7 +116,7 @@ class Submission:
             async with self._turn if wait else nullcontext():
                 while True:
                     await self._weights.may_submit.wait()
-                    self._weights.check_adapters(prepared)
+                    self._weights.adapters.check([request.lora for request in prepared])
                     try:
                         streams = self._loop.submit(prepared, max_unread=max_unread)
                         break

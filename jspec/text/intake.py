@@ -17,8 +17,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import ContextLengthError, RequestError, shown, shown_json
-from jspec.messages.adapter import Adapter
+from jspec.errors import ContextLengthError, RequestError, shown_json
+from jspec.messages.adapter import LORA_NAMES, Adapter, no_adapter
 from jspec.messages.grammar import ReasoningMarks
 from jspec.messages.plain_values import is_array, listed, plain, plain_items
 from jspec.messages.request import (
@@ -55,7 +55,6 @@ class LogprobOptions(TypedDict, total=False):
     return_hidden_states: bool
 
 
-LORA_NAMES = ("lora_path", "lora_name")  # SGLang's name of an adapter's name, and another
 # Known names, for hints about misspelled ones.
 GENERATE_NAMES = (
     *("prompt", "sampling_params", "input_ids", *LORA_NAMES),
@@ -96,31 +95,6 @@ class Prompt:
     def num_chars(self) -> int:
         stop = self.sampling.stop if isinstance(self.sampling, SamplingParams) else ()
         return (len(self.text) if isinstance(self.text, str) else 0) + sum(map(len, stop))
-
-
-def adapter_names(given: Mapping[str, Any], num_prompts: int) -> list[str | None]:
-    """Return each prompt's adapter from `LORA_NAMES`: a name, or a name or null for each prompt."""
-    found: list[Any] | None = None
-    for key in LORA_NAMES:
-        value = listed(given.get(key))
-        if value is None:
-            continue
-        names = list(value) if isinstance(value, list | tuple) else [value] * num_prompts
-        if len(names) != num_prompts:
-            raise RequestError(
-                f"{key} has {len(names)} names; expected one for each of {num_prompts} prompts"
-            )
-        for name in names:
-            if name is not None and not (isinstance(name, str) and name):
-                raise RequestError(f"{key} has {shown_json(name)}; expected names of adapters")
-        if found not in (None, names):
-            raise RequestError(f"{' and '.join(LORA_NAMES)} differ; expected one of them")
-        found = names
-    return found or [None] * num_prompts
-
-
-def no_adapter(name: str) -> Adapter:
-    raise RequestError(f"lora_path is {shown(name)}; expected none: there are no adapters")
 
 
 class Intake:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.routing import BaseRoute, Route
 
 from jspec import __version__
+from jspec.messages.adapter import LORA_NAMES
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import (
     Accepts,
@@ -28,7 +29,6 @@ from jspec.server.http.fields import EXTRA_KEYS, Neutral
 from jspec.server.native import generate_schema, score_endpoint
 from jspec.server.openai import chat_schema, completion_schema, responses_schema
 from jspec.server.openai.completion_schema import CALLER_FIELDS
-from jspec.text.intake import LORA_NAMES
 from jspec.text.template.chat_messages import ROLES
 
 Schema = dict[str, Any]

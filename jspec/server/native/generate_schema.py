@@ -8,6 +8,7 @@ from typing import Any
 
 from jspec.config.peer_parameters import PEER_PARAMETERS
 from jspec.errors import RequestError, shown_json
+from jspec.messages.adapter import LORA_NAMES, adapter_names
 from jspec.messages.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.http.fields import (
     EXTRA_KEYS,
@@ -27,7 +28,7 @@ from jspec.server.http.fields import (
     read_body,
     without_neutral,
 )
-from jspec.text.intake import LORA_NAMES, Prompt, adapter_names, in_list
+from jspec.text.intake import Prompt, in_list
 
 # Sampling parameters at the top level of a body: one value, or a list with one per prompt.
 OUTPUT_FIELDS = (

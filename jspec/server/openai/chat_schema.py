@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jspec.errors import RequestError, shown_json
+from jspec.messages.adapter import adapter_names
 from jspec.messages.request import SamplingParams
 from jspec.server.http.fields import (
     NO_DEFAULTS,
@@ -32,7 +33,6 @@ from jspec.server.openai.completion_schema import (
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
-from jspec.text.intake import adapter_names
 from jspec.text.template.chat_messages import Messages, check_messages
 
 CHAT_FIELDS = (

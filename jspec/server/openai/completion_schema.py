@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.errors import RequestError, shown_json
+from jspec.messages.adapter import LORA_NAMES, adapter_names
 from jspec.messages.request import (
     MAX_TOP_LOGPROBS,
     SAMPLING_FIELDS,
@@ -33,7 +34,7 @@ from jspec.server.http.fields import (
 )
 from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, common_fields
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS, grammar_parameters
-from jspec.text.intake import LORA_NAMES, Prompt, adapter_names
+from jspec.text.intake import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.

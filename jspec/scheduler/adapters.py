@@ -1,0 +1,78 @@
+"""The loaded LoRA adapters by name, and which slots of the stacked weights are free."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+
+from jspec.errors import RequestError, shown
+from jspec.messages.adapter import Adapter
+
+Uses = Callable[[Adapter], bool]  # whether an unfinished request has an adapter
+
+
+class LoadedAdapters:
+    """A slot is free once no request has the adapter that was in it.
+
+    most: slots; 0: the engine serves no adapters. One thread changes it, any thread reads it.
+    """
+
+    def __init__(self, most: int, uses: Uses) -> None:
+        self._most, self._uses = most, uses
+        self._numbers = itertools.count()
+        self._leaving: list[Adapter] = []  # removed ones that requests may still have
+        self.by_name: Mapping[str, Adapter] = {}  # replaced as a whole
+
+    def find(self, name: str) -> Adapter:
+        """Raises RequestError, which lists the loaded ones."""
+        found = self.by_name.get(name)
+        if found is None:
+            raise self._unknown(name)
+        return found
+
+    def check(self, adapters: Iterable[Adapter | None]) -> None:
+        """Raise RequestError if one of them was removed since a request found it."""
+        for lora in {each for each in adapters if each is not None}:
+            if self.by_name.get(lora.name) != lora:
+                raise self._unknown(lora.name)
+
+    def _unknown(self, name: str) -> RequestError:
+        names = ", ".join(map(repr, self.by_name))
+        known = f"a loaded adapter: {names}" if names else "a loaded adapter, and none is loaded"
+        if not self._most:
+            known = "none: the engine runs without enable_lora"
+        return RequestError(f"lora_path is {shown(name)}; expected {known}")
+
+    def place(self, name: str, path: str) -> Adapter:
+        """Return a new adapter with a free slot, to be added once its weights are there.
+
+        Raises RequestError if the name is taken or no slot is free.
+        """
+        if not self._most:
+            raise self._unknown(name)
+        if name in self.by_name:
+            raise RequestError(
+                f"lora_name is {shown(name)}, which is loaded; expected another name, or "
+                "unload_lora_adapter first"
+            )
+        self._leaving = [lora for lora in self._leaving if self._uses(lora)]
+        present = (*self.by_name.values(), *self._leaving)
+        free = set(range(1, self._most + 1)).difference(lora.slot for lora in present)
+        if not free:
+            names = ", ".join(repr(lora.name) for lora in present)
+            raise RequestError(
+                f"max_loras_per_batch is {self._most}, and so many adapters are loaded or still "
+                f"have requests ({names}); expected one of them to be unloaded first"
+            )
+        return Adapter(name=name, path=path, slot=min(free), number=next(self._numbers))
+
+    def add(self, lora: Adapter) -> None:
+        self.by_name = {**self.by_name, lora.name: lora}
+
+    def remove(self, lora: Adapter) -> None:
+        """Let no new request find it; the slot stays taken while a request has it."""
+        self.by_name = {name: each for name, each in self.by_name.items() if each != lora}
+        self._leaving.append(lora)
+
+    def is_free(self, slot: int) -> bool:
+        return all(lora.slot != slot for lora in self.by_name.values())
