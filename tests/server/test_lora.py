@@ -88,6 +88,7 @@ def arguments(adapters: Adapters, programs_of_all: Path) -> dict[str, Any]:
     return {
         **adapters.arguments,
         "speculative_algorithm": "NGRAM",
+        "speculative_ngram_max_match_window_size": 2,
         "speculative_num_steps": 2,
         "speculative_num_draft_tokens": 3,
         "max_running_requests": 2,
