@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of, grown
 from jspec.pallas_kernels.add_norm.reference import rms_norm
+from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
@@ -27,7 +28,7 @@ Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
 
 def attention(
     params: dict[str, Any],
-    x: Float[Array, "*b I"],
+    x: Activations,
     positions: Int[Array, "*b"],
     attend: Attend,
     *,
@@ -45,7 +46,7 @@ def attention(
     """
     heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))
-    mixed, x = take_kept(mixed, kept), take_kept(x, kept)
+    mixed, x = take_kept(mixed, kept), take_kept(numbers_of(x), kept)
     if spec.value_dim < spec.head_dim:
         mixed = mixed[..., : spec.value_dim]
     if "gate" in params:
@@ -56,7 +57,7 @@ def attention(
 
 def project(
     params: dict[str, Any],
-    x: Float[Array, "*b I"],
+    x: Activations,
     positions: Int[Array, "*b"],
     *,
     spec: AttentionSpec,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jspec.device.fp8 import FP8Weight
 from jspec.device.weights import Weight
+from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.ops import Ops
 
 
@@ -32,7 +33,7 @@ class Shard:
 
 def linear(
     params: Mapping[str, Weight],
-    x: Float[Array, "*b I"],
+    x: Activations,
     *,
     ops: Ops,
     reduce: Shard | None = None,
@@ -42,9 +43,9 @@ def linear(
     params may have `adapters` (layers/lora.py), whose product is added.
     """
     kernel = params["kernel"]
-    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else x @ kernel
+    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else numbers_of(x) @ kernel
     if "adapters" in params:
-        y = y + params["adapters"].product(x)
+        y = y + params["adapters"].product(numbers_of(x))
     if reduce is not None:
         y = reduce.sum(y)
     return y + params["bias"] if "bias" in params else y

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.layers.linear import Shard, linear
+from jspec.pallas_kernels.fp8_product.api import Activations
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.ops import Ops
 
 
 def gated_mlp(
     params: dict[str, Any],
-    x: Float[Array, "*b E"],
+    x: Activations,
     *,
     shard: Shard,
     ops: Ops,

@@ -12,8 +12,10 @@ import jax
 from jaxtyping import Array, Float
 
 from jspec.device.pytree import pytree
+from jspec.device.weights import Weight
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.experts.api import Mixed
+from jspec.pallas_kernels.fp8_product.api import Activations
 from jspec.pallas_kernels.ops import Ops
 
 
@@ -38,10 +40,16 @@ def norm(
 
 
 def norm_of_sum(
-    params: Mapping[str, jax.Array], stream: Residual, *, eps: float, ops: Ops
-) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
+    params: Mapping[str, jax.Array],
+    stream: Residual,
+    *,
+    eps: float,
+    ops: Ops,
+    reader: Weight | None = None,
+) -> tuple[Float[Array, "*b E"], Activations]:
+    """Return the stream's sum and its norm. reader: the weight of the product that reads it."""
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
     if isinstance(stream.delta, Mixed):
         return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
-    return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps)
+    return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps, reader=reader)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.device.weights import Weight
 from jspec.layers.attention import attention, take_kept
 from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
@@ -30,6 +31,7 @@ from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
+from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
@@ -88,7 +90,11 @@ def run_layer(
         return run_sandwich(
             params, stream, positions, attend, **own, kept=kept, token_input=token_input
         )
-    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
+    is_plain = isinstance(spec.attention, AttentionSpec)
+    reader = kernel_of(params["attention"], "qkv") if is_plain else None
+    x, normed = norm_of_sum(
+        params["input_norm"], stream, eps=spec.eps, ops=settings.ops, reader=reader
+    )
     return run_sublayers(
         params, x, normed, positions, attend, spec=spec, settings=settings, kept=kept
     )
@@ -97,7 +103,7 @@ def run_layer(
 def run_sublayers(
     params: Params,
     x: Float[Array, "*b E"],
-    read: Float[Array, "*b A"],
+    read: Activations,
     positions: Int[Array, "*b"],
     attend: Callable[..., jax.Array],
     *,
@@ -129,15 +135,23 @@ def run_sublayers(
             shard=shard,
             ops=ops,
         )
-    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=ops)
+    reader = kernel_of(params["mlp"], "gate_up")
+    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=ops, reader=reader)
     return Residual(x=x, delta=feed_forward(params, normed, spec=spec, settings=settings))
 
 
+def kernel_of(params: Params, name: str) -> Weight | None:
+    """Return a product's weight; None where the layer has no such product."""
+    kernel: Weight | None = params.get(name, {}).get("kernel")
+    return kernel
+
+
 def feed_forward(
-    params: Params, x: Float[Array, "*b E"], *, spec: LayerSpec, settings: LayerSettings
+    params: Params, x: Activations, *, spec: LayerSpec, settings: LayerSettings
 ) -> Float[Array, "*b E"]:
     ops, shard = settings.ops, settings.shard
     if isinstance(spec.ffn, MoESpec):
+        x = numbers_of(x)
         flat = x.reshape(-1, x.shape[-1])
         return moe(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
     return gated_mlp(

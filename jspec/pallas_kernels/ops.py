@@ -26,6 +26,7 @@ from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product import reference as fp8_product
+from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import (
@@ -179,20 +180,27 @@ class Ops:
         scale: Float[Array, "E"],
         *,
         eps: float,
-    ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-        """Return (x + delta, RMSNorm of that sum times scale)."""
+        reader: Weight | None = None,
+    ) -> tuple[Float[Array, "*b E"], Activations]:
+        """Return (x + delta, RMSNorm of that sum times scale).
+
+        reader: the weight of the product that reads the norm, which may then come with its codes.
+        """
+        del reader
         return add_norm.add_norm(x, delta, scale, eps=eps)
 
     def gated_product(
-        self, x: Float[Array, "*b E"], kernel: Weight, *, of_prompts: bool
+        self, x: Activations, kernel: Weight, *, of_prompts: bool
     ) -> Float[Array, "*b I"]:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
-        y = self.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else x @ kernel
+        is_fp8 = isinstance(kernel, FP8Weight)
+        y = self.fp8_product(x, kernel) if is_fp8 else numbers_of(x) @ kernel
         return gated(*jnp.split(y, 2, axis=-1))
 
-    def fp8_product(self, x: Float[Array, "*b K"], weight: FP8Weight) -> Float[Array, "*b N"]:
+    def fp8_product(self, x: Activations, weight: FP8Weight) -> Float[Array, "*b N"]:
         """Return x @ weight in x's dtype, with activations quantised per token."""
+        x = numbers_of(x)
         return fp8_product.fp8_product(x, weight, out_dtype=x.dtype)
 
     def experts(
@@ -231,7 +239,8 @@ class Ops:
         self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
         """Apply `add_norm` to x and the sum of an MoE output."""
-        return self.add_norm(x, mixed.sum(), scale, eps=eps)
+        total, normed = self.add_norm(x, mixed.sum(), scale, eps=eps)
+        return total, numbers_of(normed)
 
     def commit(
         self,

@@ -29,6 +29,7 @@ from jspec.pallas_kernels.experts.tuning import (
     sizes_of,
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
+from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
@@ -137,15 +138,25 @@ class GpuOps(Ops):
         )
 
     def add_norm(
-        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        x: jax.Array,
+        delta: jax.Array,
+        scale: jax.Array,
+        *,
+        eps: float,
+        reader: Weight | None = None,
+    ) -> tuple[jax.Array, Activations]:
+        quantises = isinstance(reader, FP8Weight) and x.size and not self.interpret
+        if quantises and fp8_product_gpu.chosen(x, reader) is not None:
+            by_blocks = reader.block is not None
+            return add_norm_gpu.add_norm_and_quantise(x, delta, scale, eps=eps, by_blocks=by_blocks)
         return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
 
-    def fp8_product(self, x: jax.Array, weight: FP8Weight) -> jax.Array:
+    def fp8_product(self, x: Activations, weight: FP8Weight) -> jax.Array:
         found = None if self.interpret else fp8_product_gpu.chosen_product(x, weight)
         return Ops.fp8_product(self, x, weight) if found is None else found
 
-    def gated_product(self, x: jax.Array, kernel: Weight, *, of_prompts: bool) -> jax.Array:
+    def gated_product(self, x: Activations, kernel: Weight, *, of_prompts: bool) -> jax.Array:
         """Use a fused kernel if one is faster; interpreted, they would take minutes, so use XLA."""
         if self.interpret:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
@@ -156,6 +167,7 @@ class GpuOps(Ops):
                 if found is None
                 else found
             )
+        x = numbers_of(x)
         shape = (x.shape[0], *kernel.shape)
         how: dict[str, Any] = {"dtype": kernel.dtype, "column_major": self.columns}
         few = None if of_prompts else choose_few_gated(*shape, **how)

@@ -22,8 +22,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.device.fp8 import E4M3, FP8Weight
+from jspec.pallas_kernels.fp8_product.api import QuantisedTokens
 from jspec.pallas_kernels.fp8_product.gpu import product
-from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.fp8_product.tuning import tiles_for
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_gated_compile import spilled_bytes

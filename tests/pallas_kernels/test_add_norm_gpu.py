@@ -18,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.device.weights import Weight
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm, add_norm_and_quantise, num_warps
 from jspec.pallas_kernels.add_norm.reference import add_norm
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.ops import Ops
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
@@ -35,6 +37,7 @@ from tests.support.tiny_models import tiny_target_config
 EPS = 1e-5
 CALLS = "name=add_and_norm_gpu"
 Pair = tuple[jax.Array, jax.Array]
+FORMS = pytest.mark.parametrize("by_blocks", [False, True], ids=["channels", "blocks"])
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 
 
@@ -157,6 +160,22 @@ def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
     np.testing.assert_array_equal(aux[:, :96], total)
 
 
+@FORMS
+@pytest.mark.parametrize("shape", [(3, 384), (9, 200)])
+def test_a_row_is_quantised_as_if_after_the_norm(shape: tuple[int, int], by_blocks: bool) -> None:
+    arrays = inputs(*shape, jnp.bfloat16)
+    how: dict[str, Any] = {"by_blocks": by_blocks, "interpret": True}
+    both: Any = run(add_norm_and_quantise, *arrays, **how)
+    total, normed = both
+    assert_equal((total, normed.numbers), run(add_and_norm, *arrays, interpret=True))
+    num = shape[0]
+    wanted = jax.jit(partial(quantise, **how))(normed.numbers)
+    assert normed.tokens.num == wanted.num == num
+    np.testing.assert_array_equal(normed.tokens.scales[:, :num], wanted.scales[:, :num])
+    codes = (x.codes[:num].view(jnp.uint8) for x in (normed.tokens, wanted))
+    np.testing.assert_array_equal(*codes)
+
+
 def test_only_a_gpu_s_bundle_fuses() -> None:
     """Only that bundle leaves a layer's last sum to the kernel."""
     arrays = inputs(2, 64, jnp.bfloat16)
@@ -173,8 +192,15 @@ class InterpretedNorms(Ops):
     defers_sums: ClassVar[bool] = True
 
     def add_norm(
-        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
+        self,
+        x: jax.Array,
+        delta: jax.Array,
+        scale: jax.Array,
+        *,
+        eps: float,
+        reader: Weight | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        del reader
         return add_and_norm(x, delta, scale, eps=eps, interpret=True)
 
 

@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product import reference
+from jspec.pallas_kernels.fp8_product.api import QuantisedTokens
 from jspec.pallas_kernels.fp8_product.gpu import chosen_product, product
-from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.fp8_product.tuning import (
     MOST_TOKENS,
     ProductTuning,

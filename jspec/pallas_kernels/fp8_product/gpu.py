@@ -23,7 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from jspec.device.fp8 import E4M3, FP8Weight
-from jspec.pallas_kernels.fp8_product.gpu_tokens import QuantisedTokens, quantise
+from jspec.pallas_kernels.fp8_product.api import Activations, QuantisedTokens, WithCodes, numbers_of
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
@@ -41,16 +42,27 @@ Columns = tuple[jax.Array, ...]  # of a product; of gate and up for a gated one
 
 
 def chosen_product(
-    x: Float[Array, "*b K"], weight: FP8Weight, *, is_gated: bool = False
+    x: Activations, weight: FP8Weight, *, is_gated: bool = False
 ) -> BFloat16[Array, "*b N"] | None:
     """Return `product` of quantised x, or None where XLA's is faster or no kernel fits."""
-    rows, by_blocks = x.reshape(-1, x.shape[-1]), weight.block is not None
-    halves = 2 if is_gated else 1
-    tuning = choose(rows.shape[0], *weight.shape, halves=halves, by_blocks=by_blocks)
-    if tuning is None or x.dtype != jnp.bfloat16:
+    numbers, by_blocks = numbers_of(x), weight.block is not None
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    tuning = chosen(rows, weight, is_gated=is_gated)
+    if tuning is None:
         return None
-    tokens = quantise(rows, by_blocks=by_blocks)
-    return product(tokens, weight, tuning=tuning, is_gated=is_gated).reshape(*x.shape[:-1], -1)
+    tokens = x.tokens if isinstance(x, WithCodes) else quantise(rows, by_blocks=by_blocks)
+    out = product(tokens, weight, tuning=tuning, is_gated=is_gated)
+    return out.reshape(*numbers.shape[:-1], -1)
+
+
+def chosen(
+    x: Float[Array, "M K"], weight: FP8Weight, *, is_gated: bool = False
+) -> ProductTuning | None:
+    """Return the tuning of the kernel, or None where XLA's is faster or no kernel fits."""
+    if x.dtype != jnp.bfloat16:
+        return None
+    halves, by_blocks = 2 if is_gated else 1, weight.block is not None
+    return choose(x.shape[0], *weight.shape, halves=halves, by_blocks=by_blocks)
 
 
 def product(

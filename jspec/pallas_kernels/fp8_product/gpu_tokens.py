@@ -12,17 +12,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16
 
 from jspec.device.fp8 import E4M3, codes_of, scales_of
-from jspec.device.pytree import pytree, static
-from jspec.pallas_kernels.fp8_product.tuning import DEPTH, PADDED_TOKENS
-
-
-@pytree
-class QuantisedTokens:
-    """Tokens in fp8. What lies past the first `num` of them is arbitrary."""
-
-    codes: Any  # e4m3[8 m, K]
-    scales: Any  # f32[S, 128 m]: S is 1, or the blocks of 128 inputs
-    num: int = static()
+from jspec.pallas_kernels.fp8_product.api import PADDED_TOKENS, QuantisedTokens
+from jspec.pallas_kernels.fp8_product.tuning import DEPTH
 
 
 def quantise(
@@ -30,20 +21,24 @@ def quantise(
 ) -> QuantisedTokens:
     """Return the tokens as reference.quantise has them, laid out for a kernel's copies."""
     num, k = x.shape
-    blocks = -(-k // DEPTH)
-    padded = -(-num // PADDED_TOKENS) * PADDED_TOKENS
     codes, scales = pl.pallas_call(
         partial(_quantise, by_blocks=by_blocks),
         grid=(num,),
-        out_shape=(
-            jax.ShapeDtypeStruct((-(-num // 8) * 8, k), E4M3),
-            jax.ShapeDtypeStruct((blocks if by_blocks else 1, padded), jnp.float32),
-        ),
+        out_shape=shapes_of(num, k, by_blocks=by_blocks),
         compiler_params=plt.CompilerParams(num_warps=8 if k > 2048 else 4),
         interpret=interpret,
         name="quantise_tokens",
     )(x)
     return QuantisedTokens(codes=codes, scales=scales, num=num)
+
+
+def shapes_of(num: int, k: int, *, by_blocks: bool) -> tuple[Any, Any]:
+    """Return the shapes of codes and scales of `num` tokens."""
+    padded = -(-num // PADDED_TOKENS) * PADDED_TOKENS
+    return (
+        jax.ShapeDtypeStruct((-(-num // 8) * 8, k), E4M3),
+        jax.ShapeDtypeStruct((-(-k // DEPTH) if by_blocks else 1, padded), jnp.float32),
+    )
 
 
 def _quantise(x_ref: Any, codes_ref: Any, scales_ref: Any, *, by_blocks: bool) -> None:

@@ -13,7 +13,6 @@ from jspec.pallas_kernels.gated_mlp.tuning import (
 )
 
 DEPTH = 128  # inputs of a row of a swizzled tile, and of a block of scales
-PADDED_TOKENS = 128  # scales of tokens are allocated for a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
