@@ -151,8 +151,9 @@ def _launch(
     def fp8_product_gpu(*refs: Any, **scratch: Any) -> None:  # the name that profiles show
         _body(plan, *refs, **scratch)
 
-    # A chip drops rows past the end, but not within the 8 rows of a swizzled tile.
-    written = plan.rows if plan.interpreted else -(-plan.m // 8) * 8
+    # A chip drops rows past the end, but of more than eight only whole eights can be written.
+    written = plan.m if plan.m < 8 else -(-plan.m // 8) * 8
+    written = plan.rows if plan.interpreted else written
     out = plgpu.kernel(
         fp8_product_gpu,
         out_type=jax.ShapeDtypeStruct((written, plan.width), jnp.bfloat16),
