@@ -7,6 +7,7 @@ attention in serving. It gets the heads before norms and RoPE, to fuse those wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,14 +17,14 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of, grown
 from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of, rearranged
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
-Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
+Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array | Scaled]
 
 
 def attention(
@@ -46,13 +47,15 @@ def attention(
     """
     heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))
-    mixed, x = take_kept(mixed, kept), take_kept(numbers_of(x), kept)
+    mixed, x = rearranged(mixed, partial(take_kept, kept=kept)), take_kept(numbers_of(x), kept)
     if spec.value_dim < spec.head_dim:
-        mixed = mixed[..., : spec.value_dim]
+        mixed = rearranged(mixed, lambda values: values[..., : spec.value_dim])
     if "gate" in params:
+        mixed = numbers_of(mixed)
         share = jax.nn.sigmoid(linear(params["gate"], x, ops=ops))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
-    return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), ops=ops, reduce=shard)
+    mixed = rearranged(mixed, lambda values: values.reshape(*x.shape[:-1], -1))
+    return linear(params["out"], mixed, ops=ops, reduce=shard)
 
 
 def project(

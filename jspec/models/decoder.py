@@ -31,7 +31,7 @@ from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
@@ -192,7 +192,9 @@ class PagedAttend:
             queries_per_row=settings.queries_per_row, scale=spec.softmax_scale, window=spec.window
         )
 
-    def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None
+    ) -> jax.Array | Scaled:
         if self._reads_another:  # the cache has this call's tokens
             q = rotate(heads, rotation.cos, rotation.sin)
             out, _ = self._ops.attend(

@@ -26,7 +26,7 @@ from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product import reference as fp8_product
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import (
@@ -167,7 +167,7 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
         scales: KVScales | None = None,
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
+    ) -> tuple[Float[Array, "T H D"] | Scaled, Float[Array, "NP S G2 Dp"]]:
         """Run a layer's attention from heads (q, k, v), before norms and RoPE, to its output."""
         q, k, v = rotate_and_split(heads, rotation)
         out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks, scales)

@@ -29,7 +29,7 @@ from jspec.pallas_kernels.experts.tuning import (
     sizes_of,
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
@@ -110,7 +110,7 @@ class GpuOps(Ops):
         call: AttentionCall,
         sinks: jax.Array | None = None,
         scales: KVScales | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array | Scaled, jax.Array]:
         is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
         if is_whole and call.queries_per_row == 1:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product import reference
-from jspec.pallas_kernels.fp8_product.api import QuantisedTokens
+from jspec.pallas_kernels.fp8_product.api import QuantisedTokens, Scaled, numbers_of
 from jspec.pallas_kernels.fp8_product.gpu import chosen_product, product
 from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.fp8_product.tuning import (
@@ -110,6 +110,19 @@ def test_tokens_are_quantised_as_the_reference_has_them(
     np.testing.assert_array_equal(
         np.asarray(found.codes[: shape[0]], np.float32), np.asarray(codes, np.float32)
     )
+
+
+@FORMS
+def test_numbers_that_are_to_be_scaled_are_quantised_as_if_they_were(by_blocks: bool) -> None:
+    numbers, _ = operands(3, 384, 8, by_blocks=False)
+    scaled = Scaled(of=numbers.astype(jnp.float16), factor=jnp.full((1,), 0.3), dtype=jnp.bfloat16)
+    given, wanted = (
+        jax.jit(partial(quantise, by_blocks=by_blocks, interpret=True))(x)
+        for x in (scaled, numbers_of(scaled))
+    )
+    np.testing.assert_array_equal(given.scales[:, :3], wanted.scales[:, :3])
+    codes = (x.codes[:3].view(jnp.uint8) for x in (given, wanted))
+    np.testing.assert_array_equal(*codes)
 
 
 @needs_mosaic_gpu

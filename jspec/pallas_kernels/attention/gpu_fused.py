@@ -7,15 +7,17 @@ equal length) or prefill/gpu.py (packed rows).
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_shared
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
+from jspec.pallas_kernels.fp8_product.api import Scaled
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
-from jspec.pallas_kernels.kv_write.reference import scaled_outputs
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.spec.cache_entry import FP8
 
@@ -47,7 +49,7 @@ def rotate_write_and_attend(
     sinks: Float[Array, "H"] | None = None,
     scales: KVScales | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+) -> tuple[Float[Array, "T H D"] | Scaled, Float[Array, "NP S G2 D"]]:
     """Fulfil api.py for heads (q, then k, then v) before norms and RoPE."""
     tokens = heads.shape[0]
     page, offset = new_slots(
@@ -77,7 +79,7 @@ def rotate_write_and_attend(
             sinks=sinks,
             interpret=interpret,
         )
-        return scaled_outputs(out, scales, heads.dtype), kv_pages
+        return _scaled(out, scales, heads.dtype), kv_pages
     group = rotation.num_heads // (kv_pages.shape[2] // 2)
     packs = gpu_shared.serves(queries_per_row=queries_per_row, group=group)
     if rows.shared is not None and window is None and packs:
@@ -92,7 +94,7 @@ def rotate_write_and_attend(
             sinks=sinks,
             interpret=interpret,
         )
-        return scaled_outputs(out, scales, heads.dtype), kv_pages
+        return _scaled(out, scales, heads.dtype), kv_pages
     out = paged_attention_gpu.attend_rows(
         q,
         kv_pages,
@@ -105,4 +107,9 @@ def rotate_write_and_attend(
         packed_heads=rotation.num_heads,
         interpret=interpret,
     )
-    return scaled_outputs(out, scales, heads.dtype), kv_pages
+    return _scaled(out, scales, heads.dtype), kv_pages
+
+
+def _scaled(out: jax.Array, scales: KVScales | None, dtype: DTypeLike) -> jax.Array | Scaled:
+    """Leave the scale of V to the product that reads the result."""
+    return out if scales is None else Scaled(of=out, factor=scales.v, dtype=jnp.dtype(dtype))

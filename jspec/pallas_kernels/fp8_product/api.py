@@ -1,10 +1,15 @@
-"""Tokens in fp8 as the kernels of a GPU pass them on: between a norm and the products it feeds."""
+"""What kernels of a GPU leave to the product that reads their result: tokens that are in fp8
+already, and numbers that are yet to be scaled.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jspec.device.pytree import pytree, static
 
@@ -28,8 +33,26 @@ class WithCodes:
     tokens: QuantisedTokens
 
 
-Activations = jax.Array | WithCodes
+@pytree
+class Scaled:
+    """Numbers [.., K] that are `of` times a factor, in float32 and then rounded to `dtype`."""
+
+    of: jax.Array
+    factor: jax.Array  # f32[1]
+    dtype: Any = static()
+
+
+Activations = jax.Array | WithCodes | Scaled
 
 
 def numbers_of(x: Activations) -> jax.Array:
+    if isinstance(x, Scaled):
+        return (x.of.astype(jnp.float32) * x.factor).astype(x.dtype)
     return x.numbers if isinstance(x, WithCodes) else x
+
+
+def rearranged(
+    x: jax.Array | Scaled, rearrange: Callable[[jax.Array], jax.Array]
+) -> jax.Array | Scaled:
+    """Return x with its numbers in other places."""
+    return replace(x, of=rearrange(x.of)) if isinstance(x, Scaled) else rearrange(x)

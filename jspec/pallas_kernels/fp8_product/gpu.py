@@ -20,10 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16
 
 from jspec.device.fp8 import E4M3, FP8Weight
-from jspec.pallas_kernels.fp8_product.api import Activations, QuantisedTokens, WithCodes, numbers_of
+from jspec.pallas_kernels.fp8_product.api import (
+    Activations,
+    QuantisedTokens,
+    WithCodes,
+    numbers_of,
+    rearranged,
+)
 from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
@@ -45,24 +51,27 @@ def chosen_product(
     x: Activations, weight: FP8Weight, *, is_gated: bool = False
 ) -> BFloat16[Array, "*b N"] | None:
     """Return `product` of quantised x, or None where XLA's is faster or no kernel fits."""
-    numbers, by_blocks = numbers_of(x), weight.block is not None
-    rows = numbers.reshape(-1, numbers.shape[-1])
-    tuning = chosen(rows, weight, is_gated=is_gated)
+    shape: Any = jax.eval_shape(numbers_of, x)
+    tuning = chosen(shape, weight, is_gated=is_gated)
     if tuning is None:
         return None
-    tokens = x.tokens if isinstance(x, WithCodes) else quantise(rows, by_blocks=by_blocks)
+    if isinstance(x, WithCodes):
+        tokens = x.tokens
+    else:
+        rows = rearranged(x, lambda numbers: numbers.reshape(-1, numbers.shape[-1]))
+        tokens = quantise(rows, by_blocks=weight.block is not None)
     out = product(tokens, weight, tuning=tuning, is_gated=is_gated)
-    return out.reshape(*numbers.shape[:-1], -1)
+    return out.reshape(*shape.shape[:-1], -1)
 
 
-def chosen(
-    x: Float[Array, "M K"], weight: FP8Weight, *, is_gated: bool = False
-) -> ProductTuning | None:
-    """Return the tuning of the kernel, or None where XLA's is faster or no kernel fits."""
+def chosen(x: Any, weight: FP8Weight, *, is_gated: bool = False) -> ProductTuning | None:
+    """Return the tuning for x [.., K], an array or its shape; None where XLA's product is faster
+    or no kernel fits.
+    """
     if x.dtype != jnp.bfloat16:
         return None
     halves, by_blocks = 2 if is_gated else 1, weight.block is not None
-    return choose(x.shape[0], *weight.shape, halves=halves, by_blocks=by_blocks)
+    return choose(x.size // x.shape[-1], *weight.shape, halves=halves, by_blocks=by_blocks)
 
 
 def product(

@@ -12,23 +12,24 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16
 
 from jspec.device.fp8 import E4M3, codes_of, scales_of
-from jspec.pallas_kernels.fp8_product.api import PADDED_TOKENS, QuantisedTokens
+from jspec.pallas_kernels.fp8_product.api import PADDED_TOKENS, QuantisedTokens, Scaled
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH
 
 
 def quantise(
-    x: BFloat16[Array, "M K"], *, by_blocks: bool, interpret: bool = False
+    x: BFloat16[Array, "M K"] | Scaled, *, by_blocks: bool, interpret: bool = False
 ) -> QuantisedTokens:
     """Return the tokens as reference.quantise has them, laid out for a kernel's copies."""
-    num, k = x.shape
+    given = (x.of, x.factor) if isinstance(x, Scaled) else (x,)
+    num, k = given[0].shape
     codes, scales = pl.pallas_call(
-        partial(_quantise, by_blocks=by_blocks),
+        partial(_quantise, by_blocks=by_blocks, dtype=x.dtype),
         grid=(num,),
         out_shape=shapes_of(num, k, by_blocks=by_blocks),
         compiler_params=plt.CompilerParams(num_warps=8 if k > 2048 else 4),
         interpret=interpret,
         name="quantise_tokens",
-    )(x)
+    )(*given)
     return QuantisedTokens(codes=codes, scales=scales, num=num)
 
 
@@ -41,11 +42,14 @@ def shapes_of(num: int, k: int, *, by_blocks: bool) -> tuple[Any, Any]:
     )
 
 
-def _quantise(x_ref: Any, codes_ref: Any, scales_ref: Any, *, by_blocks: bool) -> None:
+def _quantise(x_ref: Any, *refs: Any, by_blocks: bool, dtype: Any) -> None:
+    *factor, codes_ref, scales_ref = refs
     token, k = pl.program_id(0), x_ref.shape[1]
     block = jnp.arange(pl.next_power_of_2(-(-k // DEPTH)), dtype=jnp.int32)
     at = block[:, None] * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)[None]
     x = plt.load(x_ref.at[token, at], mask=at < k, other=0.0).astype(jnp.float32)
+    for factor_ref in factor:
+        x = (x * plt.load(factor_ref.at[token * 0])).astype(dtype).astype(jnp.float32)
     most = jnp.max(jnp.abs(x), axis=1)
     if by_blocks:
         scale = scales_of(most)
