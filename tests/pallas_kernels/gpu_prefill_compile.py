@@ -6,7 +6,10 @@ shape. With MOSAIC_GPU_DUMP_TO and MOSAIC_GPU_DUMP_PTX set, `ptxas -v` reports s
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.prefill.gpu import attend_packed
 from jspec.pallas_kernels.prefill.tuning import Tuning
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
+from tests.pallas_kernels.gpu_gated_compile import spilled_bytes
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 ROWS = 16
@@ -57,17 +61,30 @@ def main() -> None:
         (2048, 64, {"tuning": Tuning(takes_turns=False)}),
         (2048, 64, {"tuning": Tuning(consumers=3, block_tokens=64, stages=4)}),
     ):
-        q, pool, fields = llama_shapes(ROWS, queries, page_size, sharding=sharding)
+        compile_one(queries, page_size, options, jnp.bfloat16, sharding=sharding)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
+        compile_one(8192, 64, {}, jnp.float8_e4m3fn, sharding=sharding)
+        spilled = spilled_bytes(Path(folder))
+    if spilled:
+        raise SystemExit(f"the kernel of FP8 pools spills {spilled} bytes")
 
-        def run(q: jax.Array, pool: jax.Array, fields: Any, options: Any = options) -> jax.Array:
-            return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09, **options)
 
-        text = jax.jit(run).lower(q, pool, fields).compile().as_text() or ""
-        if "mosaic_gpu" not in text:
-            raise SystemExit("the compiled program has no Mosaic GPU kernel")
-        if re.search(rf"bf16\[{pool.shape[0]},[^=]*\S+ (copy|fusion)\(", text):
-            raise SystemExit("the compiled program copies the pool")
-        print("compiled", queries, page_size, options)
+def compile_one(
+    queries: int, page_size: int, options: dict[str, Any], pool_dtype: Any, *, sharding: Any
+) -> None:
+    q, pool, fields = llama_shapes(ROWS, queries, page_size, sharding=sharding)
+    pool = jax.ShapeDtypeStruct(pool.shape, pool_dtype, sharding=sharding)
+
+    def run(q: jax.Array, pool: jax.Array, fields: Any) -> jax.Array:
+        return attend_packed(q, pool, AttentionMetadata(**fields), scale=0.09, **options)
+
+    text = jax.jit(run).lower(q, pool, fields).compile().as_text() or ""
+    if "mosaic_gpu" not in text:
+        raise SystemExit("the compiled program has no Mosaic GPU kernel")
+    if re.search(rf"\w+\[{pool.shape[0]},[^=]*\S+ (copy|fusion)\(", text):
+        raise SystemExit("the compiled program copies the pool")
+    print("compiled", queries, page_size, options, pool_dtype.__name__)
 
 
 if __name__ == "__main__":

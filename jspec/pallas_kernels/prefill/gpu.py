@@ -9,7 +9,8 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
   - The producer copies whole pages by TMA into a ring in shared memory, row by row, from the first
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
-  - Of an FP8 pool one consumer converts K of a block to f16, the other V, in alternating buffers.
+  - Of an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers,
+    which is the one that the consumers read.
 
 P is cast to the pool's type (f16 for FP8) before the second product. Interpret mode's wgmma takes
 no register operand and no running accumulator, so there P passes through shared memory.
@@ -103,7 +104,12 @@ class _Shape:
 
     @property
     def takes_turns(self) -> bool:
-        return self.tuning.takes_turns and self.tuning.consumers == 2 and not self.widens
+        return self.tuning.takes_turns and self.tuning.consumers == 2
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring that consumers read."""
+        return BUFFERS if self.widens else self.tuning.stages
 
 
 def attend_packed(
@@ -223,13 +229,16 @@ def _launch(
         ),
         "arrived": plgpu.Barrier(num_arrivals=shape.heads, num_barriers=tuning.consumers),
         "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=tuning.stages),
-        "emptied": plgpu.Barrier(num_arrivals=tuning.consumers, num_barriers=tuning.stages),
+        "emptied": plgpu.Barrier(
+            num_arrivals=1 if shape.widens else tuning.consumers, num_barriers=tuning.stages
+        ),
         "cleaned": plgpu.Barrier(num_barriers=tuning.stages),
     }
     if shape.takes_turns:
         scratch["turn"] = plgpu.Barrier(num_arrivals=2)
     if shape.widens:
-        scratch["widened"] = plgpu.Barrier(num_arrivals=tuning.consumers)
+        scratch["widened"] = plgpu.Barrier(num_barriers=BUFFERS)
+        scratch["released"] = plgpu.Barrier(num_arrivals=tuning.consumers, num_barriers=BUFFERS)
         scratch["wide"] = plgpu.SMEM(
             (BUFFERS, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=of_wide
         )
@@ -243,7 +252,7 @@ def _launch(
         scratch_types=scratch,
         grid=(shape.programs,),
         grid_names=("program",),
-        num_threads=tuning.consumers + 1,
+        num_threads=tuning.consumers + 1 + shape.widens,
         thread_name="warpgroup",
         kernel_name="paged_attention_packed",
         compiler_params=plgpu.CompilerParams(
@@ -277,7 +286,8 @@ class _Refs:
     cleaned: Any  # a slot's unwritten V has been zeroed
     turn: Any = None  # the other consumer may multiply
     weights: Any = None  # [consumers, 64, block], P in interpret mode
-    widened: Any = None  # a block has been converted (FP8)
+    widened: Any = None  # a buffer has a converted block (FP8)
+    released: Any = None  # a buffer may be written again
     wide: Any = None  # [BUFFERS, block, 2 D], converted blocks
 
 
@@ -343,6 +353,8 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
     warpgroup = lax.axis_index("warpgroup")
     # 64 Ki registers: few for the producer, the others for the consumers.
     registers = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
+    if shape.widens and consumers == 2:
+        registers = (208, 24)
 
     @pl.when(warpgroup < consumers)
     def _consumer() -> None:
@@ -359,6 +371,47 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
         @pl.loop(0, lax.min(steps, shape.tuning.stages))
         def _hear_the_last(slot: Any) -> None:  # every barrier arrival must be awaited
             plgpu.barrier_wait(refs.emptied.at[slot])
+
+    if shape.widens:
+
+        @pl.when(warpgroup == consumers + 1)
+        def _converter() -> None:
+            if consumers == 2:
+                plgpu.set_max_registers(72, action="decrease")
+            steps = _for_each_task(shape, refs, functools.partial(_convert, shape, refs))
+
+            @pl.loop(0, lax.min(steps, BUFFERS))
+            def _hear_the_last(buffer: Any) -> None:
+                plgpu.barrier_wait(refs.released.at[buffer])
+
+
+def _convert(shape: _Shape, refs: _Refs, task: _Task) -> None:
+    """Convert each block of a task from the ring to a buffer."""
+    tokens, width = shape.tuning.block_tokens, shape.width
+
+    def convert(source: Any, target: Any, written: Any) -> None:
+        for start in range(0, 2 * width, width):  # K, then V
+            for first in range(0, tokens, TILE_ROWS):
+                at = (pl.ds(first, TILE_ROWS), pl.ds(start, width))
+                known = written - first if start and written is not None else None
+                target.at[at][...] = widened(source.at[at], shape.dtype, written=known)
+
+    @pl.loop(task.first_row, task.last_row)
+    def _row(row: Any) -> None:
+        walk = _walk_of(refs, task, row)
+
+        @pl.loop(walk.begin, walk.end)
+        def _block(block: Any) -> None:
+            step, written = walk.offset + block, walk.keys - block * tokens
+            slot, buffer = lax.rem(step, shape.tuning.stages), lax.rem(step, BUFFERS)
+            pl.when(step >= BUFFERS)(lambda: plgpu.barrier_wait(refs.released.at[buffer]))
+            plgpu.barrier_wait(refs.filled.at[slot])
+            both = refs.ring.at[slot], refs.wide.at[buffer]
+            pl.when(written >= tokens)(lambda: convert(*both, None))
+            pl.when(written < tokens)(lambda: convert(*both, written))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.emptied.at[slot])
+            plgpu.barrier_arrive(refs.widened.at[buffer])
 
 
 def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
@@ -405,16 +458,12 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
         pl.when(warpgroup == 1)(lambda: _pass_turn(refs))
 
     def step(walk: _Walk, masked: bool, block: Any, carry: Any) -> Any:
-        slot = lax.rem(walk.offset + block, shape.tuning.stages)
+        slot = lax.rem(walk.offset + block, shape.slots)
         # Issue global loads early, so that they have arrived when needed.
         rule = _rule(shape, refs, task, walk, warpgroup) if masked else []
-        plgpu.barrier_wait(refs.filled.at[slot])
-        held = refs.ring.at[slot]
-        if shape.widens:
-            written = walk.keys - block * shape.tuning.block_tokens
-            held = refs.wide.at[lax.rem(walk.offset + block, BUFFERS)]
-            _widen(shape, refs, warpgroup, slot, held, written=written if masked else None)
-        elif masked:
+        plgpu.barrier_wait((refs.widened if shape.widens else refs.filled).at[slot])
+        held = (refs.wide if shape.widens else refs.ring).at[slot]
+        if masked and not shape.widens:
             _clean(shape, refs, walk, warpgroup, slot, block)
         return _absorb(shape, refs, warpgroup, slot, held, block, rule, carry)
 
@@ -482,27 +531,6 @@ def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any)
     return jnp.where(exists, mean, jnp.zeros_like(mean))
 
 
-def _widen(
-    shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, held: Any, *, written: Any
-) -> None:
-    """Convert this consumer's half of a block, K or V, and wait for the other's.
-
-    Before a buffer is written again, all consumers have met after the products that read it.
-    """
-
-    def convert(start: int, written: Any = None) -> None:
-        columns = pl.ds(start, shape.width)
-        source = refs.ring.at[slot, :, columns]
-        held.at[:, columns][...] = widened(source, shape.dtype, written=written)
-
-    pl.when(warpgroup == 0)(lambda: convert(0))
-    pl.when(warpgroup == min(shape.tuning.consumers - 1, 1))(lambda: convert(shape.width, written))
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.emptied.at[slot])
-    plgpu.barrier_arrive(refs.widened)
-    plgpu.barrier_wait(refs.widened)
-
-
 def _absorb(
     shape: _Shape,
     refs: _Refs,
@@ -534,8 +562,7 @@ def _absorb(
         operand, new_top, total, mixed = lax.optimization_barrier((operand, new_top, total, mixed))
         _pass_turn(refs)
     mixed = _mix(shape, refs, warpgroup, operand, values, mixed)
-    if not shape.widens:
-        plgpu.barrier_arrive(refs.emptied.at[slot])
+    plgpu.barrier_arrive((refs.released if shape.widens else refs.emptied).at[slot])
     return new_top, total, mixed
 
 
