@@ -98,7 +98,7 @@ class GpuOps(Ops):
         if per_row is None:
             out = paged_prefill_gpu.attend_packed(*given, **settings)
         else:
-            out = paged_attention_gpu.attend_rows(*given, queries_per_row=per_row, **settings)
+            out = fused_attention_gpu.attend_rows(*given, queries_per_row=per_row, **settings)
         return scaled_outputs(out, scales, q.dtype).astype(q.dtype), kv_pages
 
     def rotate_write_and_attend(

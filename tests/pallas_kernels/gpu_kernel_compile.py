@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspec.pallas_kernels.attention import gpu, gpu_fused
 from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.attention.gpu import attend_rows
 from jspec.pallas_kernels.attention.tuning import Tuning
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 
@@ -58,8 +58,13 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning: Tuning) -> str:
-    """Return the optimised program of one call with a tree mask, at the sizes of Llama-3.1-8B."""
+def compile_one(
+    sharding: Any, batch: int, queries: int, page_size: int, tuning: Tuning | None
+) -> str:
+    """Return the optimised program of one call with a tree mask, at the sizes of Llama-3.1-8B.
+
+    tuning: of a bfloat16 pool; None: an FP8 pool.
+    """
     pages, total = 8192 // page_size + 1, batch * queries
 
     def array(dtype: Any, *shape: int) -> Any:
@@ -67,7 +72,10 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
 
     def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
         rows = AttentionMetadata(**fields)
-        return attend_rows(q, pool, rows, scale=0.09, queries_per_row=queries, tuning=tuning)
+        how: Any = {"scale": 0.09, "queries_per_row": queries}
+        if tuning is None:
+            return gpu_fused.attend_rows(q, pool, rows, **how)
+        return gpu.attend_rows(q, pool, rows, tuning=tuning, **how)
 
     fields = {
         "page_table": array(jnp.int32, batch, pages),
@@ -77,7 +85,8 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
         "tail_mask": array(jnp.uint32, total, 1),
         "tail_positions": array(jnp.int32, batch, queries),
     }
-    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 2 * G, D)
+    dtype = jnp.float8_e4m3fn if tuning is None else jnp.bfloat16
+    pool = array(dtype, batch * pages + 1, page_size, 2 * G, D)
     # Inside a shard_map, as steps run: there Triton learns which chip it compiles for.
     mapped = jax.shard_map(
         run, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
@@ -114,6 +123,12 @@ def main() -> None:
         if re.search(rf"bf16\[{pages},[^=]*\S+ (copy|fusion)\(", text):
             raise SystemExit("the compiled program copies the pool")
         print("compiled", batch, queries, page_size, tuning)
+    for batch, queries, page_size in ((1, 1, 16), (64, 1, 64), (8, 4, 64)):
+        text = compile_one(sharding, batch, queries, page_size, None)
+        pages = batch * (8192 // page_size + 1) + 1
+        if "attend_fp8_rows" not in text or re.search(rf"f8\w+\[{pages},[^=]*\S+ copy\(", text):
+            raise SystemExit("the compiled program lacks the kernel of FP8 pools, or copies one")
+        print("compiled", batch, queries, page_size, "FP8")
 
 
 if __name__ == "__main__":

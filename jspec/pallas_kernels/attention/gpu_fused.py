@@ -1,10 +1,12 @@
 """A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
 
 kv_write/gpu.py writes K and V and stores q in the layout of the second kernel: gpu.py (rows of
-equal length) or prefill/gpu.py (packed rows).
+equal length), gpu_fp8.py (those with few queries, of FP8 pools) or prefill/gpu.py (packed rows).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
-from jspec.pallas_kernels.attention import gpu_shared
+from jspec.pallas_kernels.attention import gpu_fp8, gpu_shared
 from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.attention.gpu_plan import pack_queries
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.fp8_product.api import Scaled
+from jspec.pallas_kernels.hopper import wide_dtype
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
@@ -95,7 +99,7 @@ def rotate_write_and_attend(
             interpret=interpret,
         )
         return _scaled(out, scales, heads.dtype), kv_pages
-    out = paged_attention_gpu.attend_rows(
+    out = attend_rows(
         q,
         kv_pages,
         rows,
@@ -108,6 +112,28 @@ def rotate_write_and_attend(
         interpret=interpret,
     )
     return _scaled(out, scales, heads.dtype), kv_pages
+
+
+def attend_rows(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionMetadata,
+    *,
+    queries_per_row: int,
+    packed_heads: int | None = None,
+    **how: Any,
+) -> jax.Array:
+    """Run gpu.attend_rows, or gpu_fp8.py's kernel where it computes the same in less time."""
+    num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
+    num_heads = packed_heads or q.shape[1]
+    if not gpu_fp8.serves(kv_pages, queries_per_row=queries_per_row, group=num_heads // num_kv):
+        how |= {"queries_per_row": queries_per_row, "packed_heads": packed_heads}
+        return paged_attention_gpu.attend_rows(q, kv_pages, rows, **how)
+    if packed_heads is None:
+        sizes = (rows.page_table.shape[0], num_kv, queries_per_row)
+        q = pack_queries(q.astype(wide_dtype(kv_pages.dtype)), *sizes, width=width)
+    how |= {"queries_per_row": queries_per_row, "packed_heads": num_heads}
+    return gpu_fp8.attend_rows(q, kv_pages, rows, **how)
 
 
 def _scaled(out: jax.Array, scales: KVScales | None, dtype: DTypeLike) -> jax.Array | Scaled:
