@@ -19,7 +19,6 @@ no register operand and no running accumulator, so there P passes through shared
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +43,11 @@ from jspec.pallas_kernels.hopper import (
     zero_unwritten,
 )
 from jspec.pallas_kernels.prefill.gpu_plan import (
-    NUM_COLUMNS,
-    OFFSET,
     PrefillPlan,
     packed_heads,
     plan_prefill,
 )
+from jspec.pallas_kernels.prefill.gpu_tasks import Task, Walk, for_each_task, walk_of
 from jspec.pallas_kernels.prefill.tuning import Tuning, choose_tuning
 from jspec.spec.cache_entry import FP8
 
@@ -291,63 +289,6 @@ class _Refs:
     wide: Any = None  # [BUFFERS, block, 2 D], converted blocks
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A block of queries and a tile of heads: scalars that a program's warp groups share."""
-
-    line: Any  # line of the plan
-    head: Any  # its query heads start at head * heads
-    done: Any  # steps of the program before this task
-    block: Any  # block of queries; this and the next three are the plan's bounds
-    first_row: Any
-    last_row: Any
-    steps: Any  # blocks of keys over all rows
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """A row's blocks of keys in one program: a row number, then the plan's columns."""
-
-    row: Any
-    begin: Any
-    whole_begin: Any
-    whole_end: Any
-    end: Any
-    offset: Any
-    keys: Any
-
-
-def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -> Any:
-    """Run `serve` for the program's tasks and return the number of steps.
-
-    Tasks go from heavy to light, every other round in reverse, to balance the programs.
-
-    In:  8 tasks, 3 programs    Out: tasks 0 5 6 | 1 4 7 | 2 3
-    """
-    program, programs = lax.axis_index("program"), shape.programs
-
-    def place_in(turn: Any) -> Any:
-        return jnp.where(lax.rem(turn, 2) == 0, program, programs - 1 - program)
-
-    def run(turn: Any, done: Any) -> Any:
-        number = turn * programs + place_in(turn)
-        line = lax.div(number, shape.head_tiles)  # heads of a page are read close together
-        bounds = [refs.bounds[line, i] for i in range(4)]
-        task = _Task(line, lax.rem(number, shape.head_tiles), done, *bounds)
-        serve(task)
-        return done + task.steps
-
-    full, rest = divmod(shape.tasks, programs)
-    turns = full + (place_in(jnp.int32(full)) < rest).astype(jnp.int32)
-    return lax.fori_loop(0, turns, run, jnp.int32(0))
-
-
-def _walk_of(refs: _Refs, task: _Task, row: Any) -> _Walk:
-    line = [refs.walks[task.line, row, i] for i in range(NUM_COLUMNS)]
-    line[OFFSET] += task.done
-    return _Walk(row, *line)
-
-
 def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
     refs, consumers = _Refs(*args, **scratch), shape.tuning.consumers
     warpgroup = lax.axis_index("warpgroup")
@@ -360,13 +301,13 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
     def _consumer() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[0], action="increase")
-        _for_each_task(shape, refs, functools.partial(_consume, shape, refs, warpgroup))
+        for_each_task(shape, refs, functools.partial(_consume, shape, refs, warpgroup))
 
     @pl.when(warpgroup == consumers)
     def _producer() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[1], action="decrease")
-        steps = _for_each_task(shape, refs, functools.partial(_produce, shape, refs))
+        steps = for_each_task(shape, refs, functools.partial(_produce, shape, refs))
 
         @pl.loop(0, lax.min(steps, shape.tuning.stages))
         def _hear_the_last(slot: Any) -> None:  # every barrier arrival must be awaited
@@ -378,14 +319,14 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
         def _converter() -> None:
             if consumers == 2:
                 plgpu.set_max_registers(72, action="decrease")
-            steps = _for_each_task(shape, refs, functools.partial(_convert, shape, refs))
+            steps = for_each_task(shape, refs, functools.partial(_convert, shape, refs))
 
             @pl.loop(0, lax.min(steps, BUFFERS))
             def _hear_the_last(buffer: Any) -> None:
                 plgpu.barrier_wait(refs.released.at[buffer])
 
 
-def _convert(shape: _Shape, refs: _Refs, task: _Task) -> None:
+def _convert(shape: _Shape, refs: _Refs, task: Task) -> None:
     """Convert each block of a task from the ring to a buffer."""
     tokens, width = shape.tuning.block_tokens, shape.width
 
@@ -398,7 +339,7 @@ def _convert(shape: _Shape, refs: _Refs, task: _Task) -> None:
 
     @pl.loop(task.first_row, task.last_row)
     def _row(row: Any) -> None:
-        walk = _walk_of(refs, task, row)
+        walk = walk_of(refs, task, row)
 
         @pl.loop(walk.begin, walk.end)
         def _block(block: Any) -> None:
@@ -414,7 +355,7 @@ def _convert(shape: _Shape, refs: _Refs, task: _Task) -> None:
             plgpu.barrier_arrive(refs.widened.at[buffer])
 
 
-def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
+def _produce(shape: _Shape, refs: _Refs, task: Task) -> None:
     tokens, width = min(shape.page_size, shape.tuning.block_tokens), shape.width
     per_kv_head = shape.head_tiles // shape.num_kv
     kv_head = lax.div(task.head, per_kv_head) if per_kv_head > 1 else task.head
@@ -422,7 +363,7 @@ def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
 
     @pl.loop(task.first_row, task.last_row)
     def _row(row: Any) -> None:
-        walk = _walk_of(refs, task, row)
+        walk = walk_of(refs, task, row)
         # After the last written page that page is repeated: it is loaded but not seen, so all
         # blocks have the same bytes and no index is out of bounds.
         last_page = lax.max(lax.div(walk.keys - 1, shape.page_size), 0)
@@ -447,7 +388,7 @@ def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
                 )
 
 
-def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
+def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: Task) -> None:
     boxes = _boxes(shape, task, warpgroup)
     for rows, at in boxes:
         plgpu.copy_gmem_to_smem(
@@ -457,7 +398,7 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
     if shape.takes_turns:
         pl.when(warpgroup == 1)(lambda: _pass_turn(refs))
 
-    def step(walk: _Walk, masked: bool, block: Any, carry: Any) -> Any:
+    def step(walk: Walk, masked: bool, block: Any, carry: Any) -> Any:
         slot = lax.rem(walk.offset + block, shape.slots)
         # Issue global loads early, so that they have arrived when needed.
         rule = _rule(shape, refs, task, walk, warpgroup) if masked else []
@@ -468,7 +409,7 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
         return _absorb(shape, refs, warpgroup, slot, held, block, rule, carry)
 
     def walk_row(row: Any, carry: Any) -> Any:
-        walk = _walk_of(refs, task, row)
+        walk = walk_of(refs, task, row)
         if shape.windowed:
             masked = functools.partial(step, walk, True)
             carry = lax.fori_loop(walk.begin, walk.whole_begin, masked, carry)
@@ -493,7 +434,7 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the queries' memory may be reused
 
 
-def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
+def _boxes(shape: _Shape, task: Task, warpgroup: Any) -> list[tuple[Any, Any]]:
     """Return (rows of the tile, place in [T, H * D]) of each head, whose queries are contiguous."""
     queries, width = shape.tile_queries, shape.width
     start = task.block * shape.block_queries + warpgroup * queries
@@ -513,7 +454,7 @@ def _pass_turn(refs: _Refs) -> None:
     plgpu.barrier_wait(refs.turn)
 
 
-def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any) -> Any:
+def _result(shape: _Shape, refs: _Refs, task: Task, warpgroup: Any, carry: Any) -> Any:
     """Return the mean of V, with sinks in its denominator; zeros for padding queries."""
     top, total, mixed = carry
     by_row = plgpu.Layout.WGMMA.reduce(1)
@@ -584,7 +525,7 @@ def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, 
     return pl.run_state(running)(plgpu.WGMMAAccumulatorRef.init(mixed))
 
 
-def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, block: Any) -> None:
+def _clean(shape: _Shape, refs: _Refs, walk: Walk, warpgroup: Any, slot: Any, block: Any) -> None:
     """Zero the V of the block's unwritten slots, in the first consumer, which must not wait."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = walk.keys - block * tokens
@@ -600,7 +541,7 @@ def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, b
         plgpu.barrier_wait(refs.cleaned.at[slot])
 
 
-def _rule(shape: _Shape, refs: _Refs, task: _Task, walk: _Walk, warpgroup: Any) -> list[Any]:
+def _rule(shape: _Shape, refs: _Refs, task: Task, walk: Walk, warpgroup: Any) -> list[Any]:
     """Return the end of each query's slots in this row and, with a window, their start."""
     tile = task.block * shape.tuning.consumers + warpgroup
     load: Any = plgpu.load
