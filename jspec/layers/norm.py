@@ -40,16 +40,24 @@ def norm(
 
 
 def norm_of_sum(
+    params: Mapping[str, jax.Array], stream: Residual, *, eps: float, ops: Ops
+) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
+    if stream.delta is None:
+        return stream.x, norm(params, stream.x, eps=eps)
+    if isinstance(stream.delta, Mixed):
+        return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
+    return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps)
+
+
+def norm_for(
+    reader: Weight | None,
     params: Mapping[str, jax.Array],
     stream: Residual,
     *,
     eps: float,
     ops: Ops,
-    reader: Weight | None = None,
 ) -> tuple[Float[Array, "*b E"], Activations]:
-    """Return the stream's sum and its norm. reader: the weight of the product that reads it."""
-    if stream.delta is None:
-        return stream.x, norm(params, stream.x, eps=eps)
-    if isinstance(stream.delta, Mixed):
-        return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
-    return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps, reader=reader)
+    """Apply `norm_of_sum`, for the product with the weight `reader`."""
+    if not isinstance(stream.delta, jax.Array):
+        return norm_of_sum(params, stream, eps=eps, ops=ops)
+    return ops.add_norm_for(reader, stream.x, stream.delta, params["scale"], eps=eps)

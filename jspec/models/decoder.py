@@ -25,7 +25,7 @@ from jspec.layers.linear import Shard, logits_of
 from jspec.layers.lora import chosen_columns, with_adapters
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.moe import moe, moe_of_sum
-from jspec.layers.norm import Residual, norm_of_sum
+from jspec.layers.norm import Residual, norm_for, norm_of_sum
 from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
 from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, with_formats
@@ -73,7 +73,7 @@ def run_layer(
     params: Params,
     stream: Residual,
     positions: Int[Array, "*b"],
-    attend: Callable[..., jax.Array],
+    attend: Callable[..., Any],
     *,
     spec: LayerSpec,
     settings: LayerSettings,
@@ -92,9 +92,7 @@ def run_layer(
         )
     is_plain = isinstance(spec.attention, AttentionSpec)
     reader = kernel_of(params["attention"], "qkv") if is_plain else None
-    x, normed = norm_of_sum(
-        params["input_norm"], stream, eps=spec.eps, ops=settings.ops, reader=reader
-    )
+    x, normed = norm_for(reader, params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
     return run_sublayers(
         params, x, normed, positions, attend, spec=spec, settings=settings, kept=kept
     )
@@ -105,7 +103,7 @@ def run_sublayers(
     x: Float[Array, "*b E"],
     read: Activations,
     positions: Int[Array, "*b"],
-    attend: Callable[..., jax.Array],
+    attend: Callable[..., Any],
     *,
     spec: LayerSpec,
     settings: LayerSettings,
@@ -136,7 +134,7 @@ def run_sublayers(
             ops=ops,
         )
     reader = kernel_of(params["mlp"], "gate_up")
-    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=ops, reader=reader)
+    x, normed = norm_for(reader, params["post_norm"], stream, eps=spec.eps, ops=ops)
     return Residual(x=x, delta=feed_forward(params, normed, spec=spec, settings=settings))
 
 

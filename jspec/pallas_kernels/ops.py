@@ -180,14 +180,22 @@ class Ops:
         scale: Float[Array, "E"],
         *,
         eps: float,
-        reader: Weight | None = None,
-    ) -> tuple[Float[Array, "*b E"], Activations]:
-        """Return (x + delta, RMSNorm of that sum times scale).
-
-        reader: the weight of the product that reads the norm, which may then come with its codes.
-        """
-        del reader
+    ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
+        """Return (x + delta, RMSNorm of that sum times scale)."""
         return add_norm.add_norm(x, delta, scale, eps=eps)
+
+    def add_norm_for(
+        self,
+        reader: Weight | None,
+        x: Float[Array, "*b E"],
+        delta: Float[Array, "*b E"],
+        scale: Float[Array, "E"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "*b E"], Activations]:
+        """Apply `add_norm`, for the product with the weight `reader`."""
+        del reader
+        return self.add_norm(x, delta, scale, eps=eps)
 
     def gated_product(
         self, x: Activations, kernel: Weight, *, of_prompts: bool
@@ -239,8 +247,7 @@ class Ops:
         self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
         """Apply `add_norm` to x and the sum of an MoE output."""
-        total, normed = self.add_norm(x, mixed.sum(), scale, eps=eps)
-        return total, numbers_of(normed)
+        return self.add_norm(x, mixed.sum(), scale, eps=eps)
 
     def commit(
         self,

@@ -138,19 +138,29 @@ class GpuOps(Ops):
         )
 
     def add_norm(
+        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
+
+    def add_norm_for(
         self,
+        reader: Weight | None,
         x: jax.Array,
         delta: jax.Array,
         scale: jax.Array,
         *,
         eps: float,
-        reader: Weight | None = None,
     ) -> tuple[jax.Array, Activations]:
-        quantises = isinstance(reader, FP8Weight) and x.size and not self.interpret
-        if quantises and fp8_product_gpu.chosen(x, reader) is not None:
+        """Quantise in the same launch for fp8 weights."""
+        if (
+            isinstance(reader, FP8Weight)
+            and x.size
+            and not self.interpret
+            and fp8_product_gpu.chosen(x, reader) is not None
+        ):
             by_blocks = reader.block is not None
             return add_norm_gpu.add_norm_and_quantise(x, delta, scale, eps=eps, by_blocks=by_blocks)
-        return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
+        return self.add_norm(x, delta, scale, eps=eps)
 
     def fp8_product(self, x: Activations, weight: FP8Weight) -> jax.Array:
         found = None if self.interpret else fp8_product_gpu.chosen_product(x, weight)

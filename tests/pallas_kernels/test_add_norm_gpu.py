@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.device.weights import Weight
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
@@ -192,15 +191,8 @@ class InterpretedNorms(Ops):
     defers_sums: ClassVar[bool] = True
 
     def add_norm(
-        self,
-        x: jax.Array,
-        delta: jax.Array,
-        scale: jax.Array,
-        *,
-        eps: float,
-        reader: Weight | None = None,
+        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        del reader
         return add_and_norm(x, delta, scale, eps=eps, interpret=True)
 
 

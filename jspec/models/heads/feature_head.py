@@ -54,7 +54,7 @@ def run_first_layer(
     embedded: Float[Array, "*b E"],
     hidden: Float[Array, "*b E"],
     positions: Int[Array, "*b"],
-    attend: Callable[..., jax.Array],
+    attend: Callable[..., Any],
     *,
     head: HeadSpec,
     spec: LayerSpec,

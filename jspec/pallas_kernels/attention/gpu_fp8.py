@@ -53,7 +53,7 @@ class _Static:
 
 
 def serves(kv_pages: jax.Array, *, queries_per_row: int, group: int) -> bool:
-    """Return whether the kernel reads this pool for so many packed queries."""
+    """Return whether the kernel reads this pool, for this number of packed queries."""
     is_fp8 = kv_pages.dtype == FP8 and kv_pages.shape[3] in (64, 128)
     return is_fp8 and queries_per_row * group <= MOST_PACKED
 
@@ -100,7 +100,8 @@ def attend_rows(
     if static.is_direct:
         return found[0]
     sizes: Any = {"num_heads": packed_heads, "num_kv": num_kv}
-    return merge_shares(*found, plan.valid, sinks, **sizes, interpret=interpret)
+    parts, heights = found
+    return merge_shares(parts, heights, plan.valid, sinks, **sizes, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("static", "interpret"), inline=False)
@@ -115,7 +116,7 @@ def _launch(
 ) -> list[jax.Array]:
     """Return [out[T, H, D]] if direct, else [parts, heights]; compiled once for all layers."""
     (items, stored, width), batch = q.shape, page_table.shape[0]
-    array = jax.ShapeDtypeStruct
+    array: Any = jax.ShapeDtypeStruct
     shapes = [
         array((static.splits, items, stored, width), q.dtype),
         array((static.splits, items, TILE_ROWS), jnp.float32),
@@ -172,10 +173,11 @@ def _attend(
             offset = (key % page_size)[:, None]
         is_there = (key < keys)[:, None] if masked else None
         how: dict[str, Any] = {"mask": is_there, "other": 0.0} if masked else {}
-        return tuple(
+        k, v = (
             plt.load(pool_ref.at[page, offset, 2 * head + i, lane[None]], **how).astype(q.dtype)
             for i in range(2)
         )
+        return k, v
 
     def seen(i: jax.Array, *, masked: bool) -> jax.Array | None:
         column = jnp.arange(block, dtype=jnp.int32)

@@ -1,5 +1,5 @@
-"""What kernels of a GPU leave to the product that reads their result: tokens that are in fp8
-already, and numbers that are yet to be scaled.
+"""Operands that kernels of a GPU pass to the product that reads them: tokens already in fp8, and
+numbers that are yet to be scaled.
 """
 
 from __future__ import annotations
