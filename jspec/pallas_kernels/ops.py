@@ -74,9 +74,13 @@ class Ops:
         """Return the operations that use XLA because their kernel reads no FP8 cache."""
         return ()
 
-    def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill."""
-        del decode_tokens
+    def compiler_options(
+        self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0
+    ) -> dict[str, Any]:
+        """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill.
+        fp8_prompt_tokens: tokens of a prefill with fp8 weights.
+        """
+        del decode_tokens, fp8_prompt_tokens
         return {}
 
     def write_kv(

@@ -30,6 +30,7 @@ from jspec.pallas_kernels.experts.tuning import (
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
+from jspec.pallas_kernels.fp8_product.tuning import MOST_TOKENS
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
@@ -45,6 +46,8 @@ from jspec.spec.model_spec import Gate, MoESpec
 #   64 tokens: without Triton 6.95, default 7.24; 128: 7.13 and 7.26
 #   256: without XLA's split sums 10.74, default 10.94; without Triton 0.986 of the former
 #   1, 8, 32 and 1,024: the default is as fast or faster
+# Prefill programs in which XLA multiplies fp8 numbers are without, too: for eight layers of
+# Llama-3.1-8B and 8,192 tokens the autotuner of those products takes more than a minute.
 WITHOUT_TRITON = range(48, 513)
 
 
@@ -72,8 +75,11 @@ class GpuOps(Ops):
     def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
-    def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
+    def compiler_options(
+        self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0
+    ) -> dict[str, Any]:
+        is_slow = fp8_prompt_tokens > MOST_TOKENS or decode_tokens in WITHOUT_TRITON
+        return {"xla_gpu_enable_triton_gemm": False} if is_slow else {}
 
     def attend(
         self,

@@ -69,6 +69,19 @@ def test_the_tokens_of_a_gpu_step_choose_its_products(
     assert passes[1:] == (["dot-strength-reduction"] if kind is StepKind.DECODE else [])
 
 
+@pytest.mark.parametrize(
+    ("bucket", "has_fp8", "has_triton"),
+    [(512, True, True), (1024, True, False), (1024, False, True)],
+)
+def test_a_prompt_s_fp8_products_are_not_tuned_among_tritons(
+    bucket: int, has_fp8: bool, has_triton: bool
+) -> None:
+    key = ProgramKey(StepKind.PREFILL, bucket, PLAIN)
+    how: Any = {"platform": "gpu", "ops": OPS["gpu"], "has_fp8": has_fp8}
+    options = compiler_options(key, limits_of("0/1/1"), **how)
+    assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
     key = ProgramKey(StepKind.DECODE, 64, PLAIN)

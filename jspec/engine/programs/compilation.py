@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jspec.config.limits import ServeLimits
+from jspec.device.fp8 import FP8Weight
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import state_specs
 from jspec.engine import interrupts
@@ -124,7 +125,7 @@ def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiler_options(
-    key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops
+    key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops, has_fp8: bool = False
 ) -> dict[str, Any]:
     """Return XLA options that differ from the defaults, each for a measured reason.
 
@@ -132,13 +133,15 @@ def compiler_options(
     whole products a second time. In decoding no dot-strength-reduction: it turns a product of one
     row and less than ten million weights into a multiplication that writes one value per weight and
     a sum that reads them again (`out` of Qwen3-30B-A3B, 4096 x 2048). Plus the kernels' own.
+    has_fp8: some weights are in fp8.
     """
     if platform != "gpu":
         return {}
     is_decode = STEPS[key.kind].is_decode
     draft_shape = key.shape or limits.draft_shape
     tokens = key.bucket * draft_shape.num_draft_tokens if is_decode else None
-    options = ops.compiler_options(decode_tokens=tokens)
+    prompt_tokens = key.bucket if has_fp8 and not is_decode else 0
+    options = ops.compiler_options(decode_tokens=tokens, fp8_prompt_tokens=prompt_tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
     return {"xla_disable_hlo_passes": passes, **options}
 
@@ -178,7 +181,10 @@ class Recipe:
 
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
         platform = mesh.devices.flat[0].platform
-        options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
+        weights = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, FP8Weight))
+        has_fp8 = any(isinstance(weight, FP8Weight) for weight in weights)
+        how: dict[str, Any] = {"ops": self.program.ops, "has_fp8": has_fp8}
+        options = compiler_options(key, self.limits, platform=platform, **how)
         draft_shape = key.shape or self.program.draft_shape
         variant = dataclasses.replace(self.program, options=key.options, draft_shape=draft_shape)
         return shape_of(key, self.limits), variant, options
