@@ -11,6 +11,7 @@ DFlash2 (z-lab, 2026): `ConvolutionSpec` around each sub-layer, `SelectorSpec` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,21 +70,18 @@ def _write_context(
     )
 
 
-@partial(jax.jit, static_argnames=("spec", "settings", "convolution"), inline=False)
-def _run_layer(
+def run_block_layer(
     params: Params,
     stream: Residual,
-    cache: jax.Array,
-    positions: jax.Array,
-    rows: AttentionMetadata,
+    positions: Int[Array, "T"],
+    attend: Callable[..., jax.Array],
     *,
     spec: LayerSpec,
     settings: LayerSettings,
     convolution: ConvolutionSpec | None,
-) -> tuple[Residual, jax.Array]:
-    """Run a layer over the block. positions: for RoPE; rows has those that windows count from."""
+) -> Residual:
+    """Run a layer over blocks of `settings.queries_per_row` rows. positions: for RoPE."""
     ops, own = settings.ops, params["attention"]
-    attend = PagedAttend(cache, rows, spec.softmax_attention, settings, kv_scales_of(own))
 
     def mixed(x: jax.Array) -> jax.Array:
         how: Any = {"eps": spec.eps, "shard": settings.shard, "ops": ops}
@@ -103,7 +101,26 @@ def _run_layer(
         stream = Residual(x=x, delta=_convolved(out, after, size=settings.queries_per_row))
     if not ops.defers_sums:  # as in decoder.paged_layer
         stream = Residual(x=stream.sum())
-    return stream, attend.cache
+    return stream
+
+
+@partial(jax.jit, static_argnames=("spec", "settings", "convolution"), inline=False)
+def _paged_layer(
+    params: Params,
+    stream: Residual,
+    cache: jax.Array,
+    positions: jax.Array,
+    rows: AttentionMetadata,
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+    convolution: ConvolutionSpec | None,
+) -> tuple[Residual, jax.Array]:
+    """Run a layer over pages. rows has the positions that windows count from."""
+    scales = kv_scales_of(params["attention"])
+    attend = PagedAttend(cache, rows, spec.softmax_attention, settings, scales)
+    how: Any = {"spec": spec, "settings": settings, "convolution": convolution}
+    return run_block_layer(params, stream, positions, attend, **how), attend.cache
 
 
 def _kernels(
@@ -140,6 +157,11 @@ class BlockHead:
     def table(self) -> ParamTable:
         return with_formats(block_params(self.spec), self.formats)
 
+    def context(self, params: Params, features: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
+        """Return what every layer makes K and V of."""
+        ctx = linear(params["fc"], features, ops=self.ops)
+        return norm(params["hidden_norm"], ctx, eps=self.spec.layer.rms_norm_eps)
+
     def write_context(
         self,
         params: Params,
@@ -150,8 +172,7 @@ class BlockHead:
         queries_per_row: int | None,
     ) -> KVPool:
         """Return the pools with K and V of tokens whose features are given."""
-        ctx = linear(params["fc"], features, ops=self.ops)
-        ctx = norm(params["hidden_norm"], ctx, eps=self.spec.layer.rms_norm_eps)
+        ctx = self.context(params, features)
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
         return tuple(
             _write_context(
@@ -189,7 +210,7 @@ class BlockHead:
                 own = replace(own, tail_mask=causal_mask)
             if self.spec.windows_from_root:
                 own = replace(own, q_positions=jnp.repeat(rows.prefix_lens, size))
-            stream, pools[i] = _run_layer(
+            stream, pools[i] = _paged_layer(
                 params["layers"][i],
                 stream,
                 kv[i],
@@ -236,11 +257,17 @@ class BlockHead:
         candidates: Int[Array, "B C"],
     ) -> Float[Array, "B P C"]:
         """Return the selector's terms of a row's candidates by the token before it."""
+        after = jnp.take(params["selector"]["after"], candidates, axis=0, mode="clip")
+        context = self.transition_context(params, token_ids, hidden)
+        return jnp.einsum("bpr,bcr->bpc", context, after, preferred_element_type=jnp.float32)
+
+    def transition_context(
+        self, params: Params, token_ids: Int[Array, "B P"], hidden: Float[Array, "B E"]
+    ) -> Float[Array, "B P r"]:
+        """Return the vectors whose products with the entries `after` are the selector's terms."""
         own = params["selector"]
         before = jnp.take(own["before"], token_ids, axis=0, mode="clip")
-        after = jnp.take(own["after"], candidates, axis=0, mode="clip")
-        context = before * linear(own["hidden"], hidden, ops=self.ops)[:, None]
-        return jnp.einsum("bpr,bcr->bpc", context, after, preferred_element_type=jnp.float32)
+        return before * linear(own["hidden"], hidden, ops=self.ops)[:, None]
 
     def no_state(self, batch: int, dtype: DTypeLike) -> Float[Array, "B 1 r"]:
         """Return the recurrent state before a block; it has no entries without a recurrence."""
