@@ -29,6 +29,7 @@ SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows vary more; cold
 COUNTS = (
     *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
     *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
+    *("num_layers", "num_roots", "rank"),
 )
 # (a GPU or TPU, a CPU): a laptop finishes a step of the small ones in seconds.
 DEFAULTS = {
@@ -41,7 +42,16 @@ DEFAULTS = {
     "checkpoint_every": (500, 50),
     "serve_prompts": (16, 4),
 }
-SERVED_STEPS = 3  # S of the chain that measures acceptance, at most the head's depths
+SERVED_STEPS = 3  # S of the chain that measures acceptance, where each depth is a forward
+# The engine's algorithm for a kind of head that is not named like it.
+ALGORITHMS = {
+    Kind.NEXTN: "EAGLE",
+    Kind.DFLASH2: "DFLASH",
+    Kind.DSPARK: "DFLASH",
+    Kind.PEAGLE: "EAGLE3",
+}
+# The depths of heads that draft blocks: a block of 8 rows, or of 7 that all predict.
+BLOCK_DEPTHS = 7
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -110,7 +120,8 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
     add(
         "--num-depths",
         type=int,
-        help="Tokens drafted ahead: layers for NEXTN (unset: 3), else unrolled steps (unset: 5)",
+        help="Tokens drafted ahead: layers for NEXTN (unset: 3), masks for DFLASH, DFLASH2, DSPARK "
+        "and PEAGLE (unset: 7), else unrolled steps (unset: 5)",
     )
     add(
         "--chained",
@@ -120,14 +131,25 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
     add(
         "--draft-vocab-size",
         type=int,
-        help="EAGLE3: size of the draft vocabulary; unset: 32000, or the whole vocabulary",
+        help="EAGLE3, PEAGLE: size of the draft vocabulary; unset: 32000, or the whole vocabulary",
     )
     add(
         "--aux-layer-ids",
         type=int,
         nargs="+",
-        help="EAGLE3: captured target layers; unset: 2, L/2, L-3",
+        help="Captured target layers, by the layer whose input it is. Unset: 2, L/2, L-3 for "
+        "EAGLE3 and PEAGLE; as many as the head's layers, evenly from 2 to L-2, for DFLASH, "
+        "DFLASH2 and DSPARK",
     )
+    add("--num-layers", type=int, help="DFLASH, DFLASH2, DSPARK: layers, unset: 5; PEAGLE: 4")
+    add(
+        "--num-roots",
+        type=int,
+        help="DFLASH, DFLASH2, DSPARK, PEAGLE: blocks trained in each row, at random anchors; "
+        "unset: length / depths",
+    )
+    add("--mask-token-id", type=int, help="Token of the masks; unset: the vocabulary's last id")
+    add("--rank", type=int, help="DSPARK, DFLASH2: rank of Markov head or selector; unset: 256")
     add(
         "--intermediate-size",
         type=int,
@@ -199,7 +221,8 @@ def job_of(options: argparse.Namespace) -> DraftJob:
     small = set_defaults(options, on_cpu=on_cpu)
     check_numbers(options)
     kind = Kind(options.algorithm)
-    depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
+    usual = BLOCK_DEPTHS if kind.runs_blocks else 3 if kind is Kind.NEXTN else 5
+    depths = options.num_depths or usual
     if options.length < SHORTEST:
         raise ConfigError(f"length is {options.length}; expected at least {SHORTEST} tokens")
     if not 1 <= depths <= options.length - 2:
@@ -225,6 +248,8 @@ def job_of(options: argparse.Namespace) -> DraftJob:
         batch_size=options.batch_size,
         length=options.length,
         num_depths=depths,
+        num_roots=(options.num_roots or -(-options.length // depths)) if kind.runs_blocks else 0,
+        loss_weights=kind.loss_weights,
         compute_dtype=DTYPES[dtype],
     )
     ids = options.aux_layer_ids
@@ -243,6 +268,9 @@ def job_of(options: argparse.Namespace) -> DraftJob:
         intermediate_size=options.intermediate_size,
         is_chained=options.chained,
         aux_layer_ids=tuple(ids) if ids else None,
+        num_layers=options.num_layers,
+        mask_token_id=options.mask_token_id,
+        rank=options.rank,
         features_dir=options.features_dir,
         num_devices=options.devices,
         num_held_out_rows=options.held_out_rows,
@@ -250,9 +278,11 @@ def job_of(options: argparse.Namespace) -> DraftJob:
     )
 
 
-def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
+def serve_settings(kind: Kind, *, num_depths: int) -> dict[str, Any]:
+    """Return the flags of a chain: of all depths if they are drafted in one forward."""
+    num_steps = num_depths if kind.runs_blocks else min(SERVED_STEPS, num_depths)
     words: dict[str, Any] = {
-        "speculative_algorithm": "EAGLE" if kind is Kind.NEXTN else kind.value,
+        "speculative_algorithm": ALGORITHMS.get(kind, kind.value),
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": num_steps + 1,
@@ -302,8 +332,7 @@ class EngineServing:
         count = min(self._num_prompts, len(prompts.ids))
         lens = np.maximum(prompts.lens[:count] // 2, 1)
         new_tokens = self._job.recipe.length // 2
-        steps = min(SERVED_STEPS, self._job.recipe.num_depths)
-        words = serve_settings(self._job.kind, num_steps=steps)
+        words = serve_settings(self._job.kind, num_depths=self._job.recipe.num_depths)
         found = {}
         print(f"serving {count} held-out prompts with the head so far", flush=True)
         with self._engine(speculative_draft_model_path=str(head), **words) as engine:
@@ -340,7 +369,7 @@ def run_train_draft(argv: Sequence[str]) -> int:
             again = "" if options.resume else " with --resume"
             print(f"the same command{again} continues from the last checkpoint", file=sys.stderr)
         raise
-    words = serve_settings(job.kind, num_steps=min(SERVED_STEPS, job.recipe.num_depths))
+    words = serve_settings(job.kind, num_depths=job.recipe.num_depths)
     flags = " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in words.items()

@@ -94,14 +94,14 @@ def causal_attend(backend: Backend) -> AttendOf:
             q, k, v = rotate_and_split(heads, rotation)
             if sinks is not None:
                 return _attend_with_sinks(q, k, v, sinks, spec=spec)
-            return _attend_dense(q, k, v, backend=backend, spec=spec)
+            return attend_dense(q, k, v, backend=backend, spec=spec)
 
         return attend
 
     return of_layer
 
 
-def _attend_dense(
+def attend_dense(
     q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend, spec: AttentionSpec
 ) -> jax.Array:
     """Attend; XLA's [B, H, T, T] scores are recomputed in the backward pass to save memory."""
@@ -151,7 +151,7 @@ def _attend_latent(spec: LatentAttentionSpec, shape: tuple[int, ...]) -> AttendL
     def attend(queries: jax.Array, records: jax.Array) -> jax.Array:
         q = queries.reshape(*shape, *queries.shape[1:])
         k = records.reshape(*shape, 1, records.shape[-1])
-        return _attend_dense(q, k, k, backend="xla", spec=spec).reshape(queries.shape)
+        return attend_dense(q, k, k, backend="xla", spec=spec).reshape(queries.shape)
 
     return attend
 
@@ -168,7 +168,7 @@ def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
     k = jnp.zeros((2, length, heads.num_kv_heads, heads.head_dim), dtype)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(_attend_dense(q, k, v, backend="cudnn", spec=heads).astype(jnp.float32))
+        return jnp.sum(attend_dense(q, k, v, backend="cudnn", spec=heads).astype(jnp.float32))
 
     try:
         jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, k))

@@ -1,21 +1,27 @@
 """The loss of a draft head over all its depths: its predictions against the target's distribution.
 
-At depth i, weighing 0.8**i, it is the cross entropy to the target's distribution, restricted to the
-draft vocabulary and renormalised, where the target's argmax is in it; plus `overlap_weight` times
-the mass that the two distributions do not share, 1 - sum_v min(p_v, q_v), which with shared noise
-decides acceptance; plus, for a head that predicts features, `feature_weight` times the smooth L1
-distance to the target's next feature.
+Its terms at each depth, weighted by `LossWeights`:
+
+cross       cross entropy to the target's distribution, restricted to the draft vocabulary and
+            renormalised, where the target's argmax is in it
+overlap     the mass that the two distributions do not share, 1 - sum_v min(p_v, q_v), which with
+            shared noise decides acceptance
+feature     of a head that predicts features: smooth L1 distance to the target's next feature
+selector    of a DFlash2 head: cross entropy of the reranked candidates to the target's argmax,
+            which takes the last candidate's place where it is not among them
+confidence  of a DSpark head: cross entropy of its confidence to the mass that is shared
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.decoder import Params
 from jspec.spec.model_spec import ModelSpec
@@ -23,10 +29,26 @@ from jspec.training.dense import attention_backend, causal_attend, forward, lm_l
 from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures
 from jspec.training.loop import Loss, Metrics
 
-STEP_DECAY = 0.8
-Batch = dict[str, jax.Array]  # ids i32[B, T], weights f32[B, T]; hidden and aux, if stored
+# ids i32[B, T], weights f32[B, T]; hidden and aux, if stored; roots i32[B, A], of blocks
+Batch = dict[str, jax.Array]
 FeaturesOf = Callable[[Params, Batch], TargetFeatures]
 Unrolled = Callable[[Params, Params, Batch], tuple[TargetFeatures, jax.Array, list[Guess]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossWeights:
+    """Weights of the loss's terms, and of depth i as a whole: max(decay**i, least)."""
+
+    cross: float = 1.0
+    overlap: float = 2.0
+    feature: float = 1.0
+    selector: float = 1.0
+    confidence: float = 1.0
+    decay: float = 0.8
+    least: float = 0.0
+
+    def of_depth(self, depth: int) -> float:
+        return max(self.decay**depth, self.least)
 
 
 def make_frozen(target_params: Params, draft_ids: Any) -> Params:
@@ -72,18 +94,25 @@ def make_unrolled(
         logits = jax.lax.stop_gradient(lm_logits(frozen["target"], features.hidden))
         cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, params)
         whole = head.whole(cast, frozen["target"], frozen["draft_ids"])
-        guesses = head.guesses(whole, batch["ids"], features, num_depths=num_depths, dtype=dtype)
+        guesses = head.guesses(
+            whole,
+            batch["ids"],
+            features,
+            num_depths=num_depths,
+            dtype=dtype,
+            roots=batch.get("roots"),
+        )
         return features, logits, guesses
 
     return run
 
 
-def draft_loss(run: Unrolled, *, overlap_weight: float = 0.0, feature_weight: float = 0.0) -> Loss:
-    """Return the sum of the loss over depths, weighted by `weights`.
+def draft_loss(run: Unrolled, weights: LossWeights) -> Loss:
+    """Return the sum of the loss over depths, weighted by `weights` and the batch's own.
 
-    weights[b, p] is for the target's prediction at position p, which is token p + 1. Metrics by
-    depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and `accuracy`, the
-    agreement with the target's argmax (one outside the draft vocabulary is a miss).
+    The batch's weight [b, p] is for the target's prediction at position p, which is token p + 1.
+    Metrics by depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and
+    `accuracy`, the agreement with the target's argmax (one outside the draft vocabulary is a miss).
     """
 
     def loss(params: Params, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -92,32 +121,110 @@ def draft_loss(run: Unrolled, *, overlap_weight: float = 0.0, feature_weight: fl
         draft_ids = frozen["draft_ids"]
         best = jnp.argmax(target_logits, axis=-1)
         in_draft = jnp.zeros((target_logits.shape[-1],), bool).at[draft_ids].set(True)
-        is_in_draft = jnp.take(in_draft, best, mode="clip").astype(jnp.float32)
         probs = jax.nn.softmax(target_logits, axis=-1)
         probs = jnp.take(probs, draft_ids, axis=-1, mode="clip")
-        teacher = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-20)
         total, by_depth = jnp.zeros(()), []
         for i, guess in enumerate(guesses):
-            weights = batch["weights"][:, 1 + i :]
-            log_q = jax.nn.log_softmax(guess.logits, axis=-1)
-            cross = -jnp.sum(teacher[:, 1 + i :] * log_q, axis=-1)
-            shared = jnp.sum(jnp.minimum(probs[:, 1 + i :], jnp.exp(log_q)), axis=-1)
-            guessed = jnp.take(draft_ids, jnp.argmax(guess.logits, axis=-1), mode="clip")
-            metrics = {
-                "accuracy": _mean((guessed == best[:, 1 + i :]).astype(jnp.float32), weights),
-                "overlap": _mean(shared, weights),
-            }
-            step_loss = _mean(is_in_draft[:, 1 + i :] * cross, weights)
-            step_loss = step_loss + overlap_weight * (1.0 - metrics["overlap"])
-            if guess.feature is not None:
-                wanted = features.hidden[:, 1 + i :]
-                metrics["feature"] = _mean(_feature_distance(guess.feature, wanted), weights)
-                step_loss = step_loss + feature_weight * metrics["feature"]
-            total = total + STEP_DECAY**i * step_loss
+            at = _Places.of(guess, depth=i)
+            depth_loss, metrics = _of_depth(
+                guess,
+                weights,
+                counts=at.take(batch["weights"], beyond=0.0),
+                probs=at.take(probs),
+                best=at.take(best),
+                in_draft=in_draft,
+                draft_ids=draft_ids,
+                feature=at.take(features.hidden),
+            )
+            total = total + weights.of_depth(i) * depth_loss
             by_depth.append(metrics)
         return total, jax.tree.map(lambda *values: jnp.stack(values), *by_depth)
 
     return loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The positions of the target's predictions that a depth's guesses are compared with."""
+
+    depth: int
+    roots: jax.Array | None
+
+    @classmethod
+    def of(cls, guess: Guess, *, depth: int) -> _Places:
+        return cls(depth, guess.roots)
+
+    def take(self, x: jax.Array, *, beyond: float | None = None) -> jax.Array:
+        """Return the entries of x [B, T, ...]. beyond: their value after the row's end."""
+        if self.roots is None:
+            return x[:, 1 + self.depth :]
+        places = self.roots + self.depth
+        shape = (*places.shape, *(1,) * (x.ndim - 2))
+        found = jnp.take_along_axis(x, places.reshape(shape), axis=1, mode="clip")
+        return found if beyond is None else jnp.where(places < x.shape[1], found, beyond)
+
+
+def _of_depth(
+    guess: Guess,
+    weights: LossWeights,
+    *,
+    counts: Float[Array, "B R"],
+    probs: Float[Array, "B R U"],
+    best: Int[Array, "B R"],
+    in_draft: Bool[Array, "V"],
+    draft_ids: Int[Array, "U"],
+    feature: Float[Array, "B R E"],
+) -> tuple[jax.Array, Metrics]:
+    """Return (loss, metrics) of a depth. best: the target's argmax; probs: of the draft ids."""
+    log_q = jax.nn.log_softmax(guess.logits, axis=-1)
+    teacher = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-20)
+    cross = -jnp.sum(teacher * log_q, axis=-1)
+    shared = jnp.sum(jnp.minimum(probs, jnp.exp(log_q)), axis=-1)
+    guessed = jnp.take(draft_ids, _first_choice(guess), mode="clip")
+    metrics = {
+        "accuracy": _mean((guessed == best).astype(jnp.float32), counts),
+        "overlap": _mean(shared, counts),
+    }
+    is_in_draft = jnp.take(in_draft, best, mode="clip").astype(jnp.float32)
+    loss = weights.cross * _mean(is_in_draft * cross, counts)
+    loss = loss + weights.overlap * (1.0 - metrics["overlap"])
+    if guess.feature is not None:
+        metrics["feature"] = _mean(_feature_distance(guess.feature, feature), counts)
+        loss = loss + weights.feature * metrics["feature"]
+    if guess.reranked is not None:
+        metrics["selector"] = _mean(_selector_loss(guess, guess.reranked, best), counts)
+        loss = loss + weights.selector * metrics["selector"]
+    if guess.confidence is not None:
+        wanted = jax.lax.stop_gradient(shared)
+        missed = optax.sigmoid_binary_cross_entropy(guess.confidence, wanted)
+        metrics["confidence"] = _mean(missed, counts)
+        loss = loss + weights.confidence * metrics["confidence"]
+    return loss, metrics
+
+
+def _candidates(guess: Guess) -> Int[Array, "B R C"]:
+    return jax.lax.top_k(jax.lax.stop_gradient(guess.logits), guess.num_candidates)[1]
+
+
+def _first_choice(guess: Guess) -> Int[Array, "B R"]:
+    if guess.reranked is None:
+        return jnp.argmax(guess.logits, axis=-1)
+    found = _candidates(guess)
+    first = jnp.argmax(jnp.take_along_axis(guess.reranked, found, axis=-1), axis=-1)
+    return jnp.take_along_axis(found, first[..., None], axis=-1)[..., 0]
+
+
+def _selector_loss(
+    guess: Guess, reranked: Float[Array, "B R V"], best: Int[Array, "B R"]
+) -> Float[Array, "B R"]:
+    """best: also columns, since a selector's head drafts the whole vocabulary."""
+    found = _candidates(guess)
+    is_best = found == best[..., None]
+    is_among = jnp.any(is_best, axis=-1)
+    found = found.at[..., -1].set(jnp.where(is_among, found[..., -1], best))
+    place = jnp.where(is_among, jnp.argmax(is_best, axis=-1), found.shape[-1] - 1)
+    log_q = jax.nn.log_softmax(jnp.take_along_axis(reranked, found, axis=-1), axis=-1)
+    return -jnp.take_along_axis(log_q, place[..., None], axis=-1)[..., 0]
 
 
 def _mean(values: Float[Array, "B R"], weights: Float[Array, "B R"]) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.decoder import Params
+from jspec.training.data.roots import rooted, with_roots
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
-from jspec.training.draft_loss import FeaturesOf, draft_loss, make_frozen, make_unrolled
+from jspec.training.draft_loss import (
+    FeaturesOf,
+    LossWeights,
+    draft_loss,
+    make_frozen,
+    make_unrolled,
+)
 from jspec.training.heads.draft_head import DraftHead
 from jspec.training.loop import LoopConfig, Result, mean_metrics, train
 
@@ -28,8 +35,8 @@ class HeadRecipe:
     length: int = 1024
     num_depths: int = 5  # tokens ahead to predict
     sample_share: float = 0.875  # of a batch, sampled from the target (bundled pair)
-    overlap_weight: float = 2.0
-    feature_weight: float = 1.0
+    num_roots: int = 0  # blocks of a row, for a head that drafts blocks
+    loss_weights: LossWeights = field(default_factory=LossWeights)
     compute_dtype: Any = jnp.bfloat16
 
 
@@ -59,9 +66,11 @@ def train_head(
     """Train; the loss on held_out [R, ...] selects the parameters. also: more measurements."""
     placement = placement or Placement.single()
     run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)
-    loss = draft_loss(
-        run, overlap_weight=recipe.overlap_weight, feature_weight=recipe.feature_weight
-    )
+    loss = draft_loss(run, recipe.loss_weights)
+    if recipe.num_roots:
+        count, seed = recipe.num_roots, recipe.loop.seed
+        batch_at = with_roots(batch_at, count=count, seed=seed)
+        held_out = rooted(held_out, count=count, seed=(seed,))
     frozen = placement.whole(make_frozen(target_params, draft_ids))
     jitted = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch, jax.random.key(0)))
 

@@ -1,4 +1,8 @@
-r"""Small heads for the bundled target: EAGLE-1, three MTP layers, and a small language model.
+r"""Further drafts for the bundled target.
+
+Small ones: EAGLE-1, three MTP layers, and a small language model. Heads that draft a block at once,
+with as many trained parameters as the pair's EAGLE-3 head: DFlash, DFlash2, DSpark and P-EAGLE. And
+`eagle3`, the pair's own head by the same batches and loss, to compare those with.
 
     python -m recipes.bundled_pair.pair --data DATA --out OUT --stage samples
     python -m recipes.bundled_pair.pair_heads --data DATA --out OUT --head eagle1 \
@@ -7,8 +11,8 @@ r"""Small heads for the bundled target: EAGLE-1, three MTP layers, and a small l
 DATA and OUT are the pair's: DATA with corpus and tokenizer, OUT with `target/` and the target's
 samples.
 
-    OUT/draft_eagle1/, OUT/draft_mtp/, OUT/draft_lm/    the weights, ready to serve
-    OUT/report_eagle1.json, ...                         held-out loss by step, sizes, seconds
+    OUT/draft_eagle1/, OUT/draft_dflash/, ...    the weights, ready to serve
+    OUT/report_eagle1.json, ...                  held-out loss by step, sizes, seconds
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ import numpy as np
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.data.token_stream import fixed_crops
 from jspec.training.draft_loss import features_on_the_fly
-from jspec.training.draft_recipe import HeadRecipe, all_count, train_head
+from jspec.training.draft_recipe import HeadRecipe, all_count, draft_vocabulary, train_head
 from jspec.training.heads.draft_head import DraftHead
+from jspec.training.heads.head_block import trained_block
 from jspec.training.heads.head_eagle1 import eagle1_head
+from jspec.training.heads.head_eagle3 import eagle3_head
 from jspec.training.heads.head_lm import lm_head_of
 from jspec.training.heads.head_mtp import mtp_head
+from jspec.training.heads.head_parallel import parallel_head
 from jspec.training.loop import LoopConfig, Result, write_report
 from recipes.bundled_pair.pair import (
     Job,
@@ -40,6 +47,7 @@ from recipes.bundled_pair.pair import (
 )
 from recipes.bundled_pair.pair_sizes import PairSizes
 from recipes.bundled_pair.target import load_streams
+from recipes.bundled_pair.tokenizer_training import load_tokenizer
 
 TARGET_DTYPE = jnp.bfloat16  # of the target's forward, as for the pair's head
 
@@ -47,28 +55,61 @@ TARGET_DTYPE = jnp.bfloat16  # of the target's forward, as for the pair's head
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     head: DraftHead
-    folder: str
     recipe: HeadRecipe
+    draft_vocab_size: int | None = None  # the most frequent ids; None: all
 
 
-def make(name: str, target: ModelSpec, *, loop: LoopConfig, tiny: bool) -> Made:
+# A byte that UTF-8 never has, so no text of the corpus has its token.
+MASK_TOKEN = "\u00ff"
+# Sizes with which a head has at most the parameters that are trained in the pair's EAGLE-3 head.
+BLOCK_SIZES: dict[str, dict[str, Any]] = {
+    "dflash": {"intermediate_size": 496},
+    "dflash2": {"intermediate_size": 320, "selector_rank": 32},
+    "dspark": {"intermediate_size": 368, "markov_rank": 32},
+}
+BLOCK_LAYERS, PARALLEL_LAYERS, PARALLEL_INNER = 3, 2, 272
+DEPTHS = 7  # of a block of 8 rows
+HEADS = ("eagle1", "mtp", "lm", *BLOCK_SIZES, "peagle", "eagle3")
+
+
+def make(name: str, target: ModelSpec, *, loop: LoopConfig, tiny: bool, mask: int) -> Made:
     recipe = HeadRecipe(
         loop=loop, batch_size=4 if tiny else 32, length=64 if tiny else 512, num_depths=4
     )
     if name == "eagle1":
-        return Made(
-            head=eagle1_head(target, intermediate_size=512), folder="draft_eagle1", recipe=recipe
-        )
+        return Made(head=eagle1_head(target, intermediate_size=512), recipe=recipe)
     if name == "mtp":
         head = mtp_head(target, num_layers=3, intermediate_size=192)
-        return Made(head=head, folder="draft_mtp", recipe=replace(recipe, num_depths=3))
-    lm = lm_head_of(target, hidden_size=64, intermediate_size=192, num_layers=3, head_dim=32)
-    # float32: the table's gradient is a sum over all occurrences of a token
-    recipe = replace(recipe, num_depths=1, compute_dtype=jnp.float32)
-    return Made(head=lm, folder="draft_lm", recipe=recipe)
-
-
-HEADS = ("eagle1", "mtp", "lm")
+        return Made(head=head, recipe=replace(recipe, num_depths=3))
+    if name == "lm":
+        lm = lm_head_of(target, hidden_size=64, intermediate_size=192, num_layers=3, head_dim=32)
+        # float32: the table's gradient is a sum over all occurrences of a token
+        return Made(head=lm, recipe=replace(recipe, num_depths=1, compute_dtype=jnp.float32))
+    sizes = PairSizes.tiny() if tiny else PairSizes.bundled()
+    draft_vocab_size = sizes.draft_vocab_size
+    common: dict[str, Any] = {"aux_layer_ids": sizes.aux_layer_ids}
+    if name == "eagle3":
+        inner = sizes.head_intermediate_size
+        eagle3 = eagle3_head(
+            target, draft_vocab_size=draft_vocab_size, intermediate_size=inner, **common
+        )
+        recipe = replace(recipe, num_depths=5)
+        return Made(head=eagle3, recipe=recipe, draft_vocab_size=draft_vocab_size)
+    recipe = replace(recipe, num_depths=DEPTHS, num_roots=recipe.length // DEPTHS)
+    common["mask_token_id"] = mask
+    if name == "peagle":
+        parallel = parallel_head(
+            target,
+            draft_vocab_size=draft_vocab_size,
+            num_layers=PARALLEL_LAYERS,
+            intermediate_size=PARALLEL_INNER,
+            **common,
+        )
+        return Made(head=parallel, recipe=recipe, draft_vocab_size=draft_vocab_size)
+    block = trained_block(
+        target, num_layers=BLOCK_LAYERS, num_depths=DEPTHS, **common, **BLOCK_SIZES[name]
+    )
+    return Made(head=block, recipe=recipe)
 
 
 def in_rows(table: np.ndarray, *, length: int) -> np.ndarray:
@@ -83,7 +124,8 @@ def in_rows(table: np.ndarray, *, length: int) -> np.ndarray:
 def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
     _, train_stream, held_out_stream = load_streams(job.data)
     target, params = load_target(job)
-    made = make(name, target, loop=loop, tiny=tiny)
+    mask = load_tokenizer(job.data).token_to_id(MASK_TOKEN)
+    made = make(name, target, loop=loop, tiny=tiny, mask=mask)
     samples, held_out_samples = (
         in_rows(table, length=made.recipe.length) for table in read_samples(job)
     )
@@ -91,7 +133,11 @@ def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
     held_out_text = fixed_crops(held_out_stream, count=count, length=made.recipe.length)
     chosen = np.linspace(0, len(held_out_samples) - 1, min(count, len(held_out_samples)))
     held_out = np.concatenate((held_out_text, held_out_samples[chosen.astype(np.int64)]))
-    everything = np.arange(target.vocab_size, dtype=np.int32)
+    draft_ids = draft_vocabulary(
+        [train_stream.ids, samples],
+        vocab_size=target.vocab_size,
+        size=made.draft_vocab_size or target.vocab_size,
+    )
     result = train_head(
         made.head,
         params,
@@ -99,15 +145,15 @@ def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
         features_of=features_on_the_fly(
             target, made.head, length=made.recipe.length, dtype=TARGET_DTYPE
         ),
-        draft_ids=everything,
+        draft_ids=draft_ids,
         batch_at=mixed_batches(train_stream, samples, made.recipe),
         held_out=all_count(held_out),
     )
-    folder = job.out / made.folder
+    folder = job.out / f"draft_{name}"
     made.head.save(
-        folder, result.params, draft_ids=everything, dtype=ml_dtypes.bfloat16, target=target
+        folder, result.params, draft_ids=draft_ids, dtype=ml_dtypes.bfloat16, target=target
     )
-    write_report(job.out / f"report_{name}.json", {made.folder: report(made, result, folder)})
+    write_report(job.out / f"report_{name}.json", {folder.name: report(made, result, folder)})
     return result
 
 

@@ -14,6 +14,7 @@ from jspec.models.decoder import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_loss import (
+    LossWeights,
     draft_loss,
     features_on_the_fly,
     make_frozen,
@@ -38,9 +39,8 @@ def guesses_of(
 
 def loss_of(target: ModelSpec, head: TrainedEagle3, *, num_depths: int, **weights: float) -> Loss:
     features = features_on_the_fly(target, head, length=LENGTH, dtype=jnp.float32)
-    return draft_loss(
-        make_unrolled(head, features, num_depths=num_depths, dtype=jnp.float32), **weights
-    )
+    run = make_unrolled(head, features, num_depths=num_depths, dtype=jnp.float32)
+    return draft_loss(run, LossWeights(**{"overlap": 0.0, **weights}))
 
 
 def test_a_head_of_several_layers_is_not_trained() -> None:
@@ -90,7 +90,7 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
     assert misses > 0
     assert float(loss) == pytest.approx(expected, rel=1e-4)
     assert metrics["accuracy"].shape == (2,)
-    weighted = loss_of(target, head, num_depths=2, overlap_weight=3.0)
+    weighted = loss_of(target, head, num_depths=2, overlap=3.0)
     more, _ = weighted(params, frozen, batch, jax.random.key(0))
     unshared = 1.0 - np.asarray(metrics["overlap"])
     assert unshared.min() > 0.0

@@ -30,7 +30,7 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.models.heads.head_files import check_target, refuse_unknown
+from jspec.models.heads.head_files import check_target, refuse_unknown, speculators_json
 from jspec.models.registry import BLOCKS
 from jspec.spec.block_spec import (
     BlockSpec,
@@ -53,6 +53,12 @@ KNOWN = frozenset(
         *("draft_vocab_size", "is_causal", "sliding_window_non_causal"),
     )
 )
+# The class of speculators that reads each kind.
+WRITTEN = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+}
 # How the names of settings that only one kind has begin.
 OF_KINDS = {
     "dspark": ("markov_", "confidence_", "enable_confidence"),
@@ -111,6 +117,40 @@ def load_block_config(
             markov=_markov(found),
             **_of_dflash2(found),
         )
+
+
+def block_config_json(spec: BlockSpec, *, dtype: str) -> dict[str, Any]:
+    """Return config.json of a block drafter without windows, in speculators' layout."""
+    kind = "dflash"
+    own: dict[str, Any] = {}
+    if spec.markov is not None:
+        kind = "dspark"
+        own = {
+            "markov_rank": spec.markov.rank,
+            "markov_head_type": spec.markov.kind.name.lower(),
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    elif spec.convolution is not None and spec.selector is not None:
+        kind = "dflash2"
+        own = {
+            "conv_kernel_size": spec.convolution.taps,
+            "conv_group_size": spec.convolution.group_size,
+            "selector_rank": spec.selector.rank,
+            "selector_top_k": spec.selector.num_candidates,
+        }
+    return speculators_json(
+        kind, spec.layer, layers="qwen3", num_steps=spec.most_steps, dtype=dtype
+    ) | {
+        "architectures": [WRITTEN[kind]],
+        INPUT_IDS: list(spec.aux_layer_ids),
+        "block_size": spec.block_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "mask_token_id": spec.mask_token_id,
+        "sample_from_anchor": spec.from_root,
+        "sliding_window_non_causal": kind == "dflash2",
+        **own,
+    }
 
 
 def _layout_of(fields: Fields) -> _Layout:

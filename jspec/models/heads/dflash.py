@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import numpy.typing as npt
 
 from jspec.models.files.fp8 import open_tensors
-from jspec.models.files.stored import Place, on_host
+from jspec.models.files.stored import Place, on_host, stored_tensors
+from jspec.models.files.tensor_files import write_checkpoint
+from jspec.models.heads.block_config import block_config_json
 from jspec.models.heads.head_files import (
     Params,
     canonical_name,
@@ -23,7 +26,7 @@ from jspec.models.heads.head_files import (
     shared_with_target,
     stored_embed,
 )
-from jspec.models.heads.head_params import EMBED, FUSED, draft_ids
+from jspec.models.heads.head_params import EMBED, FUSED, HEAD, draft_ids
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
 from jspec.models.params import (
     Form,
@@ -38,6 +41,7 @@ from jspec.models.params import (
 from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, MarkovSpec
 from jspec.spec.weight_format import Formats, Shape
 
+CONFIDENCE = "confidence_head."
 # transformers' names for the product of the features and the norm after it.
 ENCODER = {
     "encoder.fc.weight": "fc.weight",
@@ -122,7 +126,7 @@ def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: 
 
 def _is_stray(name: str) -> bool:
     """Match what no head reads, and DSpark's estimate of acceptance, which drafting does not."""
-    return is_stray(name) or name.startswith("confidence_head.")
+    return is_stray(name) or name.startswith(CONFIDENCE)
 
 
 def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
@@ -133,6 +137,23 @@ def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
     with open_tensors(path, canonical=block_name) as tensors:
         check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         return shared_with_target(tensors, spec)
+
+
+def save_block(path: Path, spec: BlockSpec, params: Params, *, dtype: npt.DTypeLike) -> None:
+    """Write a head over its target's whole vocabulary in speculators' layout.
+
+    Of the target's embedding and lm_head nothing is stored. params: with a DSpark head's
+    `confidence`, which is of its output and the entry of the token before
+    """
+    own = tuple(each for each in block_params(spec) if each.layouts and each.path != HEAD)
+    tensors = stored_tensors(own, params, dtype=dtype)
+    if "confidence" in params:
+        for stored, value in (
+            ("weight", np.asarray(params["confidence"]["kernel"]).T),
+            ("bias", np.asarray(params["confidence"]["bias"])),
+        ):
+            tensors[f"{CONFIDENCE}proj.{stored}"] = np.ascontiguousarray(value, np.float32)
+    write_checkpoint(path, block_config_json(spec, dtype=np.dtype(dtype).name), tensors)
 
 
 def load_block(

@@ -8,6 +8,7 @@ d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from jspec.errors import CheckpointError
 from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored import Place, on_host, stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, listed, write_checkpoint
-from jspec.models.heads.eagle3_config import eagle3_config_json
+from jspec.models.heads.eagle3_config import AUX_IDS, PARALLEL, eagle3_config_json
 from jspec.models.heads.head_files import (
     LAYER,
     Params,
@@ -26,13 +27,15 @@ from jspec.models.heads.head_files import (
     read_draft_ids,
     read_head,
     shared_with_target,
+    speculators_json,
     stored_embed,
 )
 from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamTable
-from jspec.spec.head_spec import HeadSpec
+from jspec.spec.head_spec import FeatureNorm, HeadSpec
 from jspec.spec.weight_format import Formats
 
+PARALLEL_STEPS = 8  # what its file proposes; any S can be served
 # Tensors of variants, and how config.json declares them; the last ones are not served at all.
 VARIANTS = {
     "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
@@ -113,14 +116,14 @@ def save_eagle3(
     dtype: npt.DTypeLike,
     include_embed: bool = False,
 ) -> None:
-    """Write unsharded params as a LlamaForCausalLMEagle3.
+    """Write unsharded params as a LlamaForCausalLMEagle3, or a P-EAGLE head as a PEagleDraftModel.
 
     Names start with `midlayer.`, or `layers.0.` if there are more layers. d2t and t2d are omitted
     if U = V, where the map is the identity. Raise CheckpointError for draft_ids that do not ascend
     within [0, V).
     """
     own = stored_tensors(_own_table(spec), params, dtype=dtype)
-    first = "midlayer." if spec.layer.num_layers == 1 else LAYER
+    first = "midlayer." if spec.layer.num_layers == 1 and spec.mask_token_id is None else LAYER
     tensors = {
         first + name.removeprefix(LAYER) if name.startswith(LAYER) else name: value
         for name, value in own.items()
@@ -129,7 +132,25 @@ def save_eagle3(
         table = np.asarray(params["embed"]["table"])
         tensors["embed_tokens.weight"] = np.ascontiguousarray(table, dtype=dtype)
     tensors |= _stored_vocabulary(np.asarray(params["draft_ids"]), spec)
-    write_checkpoint(path, eagle3_config_json(spec, dtype=np.dtype(dtype).name), tensors)
+    config_of = eagle3_config_json if spec.mask_token_id is None else parallel_json
+    write_checkpoint(path, config_of(spec, dtype=np.dtype(dtype).name), tensors)
+
+
+def parallel_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
+    """Return config.json of a head that drafts in parallel (P-EAGLE), in speculators' layout."""
+    layers = "qwen3" if spec.layer.layers[0].softmax_attention.qk_norm else "llama"
+    return speculators_json(
+        "peagle", spec.layer, layers=layers, num_steps=PARALLEL_STEPS, dtype=dtype
+    ) | {
+        "architectures": [PARALLEL],
+        "draft_vocab_size": spec.draft_vocab_size,
+        "target_hidden_size": spec.target_hidden_size,
+        "mask_token_id": spec.mask_token_id,
+        "norm_before_residual": spec.norm_before_residual,
+        "norm_before_fc": spec.feature_norm is FeatureNorm.WHOLE,
+        "fc_norm": spec.feature_norm is FeatureNorm.EACH,
+        AUX_IDS: list(spec.aux_layer_ids),
+    }
 
 
 def _own_table(spec: HeadSpec) -> ParamTable:

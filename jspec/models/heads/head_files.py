@@ -24,6 +24,7 @@ from jspec.models.files.tensor_files import HostArray, Shape, Tensors, has_tenso
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
 from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, with_formats
 from jspec.models.placement import nested
+from jspec.models.registry import family_named
 from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import ModelSpec
@@ -108,6 +109,32 @@ def read_layers(
         fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
     )
     return replace(layer, tie_word_embeddings=False)
+
+
+def speculators_json(
+    kind: str, layer: ModelSpec, *, layers: str, num_steps: int, dtype: str
+) -> dict[str, Any]:
+    """Return what config.json of every head in speculators' layout has.
+
+    layers: the family of its decoder layers. num_steps: the S that it is trained for
+    """
+    written = family_named(layers).to_json(replace(layer, tie_word_embeddings=False))
+    rope = {"rope_type": "default", "rope_theta": written.pop("rope_theta")}
+    left_out = ("architectures", "torch_dtype", "rope_scaling")
+    nested = {name: value for name, value in written.items() if name not in left_out}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_steps}],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": nested | {"model_type": layers, "rope_parameters": rope},
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
 
 
 def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:

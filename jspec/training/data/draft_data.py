@@ -24,7 +24,7 @@ from jspec.training.data.feature_store import (
 from jspec.training.data.token_stream import BatchAt, picks
 from jspec.training.draft_loss import FeaturesOf
 from jspec.training.draft_recipe import HeadRecipe, draft_vocabulary
-from jspec.training.draft_settings import DRAFT_VOCAB, DraftJob, Kind
+from jspec.training.draft_settings import DRAFT_VOCAB, DraftJob
 from jspec.training.heads.draft_head import DraftHead
 
 STORES = ("train", "held_out")  # names of the feature stores of the two tables
@@ -107,9 +107,9 @@ def joined_tables(first: RowTable, second: RowTable) -> RowTable:
 
 
 def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
-    """Return i32[U] target ids that the head can draft: for EAGLE3 the most frequent, else all."""
+    """Return i32[U] target ids that the head can draft: the most frequent, or all."""
     size = spec.vocab_size
-    if job.kind is Kind.EAGLE3:
+    if job.kind.has_draft_vocabulary:
         size = job.draft_vocab_size or min(DRAFT_VOCAB, spec.vocab_size)
     ids = [row[:n] for row, n in zip(table.ids, table.lens, strict=True)]
     return draft_vocabulary([np.concatenate(ids)], vocab_size=spec.vocab_size, size=size)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.device.pytree import pytree
+from jspec.device.pytree import pytree, static
 from jspec.models.decoder import Params
 from jspec.spec.model_spec import (
     AttentionSpec,
@@ -33,10 +33,17 @@ class TargetFeatures:
 
 @pytree
 class Guess:
-    """The predictions of one depth: logits[:, t] predict token t + 2 + depth."""
+    """The predictions of one depth: logits[:, i] predict the token at roots[:, i] + 1 + depth.
 
-    logits: jax.Array  # f32[B, T - 1 - depth, U]
-    feature: jax.Array | None = None  # [B, T - 1 - depth, E], if the head predicts features
+    roots: of blocks, the position T where there is none. None: R = T - 1 - depth, roots 1 to R
+    """
+
+    logits: jax.Array  # f32[B, R, U]
+    feature: jax.Array | None = None  # [B, R, E], if the head predicts features
+    roots: jax.Array | None = None  # i32[B, R]
+    reranked: jax.Array | None = None  # f32[B, R, U], the logits with a selector's terms
+    confidence: jax.Array | None = None  # f32[B, R], logits of the probability of acceptance
+    num_candidates: int = static(default=0)  # of `reranked`, those with the best logits count
 
 
 class DraftHead(Protocol):
@@ -59,8 +66,12 @@ class DraftHead(Protocol):
         *,
         num_depths: int,
         dtype: DTypeLike,
+        roots: Int[Array, "B A"] | None = None,
     ) -> list[Guess]:
-        """Return the predictions of each depth. params: from `whole`."""
+        """Return the predictions of each depth. params: from `whole`.
+
+        roots: for heads that draft blocks
+        """
 
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
@@ -86,8 +97,8 @@ def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
     )
 
 
-def one_layer_model(target: ModelSpec, layer: LayerSpec) -> ModelSpec:
-    return replace(target, layers=(layer,), tie_word_embeddings=False, family="llama")
+def layers_over(target: ModelSpec, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    return replace(target, layers=layers, tie_word_embeddings=False, family="llama")
 
 
 def inner_size(target: ModelSpec) -> int:

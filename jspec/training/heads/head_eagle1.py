@@ -23,7 +23,7 @@ from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import ModelSpec
-from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
+from jspec.training.heads.draft_head import Guess, TargetFeatures, layers_over, plain_layer
 from jspec.training.heads.unrolled_attention import unroll_head
 
 
@@ -55,7 +55,9 @@ class TrainedEagle1:
         *,
         num_depths: int,
         dtype: DTypeLike,
+        roots: jax.Array | None = None,
     ) -> list[Guess]:
+        del roots
         hidden = features.hidden.astype(dtype)
         outs = unroll_head(self.spec, params, token_ids, hidden, num_depths=num_depths)
         head = FeatureHead(self.spec, Ops())
@@ -78,7 +80,7 @@ def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedEagle1(
         eagle1_spec(
-            layer=one_layer_model(target, layer),
+            layer=layers_over(target, (layer,)),
             draft_vocab_size=target.vocab_size,
             fc_bias=False,
         )

@@ -21,7 +21,7 @@ from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle3_spec
 from jspec.spec.model_spec import ModelSpec
-from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
+from jspec.training.heads.draft_head import Guess, TargetFeatures, layers_over, plain_layer
 from jspec.training.heads.unrolled_attention import unroll_head
 
 
@@ -44,14 +44,7 @@ class TrainedEagle3:
         return self.spec.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Return random parameters, except that the final norm and lm_head are the target's."""
-        params = init_params(head_params(self.spec), seed=seed)
-        del params["embed"], params["draft_ids"]
-        if self.spec.target_hidden_size == self.spec.layer.hidden_size:
-            kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
-            params["lm_head"]["kernel"] = kernel[:, draft_ids]
-            params["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
-        return params
+        return init_eagle3(self.spec, target_params, draft_ids, seed=seed)
 
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
         table = target_params["embed"]["table"]
@@ -65,7 +58,9 @@ class TrainedEagle3:
         *,
         num_depths: int,
         dtype: DTypeLike,
+        roots: jax.Array | None = None,
     ) -> list[Guess]:
+        del roots
         head = FeatureHead(self.spec, Ops())
         given = features.aux if self.spec.aux_layer_ids else features.hidden
         hidden = head.features(params, given.astype(dtype))
@@ -82,6 +77,19 @@ class TrainedEagle3:
         save_eagle3(folder, self.spec, host, dtype=dtype)
 
 
+def init_eagle3(
+    spec: HeadSpec, target_params: Params, draft_ids: np.ndarray, *, seed: int
+) -> Params:
+    """Return random parameters, except that the final norm and lm_head are the target's."""
+    params = init_params(head_params(spec), seed=seed)
+    del params["embed"], params["draft_ids"]
+    if spec.target_hidden_size == spec.layer.hidden_size:
+        kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
+        params["lm_head"]["kernel"] = kernel[:, draft_ids]
+        params["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
+    return params
+
+
 def eagle3_head(
     target: ModelSpec,
     *,
@@ -92,7 +100,7 @@ def eagle3_head(
     """Return a head with its target's attention heads and hidden size."""
     return TrainedEagle3(
         eagle3_spec(
-            layer=one_layer_model(target, plain_layer(target, intermediate_size=intermediate_size)),
+            layer=layers_over(target, (plain_layer(target, intermediate_size=intermediate_size),)),
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=target.hidden_size,
             aux_layer_ids=aux_layer_ids,

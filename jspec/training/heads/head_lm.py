@@ -49,8 +49,9 @@ class TrainedLm:
         *,
         num_depths: int,
         dtype: DTypeLike,
+        roots: jax.Array | None = None,
     ) -> list[Guess]:
-        del features, num_depths
+        del features, num_depths, roots
         hidden, _ = forward(self.spec, params, token_ids, dtype=dtype, attend=causal_attend("xla"))
         return [Guess(logits=lm_logits(params, hidden[:, 1:]))]
 

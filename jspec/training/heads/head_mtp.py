@@ -76,7 +76,9 @@ class TrainedMtp:
         *,
         num_depths: int,
         dtype: DTypeLike,
+        roots: jax.Array | None = None,
     ) -> list[Guess]:
+        del roots
         head, attend_of = FeatureHead(self.spec, Ops()), causal_attend("xla")
         hidden = (features.aux if self.spec.aux_layer_ids else features.hidden).astype(dtype)
         batch_size, length = token_ids.shape
