@@ -3,6 +3,8 @@
     python -m benchmarks.acceptance [--prompts 100] [--out benchmarks/results/acceptance.json]
     python -m benchmarks.acceptance --drafters EAGLE3 EAGLE NEXTN NGRAM STANDALONE \
         --shapes 3/1/4 3/4/12 --shared-noise-only
+    python -m benchmarks.acceptance --heads OUT --drafters DFLASH DSPARK DFLASH2 PEAGLE \
+        EAGLE3_ALIKE --shapes 7/1/8 7/4/16 7/8/32 7/8/64 --shared-noise-only --forced
 
 100 prompts of 256 tokens, 128 generated; chain 3/1/4, chain 5/1/6, tree 4/4/16; temperature 0 and
 1; drafts ranked with shared noise and by plain top-k. Acceptance length includes the bonus token
@@ -11,7 +13,11 @@ Looping outputs (more than half of the 8-grams seen before) are also reported se
 
 EAGLE, NEXTN and STANDALONE use the small heads and the small language model of the bundled pair
 (--heads: a folder with other weights). SELF is STANDALONE with the target itself as the draft, the
-upper bound.
+upper bound. DFLASH, DSPARK, DFLASH2 and PEAGLE are heads that draft a block at once, EAGLE3_ALIKE
+is an EAGLE-3 head trained like them; none is bundled.
+
+--forced adds to the rows of chains what the head's logits over the same texts give: the expected
+acceptance length of rejection sampling (p/q), and that of a chain with a leaf beside every node.
 
 Held-out files are those of the running Python; --corpus names a folder that the pair's stage
 `corpus` wrote, so that machines measure on the same files.
@@ -23,6 +29,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks import forced
 from benchmarks.environment import write_result
 from benchmarks.heldout import bootstrap_interval, heldout_prompts, repeated_share
 from jspec import Engine
@@ -34,6 +43,11 @@ DRAFTERS: dict[str, tuple[dict[str, Any], str | None]] = {  # arguments, folder 
     "EAGLE3": ({}, None),
     "EAGLE": ({"speculative_algorithm": "EAGLE"}, "draft_eagle1"),
     "NEXTN": ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "draft_mtp"),
+    "EAGLE3_ALIKE": ({}, "draft_eagle3"),
+    "DFLASH": ({"speculative_algorithm": "DFLASH"}, "draft_dflash"),
+    "DFLASH2": ({"speculative_algorithm": "DFLASH"}, "draft_dflash2"),
+    "DSPARK": ({"speculative_algorithm": "DFLASH"}, "draft_dspark"),
+    "PEAGLE": ({"speculative_algorithm": "EAGLE3"}, "draft_peagle"),
     "NGRAM": ({"speculative_algorithm": "NGRAM"}, None),
     "STANDALONE": ({"speculative_algorithm": "STANDALONE"}, "draft_lm"),
     "SELF": (
@@ -61,6 +75,7 @@ def main() -> None:
     parser.add_argument("--heads", type=Path, default=BUNDLED, help="Folder of draft_eagle1, ...")
     parser.add_argument("--corpus", type=Path, help="Of another Python; unset: the running one's")
     parser.add_argument("--shared-noise-only", action="store_true")
+    parser.add_argument("--forced", action="store_true", help="For EAGLE-3 and block heads")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
     args = parser.parse_args()
     for drafter in args.drafters:
@@ -106,8 +121,21 @@ def measured(
             corpus=read_corpus(args.corpus) if args.corpus else None,
         )
         for temperature in (0.0, 1.0) if noise else (1.0,):
-            row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
-            row |= {"drafter": drafter, "shape": shape, "shared_noise": noise}
+            results = sampled(engine, prompts, temperature, new_tokens=args.new_tokens)
+            row = row_of(results, engine.limits.draft_shape.num_steps)
+            if args.forced and topk == 1 and noise:
+                ids = np.asarray(
+                    [(*p, *r["output_ids"]) for p, r in zip(prompts, results, strict=True)]
+                )
+                texts = forced.Texts(ids, args.prompt_tokens, temperature)
+                head = args.heads / (folder or "draft")
+                row["forced"] = forced.compare(head, texts, num_steps=steps)
+            row |= {
+                "temperature": temperature,
+                "drafter": drafter,
+                "shape": shape,
+                "shared_noise": noise,
+            }
             rows.append(row)
             show(row)
     return rows
@@ -132,10 +160,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in left_out}
 
 
-def measure(
+def sampled(
     engine: Engine, prompts: list[tuple[int, ...]], temperature: float, *, new_tokens: int
-) -> dict[str, Any]:
-    """Measure one cell. At temperature 0, shared noise and top-k give the same drafts."""
+) -> list[dict[str, Any]]:
     params = [
         {
             "temperature": temperature,
@@ -145,7 +172,12 @@ def measure(
         }
         for i in range(len(prompts))
     ]
-    results = engine.generate(input_ids=prompts, sampling_params=params)
+    results: list[dict[str, Any]] = engine.generate(input_ids=prompts, sampling_params=params)
+    return results
+
+
+def row_of(results: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Return one cell. At temperature 0, shared noise and top-k give the same drafts."""
     pairs: list[tuple[float, float]] = []
     looping: list[tuple[float, float]] = []
     free: list[tuple[float, float]] = []
@@ -157,11 +189,10 @@ def measure(
         (looping if repeated_share(result["output_ids"]) > LOOPING else free).append(pair)
     histogram = [
         sum(r["meta_info"]["spec_correct_drafts_histogram"][i] for r in results)
-        for i in range(engine.limits.draft_shape.num_steps + 1)
+        for i in range(num_steps + 1)
     ]
     mean, low, high = bootstrap_interval(pairs)
     return {
-        "temperature": temperature,
         "acceptance_length": round(mean, 3),
         "interval_95": [round(low, 3), round(high, 3)],
         "histogram": histogram,
@@ -192,7 +223,7 @@ def show(row: dict[str, Any]) -> None:
         f"{row['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]  by depth "
         f"{row['agreement_by_depth']}  8-grams repeated {row['repeated_8gram_share']:.2f}, "
         f"looping {row['num_looping']} ({row['acceptance_length_looping']}), "
-        f"others {row['acceptance_length_free']}",
+        f"others {row['acceptance_length_free']} {row.get('forced', '')}",
         flush=True,
     )
 

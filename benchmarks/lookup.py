@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance import measure, settings
+from benchmarks.acceptance import row_of, sampled, settings
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
 from jspec import Engine
@@ -55,8 +55,10 @@ def main() -> None:
                         engine.tokenizer, count=args.prompts, length=args.prompt_tokens
                     )
                     for temperature in (0.0, 1.0):
-                        row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
+                        results = sampled(engine, prompts, temperature, new_tokens=args.new_tokens)
+                        row = row_of(results, engine.limits.draft_shape.num_steps)
                         row |= {
+                            "temperature": temperature,
                             "shape": f"{steps}/{topk}/{nodes}",
                             "has_corpus": path is not None,
                             "startup_seconds": ready,

@@ -41,6 +41,8 @@ HEADS = {
     "EAGLE3": ("--aux-layer-ids", "0", "1", "2"),
     "EAGLE": ("--own-samples", "4"),
     "NEXTN": (),
+    "DFLASH": ("--aux-layer-ids", "1", "2", "--num-layers", "1"),
+    "PEAGLE": ("--aux-layer-ids", "0", "1", "2", "--num-layers", "1"),
 }
 
 

@@ -72,10 +72,11 @@ DEPTHS = 7  # of a block of 8 rows
 HEADS = ("eagle1", "mtp", "lm", *BLOCK_SIZES, "peagle", "eagle3")
 
 
-def make(name: str, target: ModelSpec, *, loop: LoopConfig, tiny: bool, mask: int) -> Made:
-    recipe = HeadRecipe(
-        loop=loop, batch_size=4 if tiny else 32, length=64 if tiny else 512, num_depths=4
-    )
+def make(
+    name: str, target: ModelSpec, *, loop: LoopConfig, batch_size: int, tiny: bool, mask: int
+) -> Made:
+    length = 64 if tiny else 512
+    recipe = HeadRecipe(loop=loop, batch_size=batch_size, length=length, num_depths=4)
     if name == "eagle1":
         return Made(head=eagle1_head(target, intermediate_size=512), recipe=recipe)
     if name == "mtp":
@@ -121,11 +122,11 @@ def in_rows(table: np.ndarray, *, length: int) -> np.ndarray:
     return table[:, : pieces * length].reshape(-1, length)
 
 
-def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
+def run(job: Job, name: str, loop: LoopConfig, *, batch_size: int, tiny: bool) -> Result:
     _, train_stream, held_out_stream = load_streams(job.data)
     target, params = load_target(job)
     mask = load_tokenizer(job.data).token_to_id(MASK_TOKEN)
-    made = make(name, target, loop=loop, tiny=tiny, mask=mask)
+    made = make(name, target, loop=loop, batch_size=batch_size, tiny=tiny, mask=mask)
     samples, held_out_samples = (
         in_rows(table, length=made.recipe.length) for table in read_samples(job)
     )
@@ -181,6 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="corpus and tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="target and samples; the head")
     parser.add_argument("--num-steps", type=int, default=20000)
+    parser.add_argument("--batch-size", type=int, default=32, help="Rows of 512 tokens a step")
     parser.add_argument("--budget-seconds", type=float, default=None)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--eval-every", type=int, default=500)
@@ -196,7 +198,8 @@ def main(argv: list[str] | None = None) -> None:
         eval_every=args.eval_every,
     )
     sizes = PairSizes.tiny() if args.size == "tiny" else PairSizes.bundled()
-    run(Job(data=args.data, out=args.out, sizes=sizes), args.head, loop, tiny=args.size == "tiny")
+    job, is_tiny = Job(data=args.data, out=args.out, sizes=sizes), args.size == "tiny"
+    run(job, args.head, loop, batch_size=args.batch_size, tiny=is_tiny)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,37 @@ LENGTH, STEPS = 12, 2
 
 
 def test_a_walk_counts_the_bonus_and_jumps_by_what_it_emitted() -> None:
-    hits = np.zeros((1, 7, 2), bool)
-    hits[0, 2] = (True, False)  # emits 2: next at row 4
-    hits[0, 4] = (False, True)  # a miss first: emits 1, next at row 5
-    hits[0, 5] = (True, True)  # emits 3: past the end
-    hits[0, 3] = (True, True)  # never visited
-    assert acceptance.emitted_per_verification(hits, np.asarray([3])) == [2, 1, 3]
+    ranks = np.full((1, 7, 2), acceptance.MISS)
+    ranks[0, 2] = (0, 1)  # emits 2, or 3 with a second leaf: next at row 4 or 5
+    ranks[0, 4] = (1, 0)  # a miss first: emits 1, next at row 5
+    ranks[0, 5] = (0, 0)  # emits 3: past the end
+    ranks[0, 3] = (0, 0)  # never visited
+    chain, caterpillar = (
+        acceptance.emitted_per_verification(accepted(ranks), np.asarray([3]))
+        for accepted in (acceptance.accepted_of_chain, acceptance.accepted_of_caterpillar)
+    )
+    assert chain == [2, 1, 3]
+    assert caterpillar == [3, 3]
+
+
+def test_rejection_sampling_is_averaged_over_every_course() -> None:
+    ratios = np.random.default_rng(0).random((6, 2))
+
+    def from_slot(t: int) -> np.ndarray:
+        """Return the expected (tokens, verifications) from a verified slot on, course by course."""
+        if t >= len(ratios):
+            return np.zeros(2)
+        first, second = ratios[t]
+        chances = (1 - first, first * (1 - second), first * second)
+        return np.sum(
+            [
+                chance * (np.asarray((k + 1, 1)) + from_slot(t + k + 1))
+                for k, chance in enumerate(chances)
+            ],
+            axis=0,
+        )
+
+    np.testing.assert_allclose(acceptance.emitted_by_rejection(ratios, 1), from_slot(1))
 
 
 @pytest.mark.slow

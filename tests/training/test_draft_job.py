@@ -108,6 +108,38 @@ def test_two_devices_learn_what_one_does(
         np.testing.assert_allclose(both[name], value, rtol=1e-3, atol=1e-4)
 
 
+class Interrupted(PlannedServing):
+    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
+        del head, prompts
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_head_of_blocks_is_resumed_on_two_devices_and_learns_what_one_does(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A step's roots are drawn for all rows of its batch, whichever device has them."""
+    assert len(jax.devices()) >= 2
+    recipe = replace(RECIPE, num_depths=3, num_roots=4, loss_weights=Kind.DSPARK.loss_weights)
+    blocks: dict[str, Any] = {
+        "kind": Kind.DSPARK,
+        "recipe": recipe,
+        "num_layers": 1,
+        "aux_layer_ids": (0, 2),
+        "rank": 4,
+    }
+    one = run(folder, tmp_path / "one", **blocks)
+    assert "confidence_head.proj.weight" in one
+    curve = json.loads((tmp_path / "one" / "report.json").read_text())["held_out_by_step"]
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    two = job(folder, tmp_path / "two", num_devices=2, **blocks)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(two, resume=False, serving=Interrupted())
+    both = run(folder, two.out, resume=True, num_devices=2, **blocks)
+    for name, value in one.items():
+        np.testing.assert_allclose(both[name], value, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_stored_features_teach_what_the_targets_own_forward_does(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
@@ -168,6 +200,12 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
             r"draft_vocab_size is 321; expected 1 to 320",
         ),
         ({"kind": Kind.NEXTN, "aux_layer_ids": (0, 2)}, "the head is NEXTN; expected it unset"),
+        ({"kind": Kind.DFLASH}, "a target of 2 layers has no 5 default captures; expected aux_lay"),
+        ({"kind": Kind.DFLASH, "rank": 8}, "rank is 8, but the head is DFLASH; expected it unset"),
+        (
+            {"kind": Kind.PEAGLE, "aux_layer_ids": (0, 2), "mask_token_id": 320},
+            "mask_token_id is 320; expected an id below 320",
+        ),
         ({"is_chained": True}, "chained is set, but the head is EAGLE; expected it unset"),
         ({"num_devices": 3}, "batch_size is 4; expected a multiple of 3"),
         ({"recipe": replace(RECIPE, length=512)}, "length is 512; expected at most 256"),

@@ -162,7 +162,9 @@ class TrainedBlock:
 
     def _confidence(
         self, params: Params, hidden: Float[Array, "N E"], before: Int[Array, "N"]
-    ) -> Float[Array, "N"]:
+    ) -> Float[Array, "N"] | None:
+        if "confidence" not in params:  # of a head as it is served
+            return None
         entries = jnp.take(params["markov"]["before"], before, axis=0, mode="clip")
         joined = jnp.concatenate((hidden, entries), axis=-1)
         return linear(params["confidence"], joined, ops=Ops())[:, 0].astype(jnp.float32)
