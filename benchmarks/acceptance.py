@@ -110,6 +110,7 @@ def measured(
         speculative_draft_noise=noise,
         max_running_requests=args.batch,
         dtype=args.dtype,
+        disable_logprobs=True,
         max_queued_requests=4 * args.prompts,
         max_total_tokens=args.batch * (args.prompt_tokens + args.new_tokens + 64),
         **arguments,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.bundled_speed [--out benchmarks/results/bundled_speed_cpu.json]
     python -m benchmarks.bundled_speed --num-continuous-decode-steps 1 4
+    python -m benchmarks.bundled_speed --heads OUT --shapes plain 5/1/6 DFLASH:7/1/8 DFLASH:7/4/16
 
 Engines for plain decoding and for each S/K/N, each with the given numbers of rounds per step
 ("3/1/4 x4" is four; plain decoding with one is always included), exist at the same time and
@@ -19,12 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.acceptance import DRAFTERS
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
 from jspec import Engine
+from jspec.engine.weights.loading import BUNDLED
 from jspec.serving.trace import TraceEvent, TraceKind
 
-SHAPES = {"plain": None, "3/1/4": (3, 1, 4), "5/1/6": (5, 1, 6), "4/4/16": (4, 4, 16)}
+SHAPES = ("plain", "3/1/4", "5/1/6", "4/4/16")
 
 
 def main() -> None:
@@ -35,19 +38,27 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-continuous-decode-steps", type=int, nargs="+", default=[1])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=SHAPES,
+        help="plain, S/K/N, or a drafter of benchmarks.acceptance and its S/K/N, with : between",
+    )
+    parser.add_argument(
+        "--heads", type=Path, default=BUNDLED, help="Folder of the drafters' weights"
+    )
     parser.add_argument("--depths", type=int, nargs="*", default=[0, 1, 2], help="of the host gap")
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/bundled_speed_cpu.json")
     )
     args = parser.parse_args()
     rounds = args.num_continuous_decode_steps
-    engines = {"plain": make_engine(None, args.dtype)}
+    engines = {"plain": make_engine("plain", args.dtype)}
     for name, num_rounds in itertools.product(args.shapes, rounds):
         full_name = name if num_rounds == 1 else f"{name} x{num_rounds}"
         if full_name not in engines:
             engines[full_name] = make_engine(
-                SHAPES[name], args.dtype, num_continuous_decode_steps=num_rounds
+                name, args.dtype, heads=args.heads, num_continuous_decode_steps=num_rounds
             )
     prompts = heldout_prompts(
         engines["plain"].tokenizer, count=args.prompts, length=args.prompt_tokens, seed=1
@@ -71,14 +82,19 @@ def main() -> None:
     write_result(args.out, {"speed": tables, "startup_seconds": startup, "host_gap": gaps})
 
 
-def make_engine(shape: tuple[int, int, int] | None, dtype: str, **more: Any) -> Engine:
-    """Make an engine for one row with all programs, for S/K/N or plain decoding."""
+def make_engine(name: str, dtype: str, *, heads: Path = BUNDLED, **more: Any) -> Engine:
+    """Make an engine for one row with all programs. name: as in --shapes"""
     shared = {"max_running_requests": 1, "dtype": dtype, "compile_at_start": "common", **more}
     shared["disable_radix_cache"] = True  # the second run of a prompt is timed as the first
-    if shape is None:
+    if name == "plain":
         return Engine(speculative_algorithm="NONE", **shared)
-    steps, topk, nodes = shape
+    drafter, _, shape = name.rpartition(":")
+    steps, topk, nodes = map(int, shape.split("/"))
+    arguments, folder = DRAFTERS[drafter or "EAGLE3"]
+    if folder is not None:
+        arguments = {**arguments, "speculative_draft_model_path": str(heads / folder)}
     return Engine(
+        **arguments,
         speculative_num_steps=steps,
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=nodes,
@@ -146,7 +162,7 @@ def host_gap(
     """
     trace: list[TraceEvent] = []
     rounds = {"num_continuous_decode_steps": num_rounds}
-    with make_engine((3, 1, 4), dtype, overlap_depth=depth, trace=trace, **rounds) as engine:
+    with make_engine("3/1/4", dtype, overlap_depth=depth, trace=trace, **rounds) as engine:
         params = {"temperature": 0, "max_new_tokens": 256, "ignore_eos": True}
         engine.generate(input_ids=prompt, sampling_params=params)
         trace.clear()
