@@ -129,7 +129,7 @@ def measured(
                     [(*p, *r["output_ids"]) for p, r in zip(prompts, results, strict=True)]
                 )
                 texts = forced.Texts(ids, args.prompt_tokens, temperature)
-                head = args.heads / (folder or "draft")
+                head = BUNDLED / "draft" if folder is None else args.heads / folder
                 row["forced"] = forced.compare(head, texts, num_steps=steps)
             row |= {
                 "temperature": temperature,

@@ -26,6 +26,7 @@ from benchmarks.heldout import heldout_prompts
 from jspec import Engine
 from jspec.engine.weights.loading import BUNDLED
 from jspec.serving.trace import TraceEvent, TraceKind
+from jspec.training.data.corpus import read_corpus
 
 SHAPES = ("plain", "3/1/4", "5/1/6", "4/4/16")
 
@@ -33,6 +34,7 @@ SHAPES = ("plain", "3/1/4", "5/1/6", "4/4/16")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--corpus", type=Path, help="Of another Python; unset: the running one's")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
@@ -61,7 +63,11 @@ def main() -> None:
                 name, args.dtype, heads=args.heads, num_continuous_decode_steps=num_rounds
             )
     prompts = heldout_prompts(
-        engines["plain"].tokenizer, count=args.prompts, length=args.prompt_tokens, seed=1
+        engines["plain"].tokenizer,
+        count=args.prompts,
+        length=args.prompt_tokens,
+        seed=1,
+        corpus=read_corpus(args.corpus) if args.corpus else None,
     )
     tables = {}
     for temperature in args.temperatures:
