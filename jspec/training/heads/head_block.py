@@ -120,8 +120,8 @@ class TrainedBlock:
                 Guess(
                     logits=_apart(logits, roots),
                     roots=roots,
-                    reranked=_apart(reranked, roots),
-                    confidence=_apart(confidence, roots),
+                    reranked=None if reranked is None else _apart(reranked, roots),
+                    confidence=None if confidence is None else _apart(confidence, roots),
                     num_candidates=self.spec.selector.num_candidates if self.spec.selector else 0,
                 )
             )
@@ -253,5 +253,5 @@ def _next_ids(token_ids: jax.Array, roots: jax.Array, count: int) -> Int[Array, 
     return jnp.take_along_axis(token_ids, places, axis=1, mode="clip").reshape(-1, count)
 
 
-def _apart(x: jax.Array | None, roots: jax.Array) -> jax.Array | None:
-    return None if x is None else x.reshape(*roots.shape, *x.shape[1:])
+def _apart(x: jax.Array, roots: jax.Array) -> jax.Array:
+    return x.reshape(*roots.shape, *x.shape[1:])
