@@ -23,7 +23,7 @@ from jspec.training.heads.draft_head import DraftHead, Guess
 from recipes.bundled_pair.sampler import Prompts
 
 Compared = Callable[..., tuple[jax.Array, jax.Array]]
-MISS = 2  # the rank of a token that is none of the two best
+MISS = 2  # the rank of all other tokens
 
 
 def make_compared(

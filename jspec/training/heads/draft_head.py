@@ -35,7 +35,7 @@ class TargetFeatures:
 class Guess:
     """The predictions of one depth: logits[:, i] predict the token at roots[:, i] + 1 + depth.
 
-    roots: of blocks, the position T where there is none. None: R = T - 1 - depth, roots 1 to R
+    roots: of blocks; T in entries without a block. None: R = T - 1 - depth, roots 1 to R
     """
 
     logits: jax.Array  # f32[B, R, U]
