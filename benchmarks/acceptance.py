@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="S/K/N")
     parser.add_argument("--heads", type=Path, default=BUNDLED, help="Folder of draft_eagle1, ...")
     parser.add_argument("--corpus", type=Path, help="Of another Python; unset: the running one's")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--shared-noise-only", action="store_true")
     parser.add_argument("--forced", action="store_true", help="For EAGLE-3 and block heads")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
@@ -97,7 +98,7 @@ def main() -> None:
 def measured(
     args: argparse.Namespace, *, drafter: str, shape: str, noise: bool
 ) -> list[dict[str, Any]]:
-    """Measure one engine at temperatures 0 and 1, or at 1 only without shared noise."""
+    """Measure one engine at every temperature, or at 1 only without shared noise."""
     steps, topk, nodes = (int(number) for number in shape.split("/"))
     arguments, folder = DRAFTERS[drafter]
     if folder is not None:
@@ -121,7 +122,7 @@ def measured(
             length=args.prompt_tokens,
             corpus=read_corpus(args.corpus) if args.corpus else None,
         )
-        for temperature in (0.0, 1.0) if noise else (1.0,):
+        for temperature in args.temperatures if noise else (1.0,):
             results = sampled(engine, prompts, temperature, new_tokens=args.new_tokens)
             row = row_of(results, engine.limits.draft_shape.num_steps)
             if args.forced and topk == 1 and noise:
@@ -152,7 +153,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.setdefault((row["drafter"], row["shape"]), {})[row["temperature"]] = text
     lines = ["| Drafter | S/K/N | temperature 0 | temperature 1 |", "|---|---|---|---|"]
     for (drafter, shape), found in cells.items():
-        lines.append(f"| `{drafter}` | {shape} | {found[0.0]} | {found[1.0]} |")
+        cold, hot = (found.get(heat, "") for heat in (0.0, 1.0))
+        lines.append(f"| `{drafter}` | {shape} | {cold} | {hot} |")
     return "\n".join(lines)
 
 
