@@ -164,20 +164,16 @@ class Workload:
 def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
     """Return a head of the target's widths.
 
-    An MoE's head is a dense Llama layer with full attention, as wide inside as one token's experts.
+    It is a dense Llama layer with full attention; an MoE's is as wide inside as one token's experts.
     """
     layer = target.layers[0]
-    if isinstance(layer.ffn, MoESpec):
-        attention = replace(
-            layer.attention,
-            window=None,
-            sinks=False,
-            qk_norm=False,
-            qkv_bias=False,
-            out_bias=False,
-        )
-        dense = DenseSpec(inner=layer.ffn.inner * layer.ffn.top_k)
-        layer = replace(layer, attention=attention, ffn=dense)
+    attention = replace(
+        layer.attention, window=None, sinks=False, qk_norm=False, qkv_bias=False, out_bias=False
+    )
+    dense = layer.ffn
+    if isinstance(dense, MoESpec):
+        dense = DenseSpec(inner=dense.inner * dense.top_k)
+    layer = replace(layer, attention=attention, ffn=dense)
     return eagle3_spec(
         layer=replace(target, layers=(layer,), family="llama"),
         draft_vocab_size=draft_vocab_size,
