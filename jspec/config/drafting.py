@@ -15,6 +15,7 @@ from jspec.errors import ConfigError
 from jspec.spec import indexing
 
 DEFAULT_STEPS = 3
+LEAST_SHARED_NODES = 8  # of a draft model and a lookup, if N is not given
 OfTree = Callable[[int, int], int]  # of S and K
 
 
@@ -114,9 +115,12 @@ class Algorithm:
         return self.lookahead + self.lag(num_steps, topk)
 
     def filled_in(
-        self, steps: int | None, topk: int | None, nodes: int | None
+        self, steps: int | None, topk: int | None, nodes: int | None, *, lookup: bool = False
     ) -> tuple[int, int, int]:
-        """Return S/K/N with defaults for None: K = 1, and as many nodes as suit S and K."""
+        """Return S/K/N with defaults for None: K = 1, and as many nodes as suit S and K.
+
+        lookup: the nodes are shared with one.
+        """
         topk = 1 if topk is None else topk
         if steps is None:
             steps = self.default_steps
@@ -126,6 +130,7 @@ class Algorithm:
         if nodes is None:
             pool = self.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
+            nodes = max(nodes, LEAST_SHARED_NODES) if lookup else nodes
         return steps, topk, nodes
 
 

@@ -218,15 +218,22 @@ class EngineArgs:
         "for measurements",
         _SPECULATION,
     )
+    speculative_lookup: str | None = argument(
+        None,
+        "Also draft with a lookup in the request's own text, in the same tree as the draft model: "
+        "ngram",
+        _SPECULATION,
+        choices=("ngram",),
+    )
     speculative_ngram_min_match_window_size: int = argument(
         1,
-        "Minimum number of trailing tokens that must occur earlier for NGRAM to draft what "
-        "followed them",
+        "Minimum number of trailing tokens that must occur earlier for NGRAM, or a lookup, to "
+        "draft what followed them",
         _SPECULATION,
     )
     speculative_ngram_max_match_window_size: int = argument(
         12,
-        "Maximum number of trailing tokens that NGRAM matches",
+        "Maximum number of trailing tokens that NGRAM, or a lookup, matches",
         _SPECULATION,
         low=1,
         high=MAX_MATCH_WINDOW,
@@ -411,6 +418,8 @@ class EngineArgs:
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
         if not 1 <= shortest <= longest:
             raise ConfigError(f"{name} is {shortest!r}; expected an integer from 1 to {longest}")
+        if self.speculative_lookup is not None and not algorithm.has_model:
+            raise unset_error("speculative_lookup", self.speculative_lookup, algorithm.name)
         corpus = self.speculative_ngram_external_corpus_path
         if corpus is not None and algorithm != Algorithm.NGRAM:
             raise unset_error(f"{_NGRAM}_external_corpus_path", corpus, algorithm.name)
@@ -479,11 +488,13 @@ class EngineArgs:
                         f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
             return SpeculativeConfig(simulate_acceptance=self.simulate_acceptance)
-        steps, topk, nodes = self.algorithm.filled_in(*given.values())
+        has_lookup = self.speculative_lookup is not None
+        steps, topk, nodes = self.algorithm.filled_in(*given.values(), lookup=has_lookup)
         return SpeculativeConfig(
             algorithm=self.algorithm,
             num_steps=steps,
             topk=topk,
             num_draft_tokens=nodes,
             simulate_acceptance=self.simulate_acceptance,
+            lookup=has_lookup,
         )

@@ -58,6 +58,7 @@ class ResolvedConfig(EngineArgs):
             topk=self.speculative_eagle_topk,
             num_draft_tokens=self.speculative_num_draft_tokens,
             simulate_acceptance=self.simulate_acceptance,
+            lookup=self.speculative_lookup is not None,
         )
 
     def values(self) -> dict[str, Any]:

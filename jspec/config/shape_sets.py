@@ -34,14 +34,19 @@ def _of_levels(draft_shape: SpeculativeConfig, levels: int) -> SpeculativeConfig
         return SpeculativeConfig.plain()
     if levels == draft_shape.num_steps:
         return draft_shape
-    most = 1 + draft_shape.algorithm.num_candidates(levels, draft_shape.topk)
-    nodes = levels + 1 if draft_shape.topk == 1 else min(most, draft_shape.num_draft_tokens)
+    topk = draft_shape.topk
+    most = 1 + draft_shape.algorithm.num_candidates(levels, topk) + topk * draft_shape.lookup_steps
+    nodes = levels + 1 if draft_shape.is_chain else min(most, draft_shape.num_draft_tokens)
     return _shaped(draft_shape, levels, draft_shape.topk, nodes)
 
 
 def _shaped(draft_shape: SpeculativeConfig, steps: int, topk: int, nodes: int) -> SpeculativeConfig:
     return SpeculativeConfig(
-        algorithm=draft_shape.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
+        algorithm=draft_shape.algorithm,
+        num_steps=steps,
+        topk=topk,
+        num_draft_tokens=nodes,
+        lookup=draft_shape.lookup,
     )
 
 

@@ -8,13 +8,16 @@ from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.spec import indexing
 
+MAX_LOOKUP_STEPS = 15  # each level is unrolled in the programs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """S/K/N: num_steps levels, topk branches per level, num_draft_tokens nodes, root included.
 
     Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: to measure speed, every
-    verification emits this many tokens on average; the text is then not the model's.
+    verification emits this many tokens on average; the text is then not the model's. lookup: the
+    draft model shares the nodes with K continuations of earlier matches in the row's own text.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -22,6 +25,7 @@ class SpeculativeConfig:
     topk: int = 1
     num_draft_tokens: int = 1
     simulate_acceptance: float | None = None
+    lookup: bool = False
 
     def __post_init__(self) -> None:
         spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
@@ -38,15 +42,17 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_num_steps is {self.num_steps}; expected at least 1")
         if self.topk < 1:
             raise ConfigError(f"speculative_eagle_topk is {self.topk}; expected at least 1")
-        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
+        if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError(
                 f"{spec}: a chain (K = 1) verifies its S drafts and the root, so "
                 f"speculative_num_draft_tokens must be {self.num_steps + 1}"
             )
-        most = 1 + self.pool_size
+        most, candidates = 1 + self.pool_size, self.algorithm.candidates
+        if self.lookup:
+            candidates += f" and {self.topk}*{self.lookup_steps}"
         if not 2 <= self.num_draft_tokens <= most:
             raise ConfigError(
-                f"{spec}: the tree has {self.algorithm.candidates} = {self.pool_size} "
+                f"{spec}: the tree has {candidates} = {self.pool_size} "
                 f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
             )
         self._check_simulation()
@@ -81,11 +87,32 @@ class SpeculativeConfig:
             and self.topk <= other.topk
             and self.num_draft_tokens <= other.num_draft_tokens
             and self.simulate_acceptance == other.simulate_acceptance
+            and self.lookup == other.lookup
         )
 
     @property
     def pool_size(self) -> int:
-        return self.algorithm.num_candidates(self.num_steps, self.topk)
+        own = self.algorithm.num_candidates(self.num_steps, self.topk)
+        return own + self.topk * self.lookup_steps
+
+    @property
+    def is_chain(self) -> bool:
+        """True if every tree is one path, in order."""
+        return self.topk == 1 and not self.lookup
+
+    @property
+    def lookup_steps(self) -> int:
+        """Levels that a lookup drafts: a path through all nodes, up to a bound."""
+        return min(self.num_draft_tokens - 1, MAX_LOOKUP_STEPS) if self.lookup else 0
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree."""
+        return max(self.num_steps, self.lookup_steps)
+
+    @property
+    def keeps_ids(self) -> bool:
+        return self.algorithm.keeps_ids or self.lookup
 
     @property
     def tokens_ahead(self) -> int:
@@ -99,7 +126,7 @@ class SpeculativeConfig:
 
     @property
     def max_emitted(self) -> int:
-        return indexing.max_emitted(self.num_steps)
+        return indexing.max_emitted(self.depth)
 
     @property
     def num_scratch_slots(self) -> int:
@@ -107,13 +134,13 @@ class SpeculativeConfig:
         return indexing.num_scratch_slots(
             self.num_draft_tokens,
             propose_rows=algorithm.propose_slots(self.num_steps, self.topk),
-            advance_rows=algorithm.advance_slots(self.num_steps, self.topk),
+            advance_rows=algorithm.advance_slots(self.depth, self.topk),
         )
 
     @property
     def num_root_slots(self) -> int:
         """KV slots that a drafter writes after a prompt: 1 if it keeps a row for the root."""
-        rows = self.algorithm.advance_slots(self.num_steps, self.topk)
+        rows = self.algorithm.advance_slots(self.depth, self.topk)
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:
@@ -128,6 +155,6 @@ class SpeculativeConfig:
         return indexing.reserved_tokens(
             committed,
             unread_rounds=unread_rounds,
-            num_steps=self.num_steps,
+            num_steps=self.depth,
             scratch_slots=self.num_scratch_slots,
         )

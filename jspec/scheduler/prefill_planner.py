@@ -106,7 +106,7 @@ def cached_draft_prefills(
 
     They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
     """
-    keeps_ids = limits.draft_shape.algorithm.keeps_ids
+    keeps_ids = limits.draft_shape.keeps_ids
     runs: list[list[PrefillChunk]] = []
     room = 0
     for admission in admissions:

@@ -175,6 +175,8 @@ def describe(engine: Engine) -> str:
         if draft_shape.num_steps
         else ""
     )
+    if draft_shape.lookup:
+        shape += " and a lookup"
     if draft_shape.simulate_acceptance is not None:
         shape += f" with SIMULATED acceptance {draft_shape.simulate_acceptance:g}"
     return (

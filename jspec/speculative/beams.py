@@ -1,4 +1,4 @@
-"""Draft tree growth, level by level, for every drafter that runs a model.
+"""Candidates of a draft tree, level by level, for every drafter that runs a model.
 
 Level 1's candidates come from the last advance. Levels 2..S take one draft forward each, over the K
 beams of the level before. A beam attends to the slots before the tree and to its own ancestors
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree, static
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.speculative.drafter import StepBatch
 from jspec.speculative.target import KVPool
-from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits
+from jspec.speculative.tree import Level, beam_scores, pack_bits
 
 
 class BeamLayout(enum.Enum):
@@ -94,7 +93,7 @@ def first_level(
     return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
 
 
-def grow_tree(
+def grow_beams(
     first: LevelOne,
     caches: KVPool,
     rows: StepBatch,
@@ -102,8 +101,8 @@ def grow_tree(
     *,
     draft_shape: SpeculativeConfig,
     layout: BeamLayout,
-) -> tuple[KVPool, DraftTree]:
-    """Run S - 1 draft forwards, then build the tree; the caches get the scratch slots."""
+) -> tuple[KVPool, tuple[Level, ...]]:
+    """Run S - 1 draft forwards. Return the caches with the scratch slots, and S levels."""
     first = first.best(draft_shape.topk)
 
     def expand(depth: int, beams: _Beams) -> _Expanded:
@@ -112,8 +111,8 @@ def grow_tree(
         caches, carried, ids, terms = forward(caches, beams.ids, beams.carried, places)
         return carried, ids, terms
 
-    tree = _grow(rows.root_ids, first, expand, draft_shape=draft_shape)
-    return caches, tree
+    levels = _grow(first, expand, draft_shape=draft_shape)
+    return caches, levels
 
 
 class RankLevel(Protocol):
@@ -135,13 +134,13 @@ def grow_block(
     *,
     draft_shape: SpeculativeConfig,
     carried: Any = (),
-) -> DraftTree:
-    """Build the tree of a block whose forward is done: rank a level, keep the K best, S times.
+) -> tuple[Level, ...]:
+    """Return the levels of a block whose forward is done: rank one, keep the K best, S times.
 
     carried: what the root carries, arrays [B, 1, .]
 
-    In:  ids [[a1 b1], [a2 b2]] under every parent, terms [[-1 -2], [-0.5 -3]], S/K/N = 2/2/4
-    Out: tokens [root a1 b1 a2], parents [-1 0 0 1]: a2 under a1 scores -1.5, a2 under b1 -2.5
+    In:  ids [[a1 b1], [a2 b2]] under every parent, terms [[-1 -2], [-0.5 -3]], S/K = 2/2
+    Out: [a1 -1, b1 -2], [a2 -1.5, b2 -4 under a1; a2 -2.5, b2 -5 under b1]
     """
     carried, ids, terms = rank(0, root_ids[:, None], carried)
 
@@ -153,17 +152,16 @@ def grow_block(
     def expand(depth: int, beams: _Beams) -> _Expanded:
         return rank(depth, beams.ids, beams.carried)
 
-    return _grow(root_ids, first, expand, draft_shape=draft_shape)
+    return _grow(first, expand, draft_shape=draft_shape)
 
 
 def _grow(
-    root_ids: Int[Array, "B"],
     first: LevelOne,
     expand: Callable[[int, _Beams], _Expanded],
     *,
     draft_shape: SpeculativeConfig,
-) -> DraftTree:
-    """Expand the K best candidates of each level, S - 1 times, and build the tree.
+) -> tuple[Level, ...]:
+    """Expand the K best candidates of each level, S - 1 times.
 
     expand: (arrays the children carry, ids [B, K, K], terms [B, K, K]) of the beams at a depth.
     """
@@ -188,7 +186,7 @@ def _grow(
         levels.append(level)
         if depth < draft_shape.num_steps - 1:
             beams = _best_beams(level, beams.ancestors, carried, topk=topk, first=first_of_level)
-    return build_tree(root_ids, tuple(levels), num_draft_tokens=draft_shape.num_draft_tokens)
+    return tuple(levels)
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def cached_draft_prefill_step(
         first_id=program.target.token_ids()[0],
     )
     draft_kv, draft = state.draft_kv, state.draft
-    if program.drafter.algorithm.keeps_ids:
+    if program.draft_shape.keeps_ids:
         none = jnp.zeros((num_ids, 0))
         emitted = Emitted(
             token_ids=batch.token_ids,
@@ -61,6 +61,7 @@ def cached_draft_prefill_step(
             is_first=batch.is_first > 0,
             sampling=take_rows(rows.sampling, batch.slots),
             queries_per_row=None,
+            ids_only=True,
         )
         own = take_rows(draft, batch.slots)
         draft_kv, own = program.drafter.advance(params["draft"], draft_kv, own, emitted)

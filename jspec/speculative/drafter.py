@@ -11,6 +11,7 @@ that shift itself.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -29,7 +30,7 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata, QueryIndex, in
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.target import KVPool, Params
-from jspec.speculative.tree import root_only
+from jspec.speculative.tree import Level, build_tree, root_only
 
 
 @pytree
@@ -76,6 +77,7 @@ class Emitted:
     sampling: SamplingBatch  # [R]
     queries_per_row: int | None = static()  # None: packed chunks; else T = R * queries_per_row
     is_chain: bool = static(default=False)  # a verified chain: draft KV is in its final slots
+    ids_only: bool = static(default=False)  # the ids of a cached prefix, without features
 
 
 def index_emitted(emitted: Emitted) -> QueryIndex:
@@ -254,6 +256,26 @@ class Drafter(Protocol):
     ) -> tuple[KVPool, Any]:
         """Return caches and state after the emitted tokens. state: as in propose."""
         ...
+
+
+class LevelDrafter(ABC):
+    """A drafter that ranks candidates level by level: its tree has the best of all levels."""
+
+    __slots__ = ()
+    draft_shape: SpeculativeConfig
+
+    @abstractmethod
+    def levels(
+        self, params: Params, caches: KVPool, state: Any, rows: StepBatch
+    ) -> tuple[KVPool, tuple[Level, ...]]:
+        """Return (caches, the candidates of each level). state: as in propose."""
+
+    def propose(
+        self, params: Params, caches: KVPool, state: Any, rows: StepBatch
+    ) -> tuple[KVPool, DraftTree]:
+        caches, levels = self.levels(params, caches, state, rows)
+        nodes = self.draft_shape.num_draft_tokens
+        return caches, build_tree(rows.root_ids, levels, num_draft_tokens=nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ def settle_tree(
     if program.is_deferring:
         state = dataclasses.replace(state, pending=defer(state.pending, slots, told, rows))
     else:
-        emitted = emitted_by(told, rows, is_chain=draft_shape.topk == 1)
+        emitted = emitted_by(told, rows, is_chain=draft_shape.is_chain)
         state = _tell_drafter(program, params, state, slots, emitted)
     after = advance_rows(
         state.rows,
@@ -269,7 +269,7 @@ def prefill_step(
         next_ids=jnp.where(is_final, roots, batch.next_ids),
         rows=dataclasses.replace(rows, slots=None),  # no drafter caches a record a row
         last=last,
-        is_first=_is_first(program.drafter, batch),
+        is_first=batch.admitted > 0,
         sampling=sampling,
         queries_per_row=None,
     )
@@ -326,9 +326,3 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
         cu_q_lens=batch.cu_q_lens,
         q_positions=jnp.take(batch.starts, index.row_idx, mode="clip") + index.within,
     )
-
-
-def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
-    """True for new rows; a drafter that keeps ids already has the ids of a cached prefix."""
-    is_new = batch.admitted > 0
-    return is_new & (batch.starts == 0) if drafter.algorithm.keeps_ids else is_new

@@ -8,6 +8,8 @@ with its child and comes before it.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -17,6 +19,8 @@ from jspec.device.pytree import pytree
 
 # Replaces NaN and lower scores: below all others, and finite when summed along a path.
 LOWEST = -1e30
+# Added to the score of a candidate that its parent has twice.
+COPY = -1e6
 
 
 @pytree
@@ -65,6 +69,60 @@ def build_tree(
         parents=jnp.concatenate((root - 1, jnp.where(parent < 0, 0, node)), axis=1),
         depths=jnp.concatenate((root, depth_of[chosen]), axis=1),
     )
+
+
+def merge_paths(
+    levels: tuple[Level, ...], tokens: Int[Array, "B K D"], scores: Float[Array, "B K D"]
+) -> tuple[Level, ...]:
+    """Add K paths from the root to the candidates of all levels; equal ones are merged.
+
+    A path's token that its parent has as a child already, from a level or an earlier path, is a
+    copy: the first one gets the larger score, and the path continues from it. Copies come after all
+    other candidates, and the paths after a level's own candidates.
+
+    tokens, scores: by depth; the scores of a path do not rise.
+
+    In:  level 1 [a -1, b -2], level 2 [c -3 under a], paths [a d -0.5 -0.7], [b c -4 -5]
+    Out: [a -0.5, b -2, copies], [c -3 under a, d -0.7 under a, c -5 under b]
+    """
+    batch, num_paths, depth = tokens.shape
+    none = jnp.zeros((batch, 0), jnp.int32)
+    empty = Level(ids=none, scores=scores[:, 0, :0], parents=none)
+    merged: list[Level] = []
+    above = jnp.full((batch, num_paths), -1, jnp.int32)  # the paths' last tokens, in the pool
+    first = 0  # pool index of the level's first candidate
+    for d in range(max(depth, len(levels))):
+        level = levels[d] if d < len(levels) else empty
+        moved = num_paths * min(max(d - 1, 0), depth)  # paths in front of the parents' level
+        parents = jnp.where(level.parents < 0, -1, level.parents + moved)
+        level = dataclasses.replace(level, parents=parents)
+        if d < depth:
+            level, place = _with_tokens(level, tokens[:, :, d], scores[:, :, d], parents=above)
+            above = first + place
+        merged.append(level)
+        first += level.ids.shape[1]
+    return tuple(merged)
+
+
+def _with_tokens(
+    level: Level,
+    tokens: Int[Array, "B K"],
+    scores: Float[Array, "B K"],
+    *,
+    parents: Int[Array, "B K"],
+) -> tuple[Level, Int[Array, "B K"]]:
+    """Return the level with K more candidates, and each one's place, a copy's being the first's."""
+    own, num = level.ids.shape[1], tokens.shape[1]
+    ids, under = (
+        jnp.concatenate(pair, axis=1) for pair in ((level.ids, tokens), (level.parents, parents))
+    )
+    alike = (ids[:, None] == tokens[:, :, None]) & (under[:, None] == parents[:, :, None])
+    place = jnp.argmax(alike, axis=2).astype(jnp.int32)  # [B, K]
+    is_copy = place != own + jnp.arange(num, dtype=jnp.int32)
+    is_here = place[:, :, None] == jnp.arange(own + num, dtype=jnp.int32)
+    most = jnp.max(jnp.where(is_here, scores[:, :, None], -jnp.inf), axis=1)  # [B, C + K]
+    before = jnp.concatenate((level.scores, jnp.where(is_copy, scores + COPY, -jnp.inf)), axis=1)
+    return Level(ids=ids, scores=jnp.maximum(before, most), parents=under), place
 
 
 def ancestors(tree: DraftTree, *, num_levels: int) -> Bool[Array, "B N N"]:

@@ -49,8 +49,8 @@ def score(
     """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .])."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
-    is_chain = draft_shape.topk == 1
-    mask = None if is_chain else pack_bits(ancestors(tree, num_levels=draft_shape.num_steps))
+    is_chain = draft_shape.is_chain
+    mask = None if is_chain else pack_bits(ancestors(tree, num_levels=draft_shape.depth))
     attention_rows = AttentionMetadata(
         page_table=rows.page_table,
         window_tables=rows.window_tables,
@@ -109,7 +109,7 @@ def choose_at_nodes(
             rows.sampling,
             token_ids=token_ids,
             seen=seen,
-            tokens_on_path=path_tokens(tree, num_levels=draft_shape.num_steps),
+            tokens_on_path=path_tokens(tree, num_levels=draft_shape.depth),
             num_output=positions - prompt_lens[:, None],
         )
     if allowed is not None:
@@ -142,7 +142,7 @@ def settle(
     """
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
-        tree, target_ids, num_levels=draft_shape.num_steps, may_accept=drafts
+        tree, target_ids, num_levels=draft_shape.depth, may_accept=drafts
     )
     if draft_shape.simulate_acceptance is not None:
         forced = simulated_drafts(rows, mean_emitted=draft_shape.simulate_acceptance)
@@ -152,7 +152,7 @@ def settle(
     if kv and not groups:
         groups = (CacheGroup("all", len(kv), ANY_KV),)
     kv = commit_path(
-        kv, rows, node_path, num_accepted, ops=ops, groups=groups, is_chain=draft_shape.topk == 1
+        kv, rows, node_path, num_accepted, ops=ops, groups=groups, is_chain=draft_shape.is_chain
     )
     gather = partial(ops.gather_emitted, target_ids, node_path=node_path, num_accepted=num_accepted)
     emitted_ids, bonus_ids, aux_hidden = gather(hidden=features.aux_hidden)

@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from jspec.config.speculation import MAX_LOOKUP_STEPS
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import empty_sampling
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative import beams
+from jspec.speculative import drafter
 from jspec.speculative.drafter import Emitted, StepBatch, emitted_by
+from jspec.speculative.drafters.composite import CompositeDrafter
 from jspec.speculative.tree import Level, build_tree
 from tests.speculative import own_assistants
 from tests.speculative.engines import TARGET
@@ -40,14 +42,18 @@ Shape = tuple[int, int]  # S and K
 def whole_tree(kind: Kind, shape: Shape) -> tuple[int, int, int]:
     """Return an S/K/N whose tree has every candidate as a node."""
     num_steps, topk = shape
-    return num_steps, topk, 1 + kind.algorithm.num_candidates(num_steps, topk)
+    nodes = 1 + kind.algorithm.num_candidates(num_steps, topk)
+    if kind.guesses and kind.looks_up:  # and a lookup's paths, as long as there are nodes
+        nodes += topk * MAX_LOOKUP_STEPS
+    return num_steps, topk, nodes
 
 
 class Programs:
     """advance and propose of a drafter, compiled at their first call."""
 
-    def __init__(self, kind: Kind, shape: Shape) -> None:
-        self.kind, self.drafter = kind, kind.drafter(whole_tree(kind, shape))
+    def __init__(self, kind: Kind, shape: Shape, *, nodes: int | None = None) -> None:
+        whole = whole_tree(kind, shape)
+        self.kind, self.drafter = kind, kind.drafter((*shape, nodes or whole[2]))
         self.params = kind.params()
         self.advance = jax.jit(functools.partial(self.drafter.advance, self.params))
         self.propose = jax.jit(self._propose)
@@ -55,7 +61,7 @@ class Programs:
     def _propose(
         self, caches: Any, state: Any, rows: StepBatch
     ) -> tuple[Any, DraftTree, tuple[Level, ...]]:
-        """Return (caches, tree, the levels that a drafter with beams built it from)."""
+        """Return (caches, tree, the levels of the drafter's model)."""
         kept: list[Level] = []
 
         def build(root_ids: Any, levels: Any, **named: Any) -> DraftTree:
@@ -63,9 +69,12 @@ class Programs:
             return build_tree(root_ids, levels, **named)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(beams, "build_tree", build)
-            caches, tree = self.drafter.propose(self.params, caches, state, rows)
-        return caches, tree, tuple(kept)
+            patched.setattr(drafter, "build_tree", build)
+            written, tree = self.drafter.propose(self.params, caches, state, rows)
+        if isinstance(self.drafter, CompositeDrafter):
+            _, own = self.drafter.model.levels(self.params, caches, state.model, rows)
+            return written, tree, own
+        return written, tree, tuple(kept)
 
 
 @functools.cache
@@ -85,7 +94,7 @@ class Candidates:
 class Texts:
     """NUM_ROWS texts with a feature per token, and how many of each the drafter has received.
 
-    A lookup's texts have two distinct ids, so that it finds matches.
+    Texts for a lookup have two distinct ids, so that it finds matches.
     """
 
     def __init__(
@@ -94,7 +103,7 @@ class Texts:
         rng = np.random.default_rng(seed)
         self.kind, self.shape = kind, shape
         self.told = [0] * NUM_ROWS
-        self.ids = rng.integers(0, TARGET.vocab_size if kind.guesses else 2, (NUM_ROWS, LENGTH))
+        self.ids = rng.integers(0, 2 if kind.looks_up else TARGET.vocab_size, (NUM_ROWS, LENGTH))
         self.programs = programs or programs_of(kind, shape)
         self.drafter = self.programs.drafter
         size = TARGET.hidden_size
@@ -244,10 +253,10 @@ class Texts:
 
     def check_guesses(self) -> int:
         """Check that every row's tree is float64's; return the number of candidates."""
+        checked = self._check_lookup() if self.kind.looks_up else 0
         if self.kind.guesses is None:
-            return self._check_lookup()
+            return checked
         _, levels = self.propose()
-        checked = 0
         for row in range(NUM_ROWS):
             ids, scores, parents = (
                 np.concatenate([np.asarray(getattr(level, name))[row] for level in levels])
@@ -293,10 +302,11 @@ class Texts:
         the root."""
         tree, _ = self.propose()
         ids, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+        lookup = getattr(self.drafter, "lookup", self.drafter)
         checked = 0
         for row in range(NUM_ROWS):
             node, tokens = 0, self.known(row)[0]
-            for token in continuation(tokens, self.drafter, steps=self.shape[0]):
+            for token in continuation(tokens, lookup, steps=lookup.draft_shape.num_steps):
                 held = np.flatnonzero((parents[row] == node) & (ids[row] == token)).tolist()
                 assert held, f"row {row}: {token} is no child of node {node}"
                 node = held[0]

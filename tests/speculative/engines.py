@@ -82,6 +82,8 @@ def spec_of(
     topk: int,
     num_draft_tokens: int,
     algorithm: Algorithm = Algorithm.EAGLE3,
+    *,
+    lookup: bool = False,
 ) -> SpeculativeConfig:
     """Return S/K/N, or plain decoding for 0/1/1."""
     if num_steps == 0:
@@ -91,6 +93,7 @@ def spec_of(
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=num_draft_tokens,
+        lookup=lookup,
     )
 
 

@@ -36,8 +36,9 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
 from jspec.spec.model_spec import uniform_decoder
-from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafter import Drafter, LevelDrafter
 from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
+from jspec.speculative.drafters.composite import CompositeDrafter
 from jspec.speculative.drafters.frozen_kv import FrozenKVDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
@@ -414,6 +415,7 @@ class Kind:
 
     always_right: params with which every guess for right_target is right, given all texts of the
     served requests. num_steps: most that it can draft. lags: pool s has only the rows below L - s.
+    looks_up: it drafts from the row's own text, besides its guesses if it has some.
     """
 
     name: str
@@ -426,9 +428,11 @@ class Kind:
     aux_layer_ids: tuple[int, ...] = ()
     num_steps: int = 5
     lags: bool = False
+    looks_up: bool = False
 
     def spec(self, shape: tuple[int, int, int]) -> SpeculativeConfig:
-        return spec_of(*shape, self.algorithm)
+        has_both = self.looks_up and self.guesses is not None
+        return spec_of(*shape, self.algorithm, lookup=has_both)
 
     def drafter(self, shape: tuple[int, int, int]) -> Drafter:
         return self.make(self.spec(shape), Ops(), Shard())
@@ -468,6 +472,17 @@ def of_blocks(name: str) -> Kind:
 def recurrent(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
     layer = FeatureHead(own_layers.RECURRENT, ops, shard)
     return EagleDrafter(layer, draft_shape)
+
+
+def with_lookup(kind: Kind) -> Kind:
+    """Return a drafter that also looks up the row's own text."""
+
+    def make(draft_shape: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+        model = kind.make(draft_shape, ops, shard)
+        assert isinstance(model, LevelDrafter)
+        return CompositeDrafter.of(model, min_match=MIN_MATCH, max_match=NGRAM_MAX_MATCH)
+
+    return dataclasses.replace(kind, name=f"{kind.name}_ngram", make=make, looks_up=True)
 
 
 EVERY: tuple[Kind, ...] = (
@@ -536,6 +551,8 @@ EVERY: tuple[Kind, ...] = (
         guesses=None,
         always_right=right_corpus,
         right_target=lambda: contextless_target(1),  # a sharp one's texts repeat three ids too soon
+        looks_up=True,
     ),
 )
+EVERY = (*EVERY, with_lookup(EVERY[0]))
 KINDS = {kind.name: kind for kind in EVERY}

@@ -30,7 +30,7 @@ from jspec.config.limits import Algorithm
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.spec import indexing
-from jspec.speculative import beams
+from jspec.speculative import beams, tree
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters import frozen_kv, multi_layer, ngram, ranked
 from jspec.speculative.drafters.registry import DRAFTERS
@@ -58,6 +58,7 @@ FAST: dict[str, Shape] = {
     "ngram": (5, 2),
 }
 SLOW: dict[str, Shape] = {
+    "eagle1_ngram": TREE,
     "dflash2": TREE,
     "dspark": TREE,
     "p_eagle": TREE,
@@ -378,6 +379,17 @@ MUTATIONS = (
         "next_positions",
         lambda f: lambda emitted: f(emitted) + 1,
         "ngram",
+    ),
+    Mutation(
+        "a path's token under another parent",
+        tree,
+        "_with_tokens",
+        lambda f: (
+            lambda level, tokens, scores, *, parents: f(
+                level, tokens, scores, parents=jnp.roll(parents, 1, axis=1)
+            )
+        ),
+        "eagle1_ngram",
     ),
     Mutation(
         "ancestors",

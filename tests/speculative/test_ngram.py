@@ -27,12 +27,11 @@ from jspec.speculative.drafters.ngram import (
     find_in_history,
     last_ids,
     match_lengths,
+    path_scores,
     sort_corpus,
-    tree_of,
 )
-from tests.speculative.engines import (
-    spec_of,
-)
+from jspec.speculative.tree import build_tree, merge_paths
+from tests.speculative.engines import spec_of
 from tests.speculative.test_drafter import chunks
 
 WIDTH = 24  # of the histories in the unit tests
@@ -65,7 +64,12 @@ def _found(
     return find_in_history(history, suffix, seq_lens, draft_shape=spec, min_match=min_match)
 
 
-jitted_tree = jax.jit(tree_of, static_argnames="num_draft_tokens")
+@functools.partial(jax.jit, static_argnames="num_draft_tokens")
+def jitted_tree(root_ids: jax.Array, branches: Branches, *, num_draft_tokens: int) -> DraftTree:
+    levels = merge_paths((), branches.tokens, path_scores(branches))
+    return build_tree(root_ids, levels, num_draft_tokens=num_draft_tokens)
+
+
 jitted_corpus = jax.jit(
     functools.partial(find_in_corpus, draft_shape=ngram(2, 2, 5), min_match=1),
 )
@@ -140,7 +144,7 @@ def test_a_tree_is_valid_and_holds_the_best_branches(
 ) -> None:
     branches = Branches(
         tokens=jnp.asarray([tokens], jnp.int32),
-        is_match=jnp.arange(4)[None] < num_matches,
+        lengths=(jnp.arange(4)[None] < num_matches).astype(jnp.int32),
     )
     tree = jax.tree.map(np.asarray, jitted_tree(jnp.asarray([7]), branches, num_draft_tokens=nodes))
     parents, depths, ids = tree.parents[0], tree.depths[0], tree.tokens[0]
@@ -161,7 +165,7 @@ def test_a_tree_is_valid_and_holds_the_best_branches(
 
 
 def test_branches_that_begin_alike_are_merged() -> None:
-    branches = Branches(tokens=jnp.asarray([[[1, 2], [1, 3]]]), is_match=jnp.ones((1, 2), bool))
+    branches = Branches(tokens=jnp.asarray([[[1, 2], [1, 3]]]), lengths=jnp.ones((1, 2), jnp.int32))
     tree = jitted_tree(jnp.asarray([7]), branches, num_draft_tokens=4)
     assert tree.tokens.tolist() == [[7, 1, 2, 3]]
     assert tree.parents.tolist() == [[-1, 0, 1, 1]]

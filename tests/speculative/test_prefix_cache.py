@@ -37,7 +37,7 @@ from tests.speculative.engines import (
     tiny_params,
     with_prefix_cache,
 )
-from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids
+from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids, with_lookup
 from tests.speculative.own_layers import head_of
 from tests.support.fake_text import FakeTextStream
 from tests.support.flat_limits import with_limits
@@ -77,7 +77,7 @@ def nextn() -> Kind:
     return dataclasses.replace(KINDS["recurrent"], make=make, params=params, aux_layer_ids=())
 
 
-# One of each algorithm.
+# One of each algorithm, and a lookup beside a draft model.
 SETTINGS = {
     "chain": Setting(KINDS["eagle3"], (3, 1, 4), 1),
     "ngram": Setting(KINDS["ngram"], (3, 2, 7), 16),
@@ -87,6 +87,7 @@ SETTINGS = {
     "standalone": Setting(KINDS["standalone"], (3, 1, 4), 16),
     "dflash": Setting(KINDS["dflash"], (3, 2, 7), 4),
     "frozen_kv": Setting(KINDS["frozen_kv"], (3, 2, 7), 4),
+    "with_lookup": Setting(with_lookup(KINDS["multi_layer_not_chained"]), (3, 1, 6), 4),
 }
 
 

@@ -225,8 +225,9 @@ def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
         of_parent = jnp.asarray(terms[depth], jnp.float32)[parents % 10 if depth else parents * 0]
         return carried, ids.astype(jnp.int32), of_parent
 
-    tree = grow_block(
-        jnp.asarray([7], jnp.int32),
+    root_ids = jnp.asarray([7], jnp.int32)
+    levels = grow_block(
+        root_ids,
         rank,
         draft_shape=SpeculativeConfig(
             algorithm=Algorithm.EAGLE,
@@ -235,6 +236,7 @@ def lattice_tree(terms: Any, *, num_draft_tokens: int) -> list[list[int]]:
             num_draft_tokens=num_draft_tokens,
         ),
     )
+    tree = build_tree(root_ids, levels, num_draft_tokens=num_draft_tokens)
     return [np.asarray(x)[0].tolist() for x in (tree.tokens, tree.parents, tree.depths)]
 
 

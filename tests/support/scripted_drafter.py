@@ -27,9 +27,10 @@ from jspec.device.state import SamplingBatch
 from jspec.models.params import ParamTable, prefixed
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
-from jspec.speculative.beams import BeamLayout, BeamRows, first_level, grow_tree
+from jspec.speculative.beams import BeamLayout, BeamRows, first_level, grow_beams
 from jspec.speculative.drafter import Drafter, Emitted, Needs, StepBatch
 from jspec.speculative.target import KVPool, Params
+from jspec.speculative.tree import build_tree
 from tests.support.dial_drafter import dial_rank
 
 
@@ -92,9 +93,11 @@ class ScriptedDrafter:
 
         level1 = indexing.chosen_position(rows.seq_lens, 0)[:, None]
         first = first_level(*guess(level1), carried=())
-        return grow_tree(
+        _, levels = grow_beams(
             first, (), rows, forward, draft_shape=self.draft_shape, layout=BeamLayout.PAIRS
-        )[1]
+        )
+        nodes = self.draft_shape.num_draft_tokens
+        return build_tree(rows.root_ids, levels, num_draft_tokens=nodes)
 
 
 def guesses(

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from jspec.spec.axes import TENSOR, Axis
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.registry import DRAFTERS, source_of
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
@@ -118,7 +119,8 @@ def load_models(
         shards=parallel.tensor,
         kv_dtype=kv_dtype,
     )
-    source = drafters[args.algorithm.name](request)
+    read_source = partial(source_of, read=drafters[args.algorithm.name])
+    source = read_source(request)
     for draft_spec in source.specs:
         check_divisible(draft_spec, parallel)
     checkpoint = CheckpointFacts(
@@ -131,7 +133,7 @@ def load_models(
         kv_dtype=kv_dtype,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
-    return _place_models(config, source, request, drafters[args.algorithm.name], mesh=mesh)
+    return _place_models(config, source, request, read_source, mesh=mesh)
 
 
 def _place_models(

@@ -125,7 +125,7 @@ class Tally:
     def __init__(self, draft_shape: SpeculativeConfig) -> None:
         self._is_plain = draft_shape.algorithm == Algorithm.NONE
         self._num_drafts = draft_shape.num_draft_tokens - 1
-        self._histogram = [0] * (draft_shape.num_steps + 1)
+        self._histogram = [0] * draft_shape.max_emitted
         self._verify_ct = self._num_accepted = self._num_proposed = 0
         self._full_verify_ct = self._full_num_emitted = 0
 

@@ -89,7 +89,7 @@ class AdaptiveShapes:
         self._limits = limits
         self._step_costs = step_costs
         self._current = limits.draft_shape
-        depth = limits.draft_shape.num_steps
+        depth = limits.draft_shape.depth
         self._any = Acceptance(depth)  # of all shapes: a guess for those hardly seen
         self._accepted = {shape.topk: Acceptance(depth) for shape in limits.shapes}
         self._measured: dict[Place, dict[SpeculativeConfig, float]] = {}
@@ -101,7 +101,7 @@ class AdaptiveShapes:
         self._saved = FIRST_SAVED
         self._probe, self._num_probes_left = limits.draft_shape, 0
         self._ran: tuple[Place, SpeculativeConfig] | None = None  # of the last step, a decode
-        self._totals = ShapeTotals(num_steps=depth)
+        self._totals = ShapeTotals(num_steps=limits.draft_shape.num_steps)
 
     @property
     def totals(self) -> ShapeTotals:
@@ -113,15 +113,15 @@ class AdaptiveShapes:
         hope: further verifications that are assumed to have accepted each draft
         """
         within = (topk for topk in self._accepted if topk <= shape.topk)
-        return max(self._emitted(topk, shape.num_steps, hope=hope) for topk in within)
+        return max(self._emitted(topk, shape.depth, hope=hope) for topk in within)
 
-    def _emitted(self, topk: int, num_steps: int, *, hope: float) -> float:
+    def _emitted(self, topk: int, depth: int, *, hope: float) -> float:
         own, everything = self._accepted[topk], self._any
         weight = 1.0 if hope == 0 else own.freshness
         guess = (everything.passed + PRIOR / 2) / (everything.reached + PRIOR)
         reached, passed = own.reached + PRIOR, own.passed + PRIOR * guess
         rates = (weight * passed + hope) / (weight * reached + hope)
-        return 1.0 + float(np.cumprod(rates[:num_steps]).sum())
+        return 1.0 + float(np.cumprod(rates[:depth]).sum())
 
     def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
         place = self._place(num_rows, options)
@@ -186,7 +186,7 @@ class AdaptiveShapes:
         emitted = np.concatenate([of_round.num_emitted for of_round in result.rounds])
         expected = self.expected_tokens(shape) * len(emitted)
         self._count(expected_tokens=expected, emitted_tokens=int(emitted.sum()))
-        counts = np.bincount(emitted - 1, minlength=shape.num_steps + 1).tolist()
+        counts = np.bincount(emitted - 1, minlength=shape.max_emitted).tolist()
         verified = () if shape.is_plain else counts
         self._any.see(verified)
         for topk, accepted in self._accepted.items():

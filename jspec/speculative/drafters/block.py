@@ -28,7 +28,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.params import ParamTable
@@ -38,14 +37,14 @@ from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import cache_groups
 from jspec.speculative.beams import RankLevel, grow_block
 from jspec.speculative.candidates import Ranking, rank_candidates, top_candidates
-from jspec.speculative.drafter import Emitted, Needs, StepBatch
+from jspec.speculative.drafter import Emitted, LevelDrafter, Needs, StepBatch
 from jspec.speculative.drafters.ranked import EagleDrafter, RankedState
 from jspec.speculative.target import KVPool, Params
-from jspec.speculative.tree import pack_bits
+from jspec.speculative.tree import Level, pack_bits
 
 
 @dataclass(frozen=True, slots=True)
-class BlockDrafter:
+class BlockDrafter(LevelDrafter):
     """DFlash, DSpark and DFlash2. draft_noise: as in `candidates.Ranking`."""
 
     model: BlockHead
@@ -82,12 +81,13 @@ class BlockDrafter:
         how: Any = {"queries_per_row": emitted.queries_per_row}
         return self.model.write_context(params, features, caches, emitted.rows, **how), state
 
-    def propose(
+    def levels(
         self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
-    ) -> tuple[KVPool, DraftTree]:
+    ) -> tuple[KVPool, tuple[Level, ...]]:
         caches, rank, carried = self.guess(params, caches, state, rows)
-        tree = grow_block(rows.root_ids, rank, draft_shape=self.draft_shape, carried=carried)
-        return caches, tree
+        return caches, grow_block(
+            rows.root_ids, rank, draft_shape=self.draft_shape, carried=carried
+        )
 
     def guess(
         self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
@@ -204,9 +204,9 @@ class ParallelDrafter(EagleDrafter):
     and guess the tokens at 9 and 10.
     """
 
-    def propose(
+    def levels(
         self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
-    ) -> tuple[KVPool, DraftTree]:
+    ) -> tuple[KVPool, tuple[Level, ...]]:
         caches, rank, _ = self.guess(params, caches, state, rows)
         return caches, grow_block(rows.root_ids, rank, draft_shape=self.draft_shape)
 

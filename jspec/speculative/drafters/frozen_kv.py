@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.batch import DraftTree
 from jspec.errors import ConfigError
 from jspec.files.json_files import read_fields
 from jspec.layers.linear import Shard
@@ -45,13 +44,14 @@ from jspec.spec.cache_entry import FP8
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.beams import grow_block
 from jspec.speculative.candidates import Ranking, rank_candidates
-from jspec.speculative.drafter import Emitted, Needs, StepBatch
+from jspec.speculative.drafter import Emitted, LevelDrafter, Needs, StepBatch
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 from jspec.speculative.target import KVPool, Params
+from jspec.speculative.tree import Level
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenKVDrafter:
+class FrozenKVDrafter(LevelDrafter):
     """State: the target's last hidden at a row's last token, [., E]."""
 
     model: Assistant
@@ -76,16 +76,16 @@ class FrozenKVDrafter:
     def of_shape(self, draft_shape: SpeculativeConfig) -> FrozenKVDrafter:
         return replace(self, draft_shape=draft_shape)
 
-    def propose(
+    def levels(
         self, params: Params, caches: KVPool, state: jax.Array, rows: StepBatch
-    ) -> tuple[KVPool, DraftTree]:
-        tree = grow_block(
+    ) -> tuple[KVPool, tuple[Level, ...]]:
+        levels = grow_block(
             rows.root_ids,
             partial(self._rank, params, rows),
             draft_shape=self.draft_shape,
             carried=state[:, None],
         )
-        return caches, tree
+        return caches, levels
 
     def _rank(
         self,

@@ -21,20 +21,27 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
 from jspec.models.files.stored import Place
 from jspec.models.params import ParamTable
 from jspec.spec.cache_groups import CacheGroup
-from jspec.speculative.drafter import Emitted, Needs, StepBatch, index_emitted, next_positions
+from jspec.speculative.drafter import (
+    Emitted,
+    LevelDrafter,
+    Needs,
+    StepBatch,
+    index_emitted,
+    next_positions,
+)
 from jspec.speculative.drafters.corpus import read_corpus
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, made
 from jspec.speculative.target import KVPool, Params
-from jspec.speculative.tree import Level, build_tree
+from jspec.speculative.tree import Level, merge_paths
 
 # Sentinels, which equal no token id: an unwritten place in a history, a query's places before the
 # row's start, and places outside an array in a shifted window.
 UNKNOWN, BEFORE_START, OUTSIDE = -1, -2, -3
+UNMATCHED = -1e4  # path score of a branch without a match, below those of all others
 
 
 @pytree
@@ -49,11 +56,15 @@ class Branches:
     """K continuations of each row, best first; those without a match are last, as token 0."""
 
     tokens: jax.Array  # i32[B, K, S]
-    is_match: jax.Array  # bool[B, K]
+    lengths: jax.Array  # i32[B, K], tokens that matched before each; 0 without a match
+
+    @property
+    def is_match(self) -> Bool[Array, "B K"]:
+        return self.lengths > 0
 
 
 @dataclass(frozen=True, slots=True)
-class NgramDrafter:
+class NgramDrafter(LevelDrafter):
     """Lookup drafting. params: {}, or the result of `sort_corpus` with the same max_match."""
 
     draft_shape: SpeculativeConfig
@@ -72,9 +83,13 @@ class NgramDrafter:
     def of_shape(self, draft_shape: SpeculativeConfig) -> NgramDrafter:
         return replace(self, draft_shape=draft_shape)
 
-    def propose(
+    def levels(
         self, params: Params, caches: KVPool, state: NgramState, rows: StepBatch
-    ) -> tuple[KVPool, DraftTree]:
+    ) -> tuple[KVPool, tuple[Level, ...]]:
+        branches = self.branches(params, state, rows)
+        return caches, merge_paths((), branches.tokens, path_scores(branches))
+
+    def branches(self, params: Params, state: NgramState, rows: StepBatch) -> Branches:
         suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)
         branches = find_in_history(
             state.history,
@@ -94,18 +109,18 @@ class NgramDrafter:
             known = branches.is_match[:, :1]
             branches = Branches(
                 tokens=jnp.where(known[:, :, None], branches.tokens, other.tokens),
-                is_match=jnp.where(known, branches.is_match, other.is_match),
+                lengths=jnp.where(known, branches.lengths, other.lengths),
             )
-        return caches, tree_of(
-            rows.root_ids, branches, num_draft_tokens=self.draft_shape.num_draft_tokens
-        )
+        return branches
 
     def advance(
         self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
     ) -> tuple[KVPool, NgramState]:
         del params
         index = index_emitted(emitted)
-        history = jnp.where(emitted.is_first[:, None], UNKNOWN, state.history)
+        # A row that starts behind a cached prefix already has the ids of the prefix.
+        is_empty = emitted.is_first & (emitted.rows.prefix_lens == 0)
+        history = jnp.where(is_empty[:, None], UNKNOWN, state.history)
         batch, width = history.shape
         position = jnp.where(index.valid, emitted.rows.q_positions, width)  # width: dropped
         history = history.at[index.row_idx, position].set(emitted.token_ids, mode="drop")
@@ -148,22 +163,23 @@ def find_in_history(
     length = match_lengths(history, suffix)
     is_match = (position < seq_lens[:, None]) & (length >= min_match)
     score = jnp.where(is_match, length * width + position, UNKNOWN)  # longest first, then latest
-    tokens, found = [], []
+    tokens, lengths = [], []
     depth = jnp.arange(num_steps, dtype=jnp.int32)
     for _ in range(draft_shape.topk):
         end = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
-        is_found = jnp.max(score, axis=1) >= 0
+        best = jnp.max(score, axis=1)
+        is_found = best >= 0
         period = jnp.maximum(seq_lens[:, None] - end, 1)
         at = end + 1 + depth % period
         ids = jnp.take_along_axis(history, at, axis=1, mode="clip")
         tokens.append(jnp.where(is_found[:, None] & (ids >= 0), ids, 0))
-        found.append(is_found)
+        lengths.append(jnp.where(is_found, best // width, 0))
         differs = jnp.zeros(score.shape, bool)
         for d in range(num_steps):
             inside = position + 1 + d <= seq_lens[:, None]
             differs |= inside & (shifted(history, d + 1) != ids[:, d : d + 1])
         score = jnp.where(differs, score, UNKNOWN)
-    return Branches(tokens=jnp.stack(tokens, axis=1), is_match=jnp.stack(found, axis=1))
+    return Branches(tokens=jnp.stack(tokens, axis=1), lengths=jnp.stack(lengths, axis=1))
 
 
 def match_lengths(history: Int[Array, "B C"], suffix: Int[Array, "B W"]) -> Int[Array, "B C"]:
@@ -238,8 +254,8 @@ def find_in_corpus(
     place = jnp.take(contexts, rank, mode="clip")[..., None]
     after = place + 1 + jnp.arange(draft_shape.num_steps, dtype=jnp.int32)
     tokens = jnp.where(after < corpus.shape[0], jnp.take(corpus, after, mode="clip"), 0)
-    is_match = length >= min_match
-    return Branches(tokens=jnp.where(is_match[..., None], tokens, 0), is_match=is_match)
+    length = jnp.where(length >= min_match, length, 0)
+    return Branches(tokens=jnp.where(length[..., None] > 0, tokens, 0), lengths=length)
 
 
 def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
@@ -248,41 +264,12 @@ def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
     return a < b
 
 
-def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: int) -> DraftTree:
-    """Return the root and N - 1 tokens of the branches, merged where they start alike.
-
-    A token that an earlier branch has at the same depth, after the same tokens, is a copy: its
-    children are attached to the first one. Better branches and lower depths come first, then
-    branches without a match, then copies. A parent is always before its child: it is one level up
-    in the same or a better branch, and never a copy.
-
-    In:  branches [a b] and [a c], N = 4
-    Out: tokens [root a b c], parents [-1 0 1 1]: the second a, a copy, is left out
-    """
-    tokens, is_match = branches.tokens, branches.is_match
-    topk, num_steps = tokens.shape[1:]
-    alike = jnp.cumprod((tokens[:, :, None] == tokens[:, None]).astype(jnp.int32), axis=3)
-    own = jnp.argmax(alike, axis=2).astype(jnp.int32)  # [B, K, S], first branch with this start
-    branch = jnp.arange(topk, dtype=jnp.int32)
-    levels = []
-    for d in range(num_steps):
-        first = jnp.full_like(branches.tokens[:, :, 0], -1)
-        parents = (d - 1) * topk + own[:, :, d - 1] if d else first
-        levels.append(
-            Level(
-                ids=tokens[:, :, d],
-                scores=_scores(branch + d, is_match=is_match, is_copy=own[:, :, d] != branch),
-                parents=parents,
-            )
-        )
-    return build_tree(root_ids, tuple(levels), num_draft_tokens=num_draft_tokens)
-
-
-def _scores(
-    distance: Int[Array, "K"], *, is_match: Bool[Array, "B K"], is_copy: Bool[Array, "B K"]
-) -> Float[Array, "B K"]:
-    penalty = jnp.where(is_match, 0.0, 1e4) + jnp.where(is_copy, 1e6, 0.0)
-    return -(distance.astype(jnp.float32) + penalty)
+def path_scores(branches: Branches) -> Float[Array, "B K S"]:
+    """Order better branches and lower depths first, then branches without a match."""
+    topk, num_steps = branches.tokens.shape[1:]
+    distance = jnp.arange(topk)[:, None] + jnp.arange(num_steps)
+    unmatched = jnp.where(branches.is_match, 0.0, UNMATCHED)
+    return unmatched[:, :, None] - distance.astype(jnp.float32)
 
 
 def ngram_source(request: DraftRequest) -> DraftSource:

@@ -1,7 +1,7 @@
 """Drafters that rank the next tokens of a model level by level: EAGLE, NEXTN and STANDALONE.
 
 Level 1 needs no forward: the last advance ran the model over the row's last token, and its K best
-candidates are the state. `beams` grows the tree and `candidates` ranks, both for all; a drafter
+candidates are the state. `beams` grows the levels and `candidates` ranks, both for all; a drafter
 defines what its model runs over.
 
 EAGLE (any head): a draft slot holds a pair (token i + 1, feature i), and every beam carries its
@@ -25,7 +25,7 @@ write except the last draft's and the new root's KV: advance runs over two token
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -37,7 +37,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.batch import DraftTree
 from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch
 from jspec.models.decoder import Decoder
@@ -47,10 +46,11 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import cache_groups
-from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
+from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_beams
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import (
     Emitted,
+    LevelDrafter,
     Needs,
     StepBatch,
     TokenRows,
@@ -60,6 +60,7 @@ from jspec.speculative.drafter import (
     with_next_ids,
 )
 from jspec.speculative.target import KVPool, Params
+from jspec.speculative.tree import Level
 
 
 @pytree
@@ -72,7 +73,7 @@ class RankedState:
 
 
 @dataclass(frozen=True, slots=True)
-class RankedDrafter(ABC):
+class RankedDrafter(LevelDrafter):
     """Drafting level by level. draft_noise: as in `candidates.Ranking`."""
 
     model: FeatureHead | Decoder
@@ -137,16 +138,16 @@ class RankedDrafter(ABC):
             own=self.init_own(num_slots, dtype=dtype),
         )
 
-    def propose(
+    def levels(
         self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
-    ) -> tuple[KVPool, DraftTree]:
+    ) -> tuple[KVPool, tuple[Level, ...]]:
         first = LevelOne(
             ids=state.level1_ids,
             scores=state.level1_scores,
             carried=self.carried_by_root(state.own, topk=state.level1_ids.shape[1]),
         )
         expand = partial(self.expand, params=params, own=state.own, rows=rows)
-        return grow_tree(
+        return grow_beams(
             first, caches, rows, expand, draft_shape=self.draft_shape, layout=self.layout
         )
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jspec.config import drafting
 from jspec.config.drafting import Algorithm
-from jspec.speculative.drafter import NoDrafter
+from jspec.errors import ConfigError
+from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter, LevelDrafter, NoDrafter
+from jspec.speculative.drafters.composite import CompositeDrafter
 from jspec.speculative.drafters.frozen_kv import assistant_source
 from jspec.speculative.drafters.head_sources import (
     block_source,
@@ -33,6 +39,28 @@ DRAFTERS: dict[str, ReadSource] = {
     "DFLASH": block_source,
     "FROZEN_KV_MTP": assistant_source,
 }
+
+
+def source_of(request: DraftRequest, read: ReadSource) -> DraftSource:
+    """Return the plan of `read`, with a lookup beside the draft model if it is requested."""
+    source, args = read(request), request.args
+    if not args.speculative.lookup:
+        return source
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        model = source.make(ops, shard)
+        if not isinstance(model, LevelDrafter):
+            raise ConfigError(
+                f"speculative_lookup is set, but the drafter is a {type(model).__name__}; "
+                f"expected a LevelDrafter"
+            )
+        return CompositeDrafter.of(
+            model,
+            min_match=args.speculative_ngram_min_match_window_size,
+            max_match=args.speculative_ngram_max_match_window_size,
+        )
+
+    return replace(source, make=make)
 
 
 def register(algorithm: Algorithm, read: ReadSource) -> None:
