@@ -100,15 +100,15 @@ def test_an_eagle3_head_is_told_apart(pair: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_the_target_is_read(pair: Path) -> None:
-    (pair / "draft" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"draft: expected model\.safetensors or"):
-        load(pair)
     few = pair / "few.json"
     few.write_text("[1, 2]")
     with pytest.raises(ConfigError, match="speculative_eagle_topk is 4; expected at most 2"):
         load(pair, speculative_token_map=str(few), speculative_eagle_topk=4)
     with pytest.raises(CheckpointError, match=r"absent\.json: cannot be read"):
         load(pair, speculative_token_map=str(pair / "absent.json"))
+    (pair / "draft" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"draft: expected model\.safetensors or"):
+        load(pair)
 
 
 def test_a_map_belongs_to_an_eagle_head() -> None:

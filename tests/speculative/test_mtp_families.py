@@ -563,3 +563,23 @@ def test_variants_of_mimo_v2_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(MIMO_V2_FLASH | changes))
     with pytest.raises(JspecError, match=message):
         load_model_spec(tmp_path)
+
+
+def test_a_recurrent_layer_drafts_the_ids_of_a_map_alone(tmp_path: Path) -> None:
+    """Layers that draft one level each have no map of ids, and are refused one."""
+    write_checkpoint(tmp_path, CONFIGS["mimo"])
+    ids, file = np.arange(3, 320, 7), tmp_path / "hot.npy"
+    np.save(file, ids)
+    models = load(tmp_path, speculative_token_map=str(file), speculative_eagle_topk=2)
+    draft, target = models.params["draft"], models.params["target"]
+    np.testing.assert_array_equal(draft["draft_ids"], ids)
+    kernel = np.asarray(target["lm_head"]["kernel"])
+    np.testing.assert_array_equal(draft["lm_head"]["kernel"], kernel[:, ids])
+    assert models.source.with_target is not None
+    dummy = load(tmp_path, speculative_token_map=str(file), load_format="dummy")
+    assert jax.tree.map(jnp.shape, dummy.params) == jax.tree.map(jnp.shape, models.params)
+    several = tmp_path / "several"
+    several.mkdir()
+    write_checkpoint(several, CONFIGS["mimo_v2"])
+    with pytest.raises(ConfigError, match="layers that draft one level each; expected it unset"):
+        load(several, speculative_token_map=str(file))

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +32,7 @@ from jspec.models.heads.head_files import (
     stored_names,
 )
 from jspec.models.heads.head_params import head_params
+from jspec.models.heads.token_map import with_hot_columns
 from jspec.models.params import ParamTable
 from jspec.models.registry import family_named
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
@@ -57,7 +56,6 @@ def load_eagle1_config(
     path: Path,
     *,
     target: ModelSpec,
-    hot_vocab_size: int | None = None,
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
 ) -> HeadSpec:
@@ -66,8 +64,8 @@ def load_eagle1_config(
     fc has a bias unless config.json or the tensors' names (if reads_names) show otherwise; q, k and
         v have one if either shows it. RoPE comes from the head's own config, with theta 10000 by
         default.
-    hot_vocab_size: U, if only some of the target's ids are drafted. Raise ConfigError for what is
-        not served, CheckpointError for a head of another target.
+
+    Raise ConfigError for what is not served, CheckpointError for a head of another target.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -84,7 +82,7 @@ def load_eagle1_config(
     check_target(fields, layer, target, hidden_size=layer.hidden_size)
     return eagle1_spec(
         layer=layer,
-        draft_vocab_size=hot_vocab_size or layer.vocab_size,
+        draft_vocab_size=layer.vocab_size,
         fc_bias=has_fc_bias,
         norms_inputs=fields.flag("add_para_norm", False),
     )
@@ -199,14 +197,3 @@ def _check(tensors: Tensors, spec: HeadSpec) -> ParamTable:
 
 # EAGLE's first layer has no such norm; files made from a decoder's template have its weight anyway.
 _UNREAD = (f"{LAYER}input_layernorm.weight",)
-
-
-def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
-    """Return the head's params after a change of the target's lm_head."""
-    kernel = _columns(target_params["lm_head"]["kernel"], hot_ids)
-    return {**params, "lm_head": {"kernel": kernel}}
-
-
-def _columns(kernel: Any, ids: HostArray) -> Any:
-    chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(ids), axis=1, mode="clip")
-    return jax.device_put(chosen, kernel.sharding) if isinstance(kernel, jax.Array) else chosen

@@ -27,10 +27,11 @@ from jspec.models.files.stored import (
     on_host,
     stored_tensors,
 )
-from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
 from jspec.models.heads.head_files import Params, read_head, refuse_unknown
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
 from jspec.models.heads.target_copies import Copies, TargetCopy
+from jspec.models.heads.token_map import with_hot_columns
 from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.head_spec import HeadSpec, mtp_spec
@@ -122,6 +123,7 @@ def load_mtp(
     spec: HeadSpec,
     names: HeadNames,
     *,
+    hot_ids: HostArray | None = None,
     target_params: Params,
     dtype: npt.DTypeLike,
     shards: int = 1,
@@ -130,22 +132,24 @@ def load_mtp(
 ) -> Params:
     """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
 
-    Raise CheckpointError for a file that is unreadable or does not fit `spec`.
+    hot_ids: i32[U], the only ids that are drafted, if one layer runs at every level. Raise
+    CheckpointError for a file that is unreadable or does not fit `spec`.
     """
     with open_tensors(path) as tensors:
-        ids = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
-        return read_head(
+        every = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
+        params = read_head(
             tensors,
             spec,
             _check(tensors, spec, names),
             shares=shared(spec),
-            ids=ids,
+            ids=every if hot_ids is None else hot_ids,
             target_params=target_params,
             dtype=dtype,
             shards=shards,
             place=place,
             formats=formats,
         )
+    return params if hot_ids is None else with_hot_columns(hot_ids, target_params, params)
 
 
 def written_config(

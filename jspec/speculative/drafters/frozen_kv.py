@@ -156,6 +156,11 @@ def assistant_source(request: DraftRequest) -> DraftSource:
             f"speculative_draft_rope_theta is {args.speculative_draft_rope_theta}, but the layers "
             "of an assistant have their own; expected it unset"
         )
+    if args.speculative_token_map is not None:
+        raise ConfigError(
+            f"speculative_token_map is {args.speculative_token_map!r}, but an assistant has its own "
+            "lm_head; expected it unset"
+        )
     if request.kv_dtype == FP8:
         raise ConfigError(
             "the KV cache is in FP8, whose scales an assistant does not read; expected another "

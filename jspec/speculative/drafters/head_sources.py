@@ -19,6 +19,7 @@ from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
+from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.block_config import load_block_config
 from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.dflash import block_name, block_params, check_block, load_block
@@ -26,7 +27,6 @@ from jspec.models.heads.eagle1 import (
     check_eagle1,
     load_eagle1,
     load_eagle1_config,
-    with_hot_columns,
 )
 from jspec.models.heads.eagle3 import check_eagle3, load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
@@ -41,7 +41,7 @@ from jspec.models.heads.mtp import (
     shared,
 )
 from jspec.models.heads.target_copies import TargetCopy
-from jspec.models.heads.token_map import read_token_map
+from jspec.models.heads.token_map import read_token_map, with_hot_columns
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
@@ -59,35 +59,28 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
     """Plan an EAGLE-1 or EAGLE-2 head; raises ConfigError or CheckpointError if it does not fit."""
     if is_assistant(request.checkpoint):
         return assistant_source(request)
-    args, path, hot_ids = request.args, request.checkpoint, None
-    if args.speculative_token_map is not None:
-        hot_ids = read_token_map(
-            Path(args.speculative_token_map), vocab_size=request.target.vocab_size
-        )
+    args, path = request.args, request.checkpoint
     is_dummy = args.load_format == "dummy"
     spec = load_eagle1_config(
         path,
         target=request.target,
-        hot_vocab_size=None if hot_ids is None else len(hot_ids),
         draft_rope_theta=args.speculative_draft_rope_theta,
         reads_names=not is_dummy,
     )
     spec = _cached(spec, request)
-    _check_draft_vocabulary(spec, request)
     # Before the slower read of the target.
     shares_embed = is_dummy or check_eagle1(path, spec)
     return _source_of(
         spec,
         request,
-        partial(load_eagle1, path, spec, hot_ids=hot_ids),
-        shares=(*(("embed",) if shares_embed else ()), *(("lm_head",) if hot_ids is None else ())),
+        partial(load_eagle1, path, spec),
+        shares=("embed", "lm_head") if shares_embed else ("lm_head",),
         published=published_specs(head_params(spec))[:1],
         canonical=canonical_name,
         copies={
             "embed_tokens.weight": TargetCopy(path=EMBED, is_read=True),
             "lm_head.weight": TargetCopy(path=HEAD, is_read=False),
         },
-        with_target=None if hot_ids is None else partial(with_hot_columns, hot_ids),
     )
 
 
@@ -102,7 +95,6 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
         reads_names=not is_dummy,
     )
     spec = _cached(spec, request)
-    _check_draft_vocabulary(spec, request)
     return _source_of(
         spec,
         request,
@@ -129,7 +121,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
         path, target=request.target, num_layers=args.speculative.num_steps
     )
     spec = _cached(spec, request)
-    _check_draft_vocabulary(spec, request)
     if args.load_format != "dummy":
         check_mtp(path, spec, names)  # before the slower read of the target
     return _source_of(
@@ -197,11 +188,19 @@ def _source_of(
     request: DraftRequest,
     load: Callable[..., Params],
     *,
+    shares: tuple[str, ...],
     names: HeadNames | None = None,
     algorithm: Algorithm | None = None,
     **more: Any,
 ) -> DraftSource:
     args = request.args
+    hot_ids = _hot_ids(spec, request, shares)
+    if hot_ids is not None:
+        spec = replace(spec, draft_vocab_size=len(hot_ids))
+        load = partial(load, hot_ids=hot_ids)
+        shares = tuple(name for name in shares if name != "lm_head")
+        more["with_target"] = partial(with_hot_columns, hot_ids)
+    _check_draft_vocabulary(spec, request)
     speculation = replace(args.speculative, algorithm=algorithm or args.algorithm)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
@@ -217,8 +216,23 @@ def _source_of(
         specs=(spec.layer,),
         aux_layer_ids=spec.aux_layer_ids,
         algorithm=algorithm,
+        shares=shares,
         **more,
     )
+
+
+def _hot_ids(spec: HeadSpec, request: DraftRequest, shares: tuple[str, ...]) -> HostArray | None:
+    """Return the ids of the token map, if one is given. Raises ConfigError for a head without."""
+    name = request.args.speculative_token_map
+    if name is None:
+        return None
+    if spec.per_level or "lm_head" not in shares:
+        why = "layers that draft one level each" if spec.per_level else "an lm_head of its own"
+        raise ConfigError(
+            f"speculative_token_map is {name!r}, but {request.checkpoint} has {why}; expected it "
+            f"unset"
+        )
+    return read_token_map(Path(name), vocab_size=request.target.vocab_size)
 
 
 def _reader(
