@@ -11,9 +11,9 @@ that shift itself.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -258,11 +258,13 @@ class Drafter(Protocol):
         ...
 
 
-class LevelDrafter(ABC):
+@runtime_checkable
+class LevelDrafter(Drafter, Protocol):
     """A drafter that ranks candidates level by level: its tree has the best of all levels."""
 
-    __slots__ = ()
     draft_shape: SpeculativeConfig
+
+    def of_shape(self, draft_shape: SpeculativeConfig) -> LevelDrafter: ...
 
     @abstractmethod
     def levels(
