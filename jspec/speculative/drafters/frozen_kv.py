@@ -158,8 +158,8 @@ def assistant_source(request: DraftRequest) -> DraftSource:
         )
     if args.speculative_token_map is not None:
         raise ConfigError(
-            f"speculative_token_map is {args.speculative_token_map!r}, but an assistant has its own "
-            "lm_head; expected it unset"
+            f"speculative_token_map is {args.speculative_token_map!r}, but an assistant has "
+            "an lm_head of its own; expected it unset"
         )
     if request.kv_dtype == FP8:
         raise ConfigError(
