@@ -82,6 +82,14 @@ class JspecError(Exception):
         super().__init__(message + detail)
         self.message = message
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle without __init__, whose parameters differ between the subclasses."""
+        return _unpickled, (type(self), self.args), self.__dict__
+
+
+def _unpickled(kind: type[JspecError], words: tuple[object, ...]) -> JspecError:
+    return kind.__new__(kind, *words)
+
 
 class ConfigError(JspecError, ValueError):
     """Raised for a configuration (flag, TOML key, engine argument) that cannot be served."""

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "jspec"
 # The folders, top to bottom. Imports go down only (docs/design.md describes each folder).
 ROOMS = (
     "cli",
+    "distributed",
     "server",
     "serving",
     "training",

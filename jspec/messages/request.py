@@ -289,6 +289,8 @@ class Request:
     """One sequence to generate, as the scheduler sees it. One of n choices is one Request.
 
     stop_matching, grammar: made from `sampling` once for all n; None: not made yet.
+    former_ids: output that another engine emitted before it ended. The output goes on after it,
+        with the same ids, text and finish reason as if that engine had not ended.
     """
 
     request_id: str
@@ -304,6 +306,7 @@ class Request:
     priority: int = 0  # used if priorities are on (`SchedulingLimits.priority_order`)
     caller: str | None = None  # user with whom slots are shared; None: the call
     lora: Adapter | None = None  # of the target; None: the model itself
+    former_ids: tuple[int, ...] = ()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -132,7 +132,10 @@ class Scheduler:
             self._totals.num_requests += 1
             self._totals.num_prompt_tokens += sequence.prompt_len
             self._sequences[sequence.request.request_id] = sequence
-            self._waiting.push(sequence)
+            if sequence.num_emitted:  # by another engine: it had a slot there
+                self._waiting.push_back(sequence)
+            else:
+                self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
         """Abort a request; like `end`, but make its text here."""

@@ -181,7 +181,7 @@ class Sequence:
         cuts = bool(params.stop or params.stop_regex)
         # The reader does not know which ids are too early to stop at.
         watch = stream.watch() if cuts and not params.min_new_tokens else None
-        return cls(
+        sequence = cls(
             request=request,
             arrival=arrival,
             caller=caller,
@@ -192,6 +192,18 @@ class Sequence:
             ),
             watch=watch,
         )
+        if request.former_ids:
+            sequence._go_on_after(request.former_ids, stream)
+        return sequence
+
+    def _go_on_after(self, ids: tuple[int, ...], stream: TextStream) -> None:
+        """Become a retracted sequence that has emitted `ids`, whose text is out."""
+        self.former_ids, self.num_retractions = list(ids), 1
+        self._push(stream, ids, num_barred=self.request.sampling.min_new_tokens)
+        if self.watch is not None:
+            self.watch.push(ids)
+        if self.constraint is not None:
+            self.constraint.accept(ids)
 
     @property
     def origin(self) -> Origin:

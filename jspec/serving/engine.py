@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from jspec.engine.profiling import Profiler
 from jspec.engine.programs.compilation import Progress
 from jspec.engine.programs.program_keys import describe_ready
 from jspec.engine.runner import DeviceRunner
-from jspec.engine.weights.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.weights.loading import ModelPaths, end_of_sequence_ids, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, EngineClosedError, RequestError
 from jspec.messages.adapter import Adapter
@@ -100,26 +100,13 @@ class Engine:
 
     def _start(self, progress: Progress | None) -> Weights:
         """Make everything but the loop; return the weights in service."""
-        paths = resolve_paths(self.args)
-        self._tokenizer: Tokenizer | None = None
-        if not self.args.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
-        self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
-        templates = ChatTemplates.find(paths.tokenizer, named=self.args.chat_template)
-        is_models = self.args.sampling_defaults == "model"
-        defaults = load_sampling_defaults(paths.target) if is_models else {}
-        if self.args.max_thinking_tokens is not None:
-            defaults["max_thinking_tokens"] = self.args.max_thinking_tokens
+        make_intake = self._intake_from(resolve_paths(self.args))
         runner, weights = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
-        self._intake = Intake(
-            self._tokenizer,
+        self._intake = make_intake(
             vocab_size=runner.vocab_size,
-            eos_token_ids=self.eos_token_ids,
             context_length=runner.limits.pool.context_length,
             random_seed=self.config.random_seed,
-            chat_templates=templates,
-            defaults=defaults,
             find_adapter=lambda name: self._weights.adapters.find(name),
         )
         grammars = Grammars(
@@ -135,6 +122,25 @@ class Engine:
             shapes=self._shapes(runner),
         )
         return weights
+
+    def _intake_from(self, paths: ModelPaths) -> Callable[..., Intake]:
+        """Read what turns text into requests; return the intake without what a runner knows."""
+        self._tokenizer: Tokenizer | None = None
+        if not self.args.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
+        self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
+        templates = ChatTemplates.find(paths.tokenizer, named=self.args.chat_template)
+        is_models = self.args.sampling_defaults == "model"
+        defaults = load_sampling_defaults(paths.target) if is_models else {}
+        if self.args.max_thinking_tokens is not None:
+            defaults["max_thinking_tokens"] = self.args.max_thinking_tokens
+        return functools.partial(
+            Intake,
+            self._tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            chat_templates=templates,
+            defaults=defaults,
+        )
 
     def _start_runner(self, progress: Progress | None) -> tuple[PlanRunner, Weights]:
         if self.args.engine_process:
@@ -177,6 +183,10 @@ class Engine:
     def token_texts(self) -> TokenTexts:
         """The text of each single id. Raises RequestError like `tokenizer`."""
         return TokenTexts(self.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
 
     @property
     def limits(self) -> ServeLimits:

@@ -15,7 +15,7 @@ class SequenceHidden:
 
     def __init__(self, request: Request) -> None:
         self._is_wanted = request.sampling.return_hidden_states
-        self._is_prompt_out = not self._is_wanted
+        self._is_prompt_out = not self._is_wanted or bool(request.former_ids)
         self._total = len(request.prompt_ids)
         self._num_known = 0
         self._of_prompt: list[np.ndarray] = []

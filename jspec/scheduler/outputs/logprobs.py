@@ -19,7 +19,8 @@ class SequenceLogprobs:
         sampling = request.sampling
         self._request = request
         self._is_wanted = sampling.return_logprob
-        self._is_prompt_out = not sampling.wants_prompt_logprobs
+        # Former ids came with those of the prompt.
+        self._is_prompt_out = not sampling.wants_prompt_logprobs or bool(request.former_ids)
         self._start = min(max(sampling.logprob_start_len, 0), len(request.prompt_ids))
         self._of_round: tuple[TokenLogprob, ...] = ()
         self._of_prompt: list[PromptToken] = []

@@ -120,7 +120,13 @@ def check_request(limits: ServeLimits, request: Request) -> int:
             f"max_thinking_tokens is {request.sampling.max_thinking_tokens} and nothing counts "
             f"them; expected Request.grammar"
         )
-    return check_prompt(limits, len(request.prompt_ids), request.sampling)
+    most = check_prompt(limits, len(request.prompt_ids), request.sampling)
+    if request.former_ids and len(request.former_ids) >= most:
+        raise RequestError(
+            f"former_ids has {len(request.former_ids)} ids; expected fewer than the {most} that "
+            f"the request may emit here"
+        )
+    return most
 
 
 def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:

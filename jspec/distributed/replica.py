@@ -1,0 +1,80 @@
+"""One replica: an engine in a process of its own, as Ray Serve runs it. It imports no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.config.limits import ServeLimits
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.distributed.continued_stream import Item
+from jspec.errors import EngineClosedError, JspecError
+from jspec.messages.request import Request
+from jspec.scheduler.stats import SchedulerStats
+from jspec.serving.engine import Engine
+
+# Chunks that come within this time travel as one message, after a stream's first.
+GATHER_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Properties of an engine that its ingress needs; all replicas have equal ones."""
+
+    limits: ServeLimits
+    config: ResolvedConfig
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    stats: SchedulerStats
+    server_info: Mapping[str, Any]
+
+
+class EngineReplica:
+    """arguments: those of EngineArgs. The constructor returns once requests can run."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._engine = Engine(**arguments)
+
+    def facts(self) -> Facts:
+        engine = self._engine
+        return Facts(limits=engine.limits, config=engine.config, vocab_size=engine.vocab_size)
+
+    async def stream(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
+        """Run a request: yield () once it is queued, then its chunks; an error is the last item."""
+        try:
+            (stream,) = await self._engine.submit((request,), wait=waits)
+        except JspecError as error:
+            yield error
+            return
+        async with aclosing(stream):
+            yield ()
+            try:
+                async for chunk in stream:
+                    yield (chunk, *stream.ready())
+                    await asyncio.sleep(GATHER_SECONDS)
+            except JspecError as error:
+                yield error
+
+    def report(self) -> Report:
+        return Report(stats=self._engine.stats, server_info=self._engine.get_server_info())
+
+    async def flush_cache(self) -> bool:
+        return await self._engine.async_flush_cache()
+
+    def check_health(self) -> None:
+        """Raise EngineClosedError if the engine is closed, after which Serve replaces this replica.
+
+        An engine whose device failed restarts by itself; its streams wait, and it counts as well.
+        """
+        if self._engine.is_closed:
+            raise EngineClosedError("the engine is closed")
+
+    def __del__(self) -> None:
+        if engine := getattr(self, "_engine", None):
+            engine.shutdown()

@@ -1,0 +1,247 @@
+"""Streams that outlive their engine: answers equal those of one engine that never ends.
+
+One engine plays all replicas. A connection to it is lost after every few chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from jspec.distributed import continued_stream
+from jspec.distributed.continued_stream import MOST_LOSSES, EngineLostError, Item
+from jspec.distributed.remote_engine import RemoteEngine
+from jspec.distributed.replica import EngineReplica, Facts
+from jspec.errors import (
+    ContextLengthError,
+    JspecError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+    RequestFailedError,
+)
+from jspec.messages.request import FinishKind, Request
+from jspec.server.app import create_app
+from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
+from jspec.serving.readers import SLOW_READER
+from tests.server.helpers import ENDLESS, events_of, wait_idle
+
+
+class ReplicaOf(EngineReplica):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __del__(self) -> None:
+        """Leave the engine open: it is not its own."""
+
+
+class LosingReplicas:
+    """Replicas of one engine. lengths: after how many messages each connection is lost, forever."""
+
+    def __init__(self, engine: Engine, lengths: Sequence[int | None]) -> None:
+        self._replica = ReplicaOf(engine)
+        self._lengths: Iterator[int | None] = itertools.cycle(lengths)
+        self.num_lost = 0
+
+    @property
+    def facts(self) -> Facts:
+        return self._replica.facts()
+
+    async def connect(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
+        sent = pickle.dumps(request)  # as between processes
+        left = next(self._lengths)
+        async with aclosing(self._replica.stream(pickle.loads(sent), waits=waits)) as items:
+            async for item in items:
+                if left == 0:
+                    self.num_lost += 1
+                    raise EngineLostError("it was killed")
+                yield pickle.loads(pickle.dumps(item))
+                left = None if left is None else left - 1
+
+    async def each(self, method: str) -> list[Any]:
+        return [getattr(self._replica, method)()]
+
+
+def without_times(found: Any) -> Any:
+    """Leave out what differs between two runs of one request."""
+    own = {"id", "created", "e2e_latency", "num_retractions", "cached_tokens", "response_id"}
+    own |= {"prompt_tokens_details", "created_at", "completed_at", "acceptance_length"}
+    if isinstance(found, dict):
+        kept = {name: value for name, value in found.items() if name not in own}
+        return {n: without_times(v) for n, v in kept.items() if not str(n).startswith("spec_")}
+    if isinstance(found, list):
+        return [without_times(each) for each in found]
+    return round(found, 4) if isinstance(found, float) else found
+
+
+async def ask(engine: Engine, path: str, body: dict[str, Any]) -> Any:
+    app = create_app(engine, ServerArgs(log_interval=0))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(path, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return events_of(answer.text) if body.get("stream") else answer.json()
+
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "sampling_seed": 0}
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 16, "sampling_seed": 7, "ignore_eos": True}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/generate", {"text": "def f(", "sampling_params": GREEDY}),
+    "streamed": ("/generate", {"text": "def f(", "sampling_params": SAMPLED, "stream": True}),
+    "n and stop": (
+        "/v1/completions",
+        {"prompt": ["a b", "c"], "n": 3, "max_tokens": 24, "seed": 5, "stop": ["e", "th", "  "]},
+    ),
+    "penalties and a least length": (
+        "/generate",
+        {
+            "text": "one two three one two",
+            "sampling_params": {
+                **SAMPLED,
+                "ignore_eos": False,
+                "min_new_tokens": 8,
+                "stop": ["a", "e"],
+                "frequency_penalty": 1.5,
+                "repetition_penalty": 1.4,
+                "top_p": 0.9,
+            },
+        },
+    ),
+    "log-probabilities": (
+        "/generate",
+        {
+            "text": "one two three",
+            "sampling_params": SAMPLED,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "return_text_in_logprobs": True,
+        },
+    ),
+    "grammar": (
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": 40, "seed": 3, "regex": "(yes|no|maybe){6,9}", "logprobs": 1},
+    ),
+    "grammar and stop": (
+        "/generate",
+        {
+            "text": "x",
+            "stream": True,
+            "sampling_params": {"regex": "[a-z ]{30}", "stop_regex": ["[aeiou] "], "n": 2}
+            | SAMPLED
+            | {"ignore_eos": False, "max_new_tokens": 30},
+        },
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "seed": 1, "n": 2},
+    ),
+}
+
+
+@pytest.mark.slow_cases("grammar")
+@pytest.mark.parametrize("name", BODIES)
+def test_an_answer_does_not_tell_which_engines_made_it(
+    engine: Engine, engine_arguments: dict[str, Any], name: str
+) -> None:
+    path, body = BODIES[name]
+
+    async def both() -> tuple[Any, Any, int]:
+        replicas = LosingReplicas(engine, lengths=[2, 1, 3, 2])
+        remote = RemoteEngine(replicas, replicas.facts, engine_arguments)
+        return await ask(engine, path, body), await ask(remote, path, body), replicas.num_lost
+
+    whole, continued, num_lost = asyncio.run(both())
+    assert num_lost >= 2
+    if body.get("stream"):  # each event has all text so far
+        whole, continued = ({e.get("index"): e for e in events} for events in (whole, continued))
+    assert without_times(continued) == without_times(whole)
+
+
+def remote_of(
+    engine: Engine, arguments: dict[str, Any], lengths: Sequence[int | None]
+) -> RemoteEngine:
+    replicas = LosingReplicas(engine, lengths)
+    return RemoteEngine(replicas, replicas.facts, arguments)
+
+
+def test_a_request_that_no_engine_survives_ends(
+    engine: Engine, engine_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(continued_stream, "PAUSE_SECONDS", 0.0)
+
+    async def main() -> None:
+        remote = remote_of(engine, engine_arguments, [2, *[1] * MOST_LOSSES])
+        (request,) = remote.requests("a", sampling_params=ENDLESS)
+        (stream,) = await remote.submit((request,))
+        assert (await anext(stream)).new_ids
+        with pytest.raises(RequestFailedError, match=f"when each of {MOST_LOSSES} engines ended"):
+            assert not [chunk.finish async for chunk in stream]
+
+    asyncio.run(main())
+    wait_idle(engine)
+
+
+def test_what_an_engine_refuses_is_refused_before_the_stream(
+    engine: Engine, engine_arguments: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        remote = remote_of(engine, engine_arguments, [None])
+        good = remote.requests("a", sampling_params=ENDLESS)
+        bad = remote.requests("b", sampling_params={"regex": "("})
+        with pytest.raises(RequestError, match="regex"):
+            await remote.submit((*good, *bad))
+        with pytest.raises(RequestError, match="does not reach all replicas; expected a new dep"):
+            await remote.update_weight_version("2")
+
+    asyncio.run(main())
+    wait_idle(engine)  # the good one was aborted
+
+
+def test_aborts_and_slow_readers(engine: Engine, engine_arguments: dict[str, Any]) -> None:
+    async def main() -> None:
+        remote = remote_of(engine, engine_arguments, [3])
+        aborted, slow, closed = remote.requests("a", sampling_params={**ENDLESS, "n": 3})
+        (stream,) = await remote.submit((aborted,))
+        await anext(stream)
+        assert await remote.abort(aborted.request_id)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].finish is not None
+        assert chunks[-1].finish.kind is FinishKind.ABORT
+        assert not await remote.abort(aborted.request_id)
+        (stream,) = await remote.submit((slow,), max_unread=3)
+        while not stream.is_over:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].finish is not None
+        assert chunks[-1].finish.message == SLOW_READER
+        (stream,) = await remote.submit((closed,))
+        await anext(stream)
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+
+    asyncio.run(main())
+    wait_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        QueueFullError("full", retry_after_seconds=3.0),
+        QueueTimeoutError("a", 2.0),
+        RequestFailedError("what", ", in detail"),
+        ContextLengthError("long", context_length=9),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_cross_processes(error: JspecError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
