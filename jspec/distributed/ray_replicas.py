@@ -1,0 +1,147 @@
+"""Ray Serve's side of the replicas: their deployment, a handle to them, and its router.
+
+Ray is imported where it is used: this module loads without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any
+
+from jspec.config.engine_args import EngineArgs
+from jspec.distributed.continued_stream import EngineLostError, Item
+from jspec.distributed.replica import EngineReplica, Facts
+from jspec.distributed.replica_args import ServeSettings
+from jspec.errors import ConfigError, RequestFailedError
+from jspec.messages.request import Request
+
+LOGGER = logging.getLogger("jspec.distributed")
+ANSWER_SECONDS = 10.0  # for a call of every replica
+QUIET = {"enable_access_log": False}  # a line for each report would be one a second
+REPLICA_NAME = "EngineReplica"
+
+
+def import_serve() -> Any:
+    """Return ray.serve. Raises ConfigError if Ray is missing."""
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed; expected `pip install 'jspec[ray]'` in this environment, and "
+            f"in that of every node ({error})"
+        ) from error
+    return serve
+
+
+def replica_deployment(settings: ServeSettings) -> Any:
+    """Return the bound deployment of the engine replicas. Raises ConfigError."""
+    serve, given = import_serve(), settings.replicas
+    from jspec.distributed.prefix_router import PrefixRouter
+
+    scaling: dict[str, Any] = {"num_replicas": given.num_replicas}
+    if given.max_replicas is not None:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": given.min_replicas,
+                "initial_replicas": max(given.min_replicas, 1),
+                "max_replicas": given.max_replicas,
+                "target_ongoing_requests": given.target_ongoing_requests,
+            }
+        }
+    deployment = serve.deployment(
+        EngineReplica,
+        name=REPLICA_NAME,
+        ray_actor_options=actor_options(settings),
+        max_ongoing_requests=given.max_ongoing_requests,
+        graceful_shutdown_timeout_s=given.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=QUIET,
+        health_check_period_s=given.health_check_period_s,
+        health_check_timeout_s=given.health_check_timeout_s,
+        request_router_config=serve.config.RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"most_ahead": given.most_ahead},
+        ),
+        **scaling,
+    )
+    return deployment.bind(dict(settings.engine))
+
+
+def actor_options(settings: ServeSettings) -> dict[str, Any]:
+    """Return where a replica may run. Raises ConfigError if no node has its GPUs."""
+    import ray
+
+    given = settings.replicas
+    options: dict[str, Any] = {"num_cpus": given.num_cpus, **settings.ray_actor_options}
+    if "num_gpus" in options:  # unchecked: the cluster may grow
+        return options
+    most = _most_gpus(ray.nodes()) if ray.is_initialized() else None
+    num_gpus = given.num_gpus
+    if num_gpus is None:
+        num_gpus = EngineArgs.from_mapping(settings.engine).tp_size if most else 0
+    elif most is not None and num_gpus > most:
+        raise ConfigError(
+            f"num_gpus is {num_gpus:g}, and no node has more than {most:g}; expected at most "
+            "that, 0 for replicas on CPUs, or ray_actor_options if the cluster grows"
+        )
+    return {**options, "num_gpus": num_gpus}
+
+
+def _most_gpus(nodes: Iterable[Mapping[str, Any]]) -> float:
+    return max((node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]), default=0.0)
+
+
+class RayReplicas:
+    """Implements `remote_engine.Replicas` by a Serve handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._streams = handle.options(stream=True).stream
+
+    async def facts(self) -> Facts:
+        """Wait for a replica to start, and return its facts."""
+        found: Facts = await self._handle.facts.remote()
+        return found
+
+    async def connect(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
+        from ray.exceptions import RayError, RayTaskError
+        from ray.serve.exceptions import RayServeException
+
+        response = self._streams.remote(request, waits=waits)
+        is_whole = False
+        try:
+            async for item in response:
+                yield item
+            is_whole = True
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # of a call that the replica made
+                raise EngineLostError(str(error.cause)) from error
+            why = f"request {request.request_id!r} was ended by an internal error of its replica"
+            yield RequestFailedError(why, f": {error.cause!r}")
+        except (RayError, RayServeException) as error:
+            raise EngineLostError(_first_line(error)) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The replica cancelled it, because it is being removed.
+            raise EngineLostError("its replica was stopped") from error
+        finally:
+            if not is_whole:
+                response.cancel()
+
+    async def each(self, method: str) -> list[Any]:
+        try:
+            found = await self._handle.broadcast(method).results_async(
+                timeout_s=ANSWER_SECONDS, return_exceptions=True
+            )
+        except Exception as error:  # none is there, or one does not answer
+            LOGGER.warning("the replicas did not answer %s: %s", method, _first_line(error))
+            return []
+        return [each for each in found if not isinstance(each, BaseException)]
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
