@@ -7,9 +7,12 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from argparse import Namespace
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jspec.cli.batch_files.batch_file import (
     AnswerFile,
@@ -27,8 +30,12 @@ from jspec.errors import ConfigError
 from jspec.server.server_args import Settings
 from jspec.serving.batch_progress import BatchProgress
 
+if TYPE_CHECKING:
+    from jspec.serving.engine import Engine
+
 NO_LINE_ANSWERED = 3  # exit status
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
+REPLICA_FLAGS = ("num_replicas", "num_gpus")  # of ReplicaArgs
 # Server arguments that affect answers.
 ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
@@ -51,10 +58,23 @@ def run_batch_command(argv: Sequence[str]) -> int:
         metavar="EARLIER.jsonl",
         help="Copy the answers of an earlier run over IN.jsonl and run only its errors again",
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="Run replicas on a Ray cluster; without an address on this machine's, or a new one",
+    )
+    parser.add_argument("--num-replicas", type=int, metavar="N", help="Replicas with --ray (1)")
+    parser.add_argument("--num-gpus", type=float, metavar="N", help="GPUs of each with --ray")
     add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
     options, settings = parse_flags(parser, argv)
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
+    of_replicas = _of_replicas(options)
+    if of_replicas and options.ray is None:
+        name, value = next(iter(of_replicas.items()))
+        raise ConfigError(f"{name} is {value} without --ray; expected --ray with it")
     requests, path = Path(options.requests), Path(options.answers)
     earlier = None if options.retry_errors is None else Path(options.retry_errors)
     total = count_lines(requests)
@@ -67,7 +87,18 @@ def run_batch_command(argv: Sequence[str]) -> int:
         _copy_first(requests, earlier, answers)
         if answers.num_written < total:
             created = _created([path] if earlier is None else [path, earlier])
-            _answer(settings, requests, answers, total=total, created=created, earlier=earlier)
+            run = Run(
+                settings=settings,
+                requests=requests,
+                answers=answers,
+                total=total,
+                created=created,
+                earlier=earlier,
+            )
+            if options.ray is None:
+                run.with_engine()
+            else:
+                run.on_ray(options.ray or None, of_replicas)
     if total and not answers.num_well:
         print(f"jspec: failed: {path}: no line was answered; each has its error", file=sys.stderr)
         return NO_LINE_ANSWERED
@@ -120,37 +151,62 @@ def _created(paths: Sequence[Path]) -> int:
     return int(time.time())
 
 
-def _answer(
-    settings: Settings,
-    requests: Path,
-    answers: AnswerFile,
-    *,
-    total: int,
-    created: int,
-    earlier: Path | None,
-) -> None:
-    os.environ.update(share_for_server(os.environ))
-    with interruptible():
-        from jspec.cli.batch_files.batch_run import BatchSettings, run_batch, window_of
-        from jspec.engine.gc_control import freeze_heap
-        from jspec.serving.engine import Engine
+def _of_replicas(options: Namespace) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in REPLICA_FLAGS}
+    return {name: value for name, value in given.items() if value is not None}
 
-        engine = Engine(**settings.engine)
-        freeze_heap()
-    with engine:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run over the lines that are not answered yet."""
+
+    settings: Settings
+    requests: Path
+    answers: AnswerFile
+    total: int
+    created: int
+    earlier: Path | None
+
+    def with_engine(self) -> None:
+        os.environ.update(share_for_server(os.environ))
+        with interruptible():
+            from jspec.engine.gc_control import freeze_heap
+            from jspec.serving.engine import Engine
+
+            engine = Engine(**self.settings.engine)
+            freeze_heap()
+        with engine:
+            asyncio.run(self._answer(engine))
+
+    def on_ray(self, address: str | None, of_replicas: Mapping[str, Any]) -> None:
+        from jspec.distributed.ray_batch import replicas_on_ray
+        from jspec.distributed.remote_engine import remote_engine
+
+        engine = self.settings.engine
+        with replicas_on_ray({**engine, **of_replicas}, address=address) as replicas:
+
+            async def answer() -> None:
+                async with remote_engine(replicas, engine) as remote:
+                    await self._answer(remote, num_engines=of_replicas.get("num_replicas", 1))
+
+            asyncio.run(answer())
+
+    async def _answer(self, engine: Engine, *, num_engines: int = 1) -> None:
+        from jspec.cli.batch_files.batch_run import BatchSettings, run_batch, window_of
+
         progress = BatchProgress(
             sys.stderr,
-            total=total,
-            before=answers.num_written,
-            errors_before=answers.num_errors,
+            total=self.total,
+            before=self.answers.num_written,
+            errors_before=self.answers.num_errors,
             read_stats=lambda: engine.stats,
         )
         of_run = BatchSettings(
-            seed=settings.engine_args.random_seed or 0,
-            created=created,
-            window=window_of(engine),
-            server=settings.server,
+            seed=self.settings.engine_args.random_seed or 0,
+            created=self.created,
+            window=num_engines * window_of(engine),
+            server=self.settings.server,
         )
-        with closing(progress), closing(_lines(requests, earlier)) as lines:
-            left = itertools.islice(lines, answers.num_written, None)
-            asyncio.run(run_batch(engine, left, answers, of_run, on_answer=progress.add))
+        with closing(progress), closing(_lines(self.requests, self.earlier)) as lines:
+            left = itertools.islice(lines, self.answers.num_written, None)
+            await run_batch(engine, left, self.answers, of_run, on_answer=progress.add)

@@ -28,6 +28,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         """Return ranks of replicas; of a rank, Serve takes the one with the fewest requests."""
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         request = _request_of(pending_request)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # before the next call
         if request is None:
             return [two]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}

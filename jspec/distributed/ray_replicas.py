@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextvars import Context
 from typing import Any
 
 from jspec.config.engine_args import EngineArgs
@@ -109,7 +110,9 @@ class RayReplicas:
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
-        response = self._streams.remote(request, waits=waits)
+        # In the context of an HTTP request all calls would have its id, and Serve's router loses
+        # all but one of several pending calls with one id.
+        response = Context().run(self._streams.remote, request, waits=waits)
         is_whole = False
         try:
             async for item in response:
@@ -138,7 +141,7 @@ class RayReplicas:
                 timeout_s=ANSWER_SECONDS, return_exceptions=True
             )
         except Exception as error:  # none is there, or one does not answer
-            LOGGER.warning("the replicas did not answer %s: %s", method, _first_line(error))
+            LOGGER.debug("the replicas did not answer %s: %s", method, _first_line(error))
             return []
         return [each for each in found if not isinstance(each, BaseException)]
 

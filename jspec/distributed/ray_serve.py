@@ -7,14 +7,14 @@ Serve's proxy → Ingress (the HTTP application, tokenizer, seeds, open streams)
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from jspec.distributed.ray_replicas import RayReplicas, import_serve, replica_deployment
-from jspec.distributed.remote_engine import RemoteEngine
+from jspec.distributed.remote_engine import remote_engine
 from jspec.distributed.replica_args import ServeSettings
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
@@ -46,15 +46,14 @@ class Ingress:
     def __init__(self, handle: Any, engine: Mapping[str, Any], server: ServerArgs) -> None:
         self._replicas = RayReplicas(handle)
         self._arguments, self._server = engine, server
+        self._until_end = AsyncExitStack()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application once a replica runs."""
-        engine = RemoteEngine(self._replicas, await self._replicas.facts(), self._arguments)
-        self._engine = engine
-        self._watching = asyncio.create_task(engine.watch(), name="jspec-watch-replicas")
+        engine = await self._until_end.enter_async_context(
+            remote_engine(self._replicas, self._arguments)
+        )
         return create_app(engine, self._server)
 
     async def __del__(self) -> None:
-        if hasattr(self, "_watching"):
-            self._watching.cancel()
-            await self._engine.close()
+        await self._until_end.aclose()

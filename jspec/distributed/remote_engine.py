@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import fields
 from functools import reduce
 from typing import Any, NoReturn, Protocol, cast
@@ -37,6 +38,10 @@ class Replicas(Protocol):
 
     @property
     def connect(self) -> Connect: ...
+
+    async def facts(self) -> Facts:
+        """Wait for one of them to start, and return its facts."""
+        ...
 
     async def each(self, method: str) -> list[Any]:
         """Call a method of every live replica; return the results."""
@@ -175,11 +180,12 @@ class RemoteEngine(Engine):
         return (f"replicas: {len(self._reports)}",)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return one replica's information, with the number of replicas and the state of each."""
+        """Return one replica's information, with the process and the state of each."""
         infos = [report.server_info for report in self._reports]
         states = [state for info in infos for state in info["internal_states"]]
         first = infos[0] if infos else self.config.values()
-        return {**first, "num_replicas": len(infos), "internal_states": states}
+        ids = [report.process_id for report in self._reports]
+        return {**first, "replica_process_ids": ids, "internal_states": states}
 
     trace_requests: Any = _refused("trace_requests", "unset")
     pause_generation: Any = _refused("pause_generation", "autoscaling or `serve shutdown`")
@@ -201,6 +207,20 @@ class RemoteEngine(Engine):
     def shutdown(self) -> None:
         self._is_closed = True
         self._loop_thread.stop()
+
+
+@asynccontextmanager
+async def remote_engine(
+    replicas: Replicas, arguments: Mapping[str, Any]
+) -> AsyncIterator[RemoteEngine]:
+    """Return an engine over the replicas for the running event loop."""
+    engine = RemoteEngine(replicas, await replicas.facts(), arguments)
+    watching = asyncio.create_task(engine.watch(), name="jspec-watch-replicas")
+    try:
+        yield engine
+    finally:
+        watching.cancel()
+        await engine.close()
 
 
 def total_of(found: Sequence[SchedulerStats]) -> SchedulerStats:

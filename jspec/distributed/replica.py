@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    process_id: int
     stats: SchedulerStats
     server_info: Mapping[str, Any]
 
@@ -62,7 +64,11 @@ class EngineReplica:
                 yield error
 
     def report(self) -> Report:
-        return Report(stats=self._engine.stats, server_info=self._engine.get_server_info())
+        return Report(
+            process_id=os.getpid(),
+            stats=self._engine.stats,
+            server_info=self._engine.get_server_info(),
+        )
 
     async def flush_cache(self) -> bool:
         return await self._engine.async_flush_cache()

@@ -17,7 +17,7 @@ import pytest
 
 from jspec.distributed import continued_stream
 from jspec.distributed.continued_stream import MOST_LOSSES, EngineLostError, Item
-from jspec.distributed.remote_engine import RemoteEngine
+from jspec.distributed.remote_engine import RemoteEngine, remote_engine
 from jspec.distributed.replica import EngineReplica, Facts
 from jspec.errors import (
     ContextLengthError,
@@ -51,8 +51,7 @@ class LosingReplicas:
         self._lengths: Iterator[int | None] = itertools.cycle(lengths)
         self.num_lost = 0
 
-    @property
-    def facts(self) -> Facts:
+    async def facts(self) -> Facts:
         return self._replica.facts()
 
     async def connect(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
@@ -156,8 +155,9 @@ def test_an_answer_does_not_tell_which_engines_made_it(
 
     async def both() -> tuple[Any, Any, int]:
         replicas = LosingReplicas(engine, lengths=[2, 1, 3, 2])
-        remote = RemoteEngine(replicas, replicas.facts, engine_arguments)
-        return await ask(engine, path, body), await ask(remote, path, body), replicas.num_lost
+        async with remote_engine(replicas, engine_arguments) as remote:
+            there = await ask(remote, path, body)
+        return await ask(engine, path, body), there, replicas.num_lost
 
     whole, continued, num_lost = asyncio.run(both())
     assert num_lost >= 2
@@ -166,20 +166,14 @@ def test_an_answer_does_not_tell_which_engines_made_it(
     assert without_times(continued) == without_times(whole)
 
 
-def remote_of(
-    engine: Engine, arguments: dict[str, Any], lengths: Sequence[int | None]
-) -> RemoteEngine:
-    replicas = LosingReplicas(engine, lengths)
-    return RemoteEngine(replicas, replicas.facts, arguments)
-
-
 def test_a_request_that_no_engine_survives_ends(
     engine: Engine, engine_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(continued_stream, "PAUSE_SECONDS", 0.0)
 
     async def main() -> None:
-        remote = remote_of(engine, engine_arguments, [2, *[1] * MOST_LOSSES])
+        replicas = LosingReplicas(engine, [2, *[1] * MOST_LOSSES])
+        remote = RemoteEngine(replicas, await replicas.facts(), engine_arguments)
         (request,) = remote.requests("a", sampling_params=ENDLESS)
         (stream,) = await remote.submit((request,))
         assert (await anext(stream)).new_ids
@@ -194,7 +188,8 @@ def test_what_an_engine_refuses_is_refused_before_the_stream(
     engine: Engine, engine_arguments: dict[str, Any]
 ) -> None:
     async def main() -> None:
-        remote = remote_of(engine, engine_arguments, [None])
+        replicas = LosingReplicas(engine, [None])
+        remote = RemoteEngine(replicas, await replicas.facts(), engine_arguments)
         good = remote.requests("a", sampling_params=ENDLESS)
         bad = remote.requests("b", sampling_params={"regex": "("})
         with pytest.raises(RequestError, match="regex"):
@@ -208,7 +203,8 @@ def test_what_an_engine_refuses_is_refused_before_the_stream(
 
 def test_aborts_and_slow_readers(engine: Engine, engine_arguments: dict[str, Any]) -> None:
     async def main() -> None:
-        remote = remote_of(engine, engine_arguments, [3])
+        replicas = LosingReplicas(engine, [3])
+        remote = RemoteEngine(replicas, await replicas.facts(), engine_arguments)
         aborted, slow, closed = remote.requests("a", sampling_params={**ENDLESS, "n": 3})
         (stream,) = await remote.submit((aborted,))
         await anext(stream)
