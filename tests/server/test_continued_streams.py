@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import pickle
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from jspec.distributed import continued_stream
+from jspec.cli.batch import run_batch_command
+from jspec.cli.batch_files.batch_file import AnswerFile, read_lines
+from jspec.cli.batch_files.batch_run import BatchSettings, run_batch
+from jspec.distributed import continued_stream, ray_batch, ray_data
 from jspec.distributed.continued_stream import MOST_LOSSES, EngineLostError, Item
+from jspec.distributed.ray_data import Generate
 from jspec.distributed.remote_engine import RemoteEngine, remote_engine
 from jspec.distributed.replica import EngineReplica, Facts
 from jspec.errors import (
+    ConfigError,
     ContextLengthError,
     JspecError,
     QueueFullError,
@@ -241,3 +249,70 @@ def test_aborts_and_slow_readers(engine: Engine, engine_arguments: dict[str, Any
 def test_errors_cross_processes(error: JspecError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+LINES = [
+    {"prompt": "a", "max_tokens": 9},
+    {"prompt": "b", "max_tokens": -1},
+    {"prompt": ["c", "d"], "max_tokens": 20, "n": 2},
+    {"prompt": "e", "max_tokens": 6, "temperature": 0},
+]
+
+
+def test_replicas_answer_a_batch_file_as_one_engine_does(
+    engine: Engine,
+    engine_arguments: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = LosingReplicas(engine, [2, 3])
+    asked: dict[str, Any] = {}
+
+    @contextmanager
+    def fake_replicas(arguments: dict[str, Any], *, address: str | None) -> Iterator[Any]:
+        asked.update(arguments, address=address)
+        yield replicas
+
+    monkeypatch.setattr(ray_batch, "replicas_on_ray", fake_replicas)
+    requests, answers = tmp_path / "in", [tmp_path / "one", tmp_path / "many"]
+    url = "/v1/completions"
+    lines = [{"custom_id": f"{i}", "url": url, "body": each} for i, each in enumerate(LINES)]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [
+        word
+        for name in ("model_path", "speculative_algorithm", "speculative_draft_model_path")
+        for word in (f"--{name.replace('_', '-')}", engine_arguments[name])
+    ]
+    words += ["--context-length", "16384", "--max-running-requests", "2", "--num-replicas", "2"]
+    with pytest.raises(ConfigError, match="num_replicas is 2 without --ray; expected --ray"):
+        run_batch_command([str(requests), str(answers[1]), *words])
+    assert run_batch_command([str(requests), str(answers[1]), *words, "--ray", "ray://a:1"]) == 0
+    assert (asked["num_replicas"], asked["address"]) == (2, "ray://a:1")
+    assert replicas.num_lost >= 2
+    with closing(AnswerFile(answers[0], requests)) as file, closing(read_lines(requests)) as given:
+        run = BatchSettings(seed=0, created=0, window=4)
+        asyncio.run(run_batch(engine, given, file, run, on_answer=lambda _: None))
+    one, many = ([*map(json.loads, path.read_text().splitlines())] for path in answers)
+    assert without_times(many) == without_times(one)
+
+
+def test_rows_of_a_data_set_have_the_same_text_wherever_they_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_data, "Engine", lambda **_: engine)
+    generate = Generate(sampling_params={"max_new_tokens": 5}, prompt_column="asked")
+    batch = {"asked": np.array(["a", "b", "", "a"], dtype=object), "other": np.arange(4)}
+    found = generate(batch)
+    assert [*found] == ["asked", "other", "text", "finish_reason", "error"]
+    assert [*found["finish_reason"]] == ["length", "length", "error", "length"]
+    assert found["text"][0] == found["text"][3]
+    assert "empty" in found["error"][2]
+    alone = generate({"asked": batch["asked"][1:2]})
+    assert alone["text"][0] == found["text"][1]
+    seeded = Generate(sampling_params={"max_new_tokens": 5}, seed_column="seed")
+    again = seeded({"prompt": ["a", "a"], "seed": np.array([1, 2])})
+    assert again["text"][0] != again["text"][1]
+    with pytest.raises(RequestError, match="column 'seed' is missing; expected one of"):
+        seeded({"prompt": ["a"]})
+    with pytest.raises(RequestError, match="n is 2; expected 1"):
+        Generate(sampling_params={"n": 2})

@@ -1,0 +1,34 @@
+"""A Ray cluster of two nodes whose replicas are killed under 32 open streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_no_stream_notices_that_its_replica_was_killed(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    words = ["--seconds", "20", "--kill-every", "5", "--max-tokens", "100"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ray_kill", *words, "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=550,
+    )
+    assert output.exists(), f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    result = json.loads(output.read_text())
+    assert (result["num_errors"], result["errors"]) == (0, [])
+    assert result["num_differing"] == 0
+    assert result["num_kills"] >= 2
+    assert result["num_answers"] >= 32
