@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jspec.distributed import ray_replicas
 from jspec.distributed.ray_serve import app
-from jspec.distributed.replica_args import ServeSettings
+from jspec.distributed.replica_args import ReplicaArgs, ServeSettings
 from jspec.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_texts_mean_what_the_files_values_mean() -> None:
@@ -72,3 +79,19 @@ def test_gpus_that_no_node_has() -> None:
         ray_replicas.actor_options(wanted, most_gpus=2)
     unchecked = ServeSettings.of({"ray_actor_options": {"num_gpus": 4}})
     assert ray_replicas.actor_options(unchecked, most_gpus=0) == {"num_cpus": 1.0, "num_gpus": 4}
+
+
+def test_the_file_and_the_commands_of_the_guide_are_valid() -> None:
+    config = yaml.safe_load((ROOT / "configs" / "ray_serve.yaml").read_text())
+    (application,) = config["applications"]
+    module, name = application["import_path"].split(":")
+    assert getattr(importlib.import_module(module), name) is app
+    assert ServeSettings.of(application["args"]).replicas.num_replicas == 2
+    guide = (ROOT / "docs" / "guides" / "ray.md").read_text()
+    commands = re.findall(r"^serve run \S+:app((?:[^\n]*\\\n)*[^\n]*)$", guide, re.MULTILINE)
+    assert len(commands) == 2
+    for words in commands:
+        pairs = [word.split("=", 1) for word in words.replace("\\\n", " ").split()]
+        assert ServeSettings.of(dict(pairs)).replicas.num_replicas == 2
+    for known in fields(ReplicaArgs):
+        assert f"`{known.name}`" in guide
