@@ -32,9 +32,10 @@ from jspec.messages.request import (
 from jspec.serving.readers import SLOW_READER
 
 LOGGER = logging.getLogger("jspec.distributed")
-# Losses in a row without a token between them, after which the request may be their cause.
-MOST_LOSSES = 5
-PAUSE_SECONDS = 0.5  # before a second attempt without progress; it doubles
+# Losses in a row, with fewer tokens between them, after which the request may be their cause. They
+# are many, since a request also counts that only waited in the engine.
+MOST_LOSSES, PROGRESS_TOKENS = 20, 8
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 8.0  # before a second attempt without progress; it doubles
 
 # A stream's first item is () once the request is queued. A JspecError is the last one.
 Item = tuple[StreamChunk, ...] | JspecError
@@ -210,7 +211,8 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
                 await self._read(self._record.next_request())
                 return
             except EngineLostError as error:
-                num_losses = 1 if self._record.num_ids > num_before else num_losses + 1
+                is_progress = self._record.num_ids - num_before >= PROGRESS_TOKENS
+                num_losses = 1 if is_progress else num_losses + 1
                 LOGGER.warning(
                     "request %s lost its engine after %d tokens (%s); it goes on in another",
                     *(self.request_id, self._record.num_ids, error),
@@ -220,7 +222,8 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
                     self._put(RequestFailedError(why, f"; the last time: {error}"))
                     return
             if num_losses > 1:
-                await asyncio.sleep(PAUSE_SECONDS * 2.0 ** (num_losses - 2))
+                pause = PAUSE_SECONDS * 2.0 ** (num_losses - 2)
+                await asyncio.sleep(min(pause, MOST_PAUSE_SECONDS))
 
     async def _read(self, request: Request) -> None:
         """Read the stream of one engine to its end. Raises EngineLostError."""

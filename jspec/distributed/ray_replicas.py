@@ -6,7 +6,6 @@ Ray is imported where it is used: this module loads without it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import Context
 from typing import Any
@@ -18,7 +17,6 @@ from jspec.distributed.replica_args import ServeSettings
 from jspec.errors import ConfigError, RequestFailedError
 from jspec.messages.request import Request
 
-LOGGER = logging.getLogger("jspec.distributed")
 ANSWER_SECONDS = 10.0  # for a call of every replica
 QUIET = {"enable_access_log": False}  # a line for each report would be one a second
 REPLICA_NAME = "EngineReplica"
@@ -135,13 +133,16 @@ class RayReplicas:
                 response.cancel()
 
     async def each(self, method: str) -> list[Any]:
+        from ray.serve.exceptions import RayServeException
+
         try:
             found = await self._handle.broadcast(method).results_async(
                 timeout_s=ANSWER_SECONDS, return_exceptions=True
             )
-        except Exception as error:  # none is there, or one does not answer
-            LOGGER.debug("the replicas did not answer %s: %s", method, _first_line(error))
+        except RayServeException:  # there is none
             return []
+        except TimeoutError:
+            raise EngineLostError(f"a replica did not answer in {ANSWER_SECONDS:g} s") from None
         return [each for each in found if not isinstance(each, BaseException)]
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from functools import reduce
 from typing import Any, NoReturn, Protocol, cast
 
 from jspec.config.engine_args import EngineArgs
-from jspec.distributed.continued_stream import Connect, ContinuedStream, added
+from jspec.distributed.continued_stream import Connect, ContinuedStream, EngineLostError, added
 from jspec.distributed.replica import Facts, Report
 from jspec.engine.weights.loading import resolve_paths
 from jspec.errors import EngineClosedError, RequestError
@@ -44,7 +44,10 @@ class Replicas(Protocol):
         ...
 
     async def each(self, method: str) -> list[Any]:
-        """Call a method of every live replica; return the results."""
+        """Call a method of every live replica; return the results.
+
+        Raises EngineLostError if one does not answer.
+        """
         ...
 
 
@@ -93,7 +96,8 @@ class RemoteEngine(Engine):
     async def watch(self) -> None:
         """Ask the replicas for reports, until cancelled."""
         while True:
-            self._reports = await self._replicas.each("report")
+            with suppress(EngineLostError):  # one is slow: the last reports stay
+                self._reports = await self._replicas.each("report")
             await asyncio.sleep(REPORT_SECONDS)
 
     # Sequences.

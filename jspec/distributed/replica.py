@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from jspec.messages.request import Request
 from jspec.scheduler.stats import SchedulerStats
 from jspec.serving.engine import Engine
 
+STUCK_SECONDS = 120.0  # without a step, while requests run
 # Chunks that come within this time travel as one message, after a stream's first.
 GATHER_SECONDS = 0.01
 
@@ -42,6 +44,7 @@ class EngineReplica:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._engine = Engine(**arguments)
+        self._num_steps, self._moved_at = 0, time.monotonic()
 
     def facts(self) -> Facts:
         engine = self._engine
@@ -74,12 +77,17 @@ class EngineReplica:
         return await self._engine.async_flush_cache()
 
     def check_health(self) -> None:
-        """Raise EngineClosedError if the engine is closed, after which Serve replaces this replica.
+        """Raise EngineClosedError if the engine is closed or stuck: Serve replaces this replica.
 
         An engine whose device failed restarts by itself; its streams wait, and it counts as well.
         """
-        if self._engine.is_closed:
+        engine, stats, now = self._engine, self._engine.stats, time.monotonic()
+        if engine.is_closed:
             raise EngineClosedError("the engine is closed")
+        if stats.num_steps != self._num_steps or not stats.num_running or engine.is_restarting:
+            self._num_steps, self._moved_at = stats.num_steps, now
+        if now - self._moved_at > STUCK_SECONDS:
+            raise EngineClosedError(f"requests run, and no step ended in {STUCK_SECONDS:g} s")
 
     def __del__(self) -> None:
         if engine := getattr(self, "_engine", None):

@@ -24,7 +24,6 @@ NOT_OF_SERVE = {
     "shutdown_timeout": "graceful_shutdown_timeout_s",
     "profile_dir": "it to be left out: a profile is one engine's",
     "trace_requests": "otlp_traces_endpoint, or it to be left out",
-    "request_timeout": "request_timeout_s of http_options",
 }
 
 

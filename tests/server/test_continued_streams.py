@@ -9,9 +9,12 @@ import asyncio
 import itertools
 import json
 import pickle
+import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +25,7 @@ from jspec.cli.batch import run_batch_command
 from jspec.cli.batch_files.batch_file import AnswerFile, read_lines
 from jspec.cli.batch_files.batch_run import BatchSettings, run_batch
 from jspec.distributed import continued_stream, ray_batch, ray_data
+from jspec.distributed import replica as replica_module
 from jspec.distributed.continued_stream import MOST_LOSSES, EngineLostError, Item
 from jspec.distributed.ray_data import Generate
 from jspec.distributed.remote_engine import RemoteEngine, remote_engine
@@ -29,6 +33,7 @@ from jspec.distributed.replica import EngineReplica, Facts
 from jspec.errors import (
     ConfigError,
     ContextLengthError,
+    EngineClosedError,
     JspecError,
     QueueFullError,
     QueueTimeoutError,
@@ -43,20 +48,27 @@ from jspec.serving.readers import SLOW_READER
 from tests.server.helpers import ENDLESS, events_of, wait_idle
 
 
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continued_stream, "PAUSE_SECONDS", 0.0)
+
+
 class ReplicaOf(EngineReplica):
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._num_steps, self._moved_at = 0, time.monotonic()
 
     def __del__(self) -> None:
         """Leave the engine open: it is not its own."""
 
 
 class LosingReplicas:
-    """Replicas of one engine. lengths: after how many messages each connection is lost, forever."""
+    """Replicas of one engine. lengths: after how many chunks a request's connections are lost."""
 
     def __init__(self, engine: Engine, lengths: Sequence[int | None]) -> None:
         self._replica = ReplicaOf(engine)
-        self._lengths: Iterator[int | None] = itertools.cycle(lengths)
+        self._lengths: dict[str, Iterator[int | None]]
+        self._lengths = defaultdict(lambda: itertools.cycle(lengths))
         self.num_lost = 0
 
     async def facts(self) -> Facts:
@@ -64,14 +76,19 @@ class LosingReplicas:
 
     async def connect(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
         sent = pickle.dumps(request)  # as between processes
-        left = next(self._lengths)
+        left = next(self._lengths[request.request_id.rpartition("@")[0]])
         async with aclosing(self._replica.stream(pickle.loads(sent), waits=waits)) as items:
             async for item in items:
-                if left == 0:
-                    self.num_lost += 1
-                    raise EngineLostError("it was killed")
-                yield pickle.loads(pickle.dumps(item))
-                left = None if left is None else left - 1
+                received = pickle.loads(pickle.dumps(item))
+                if isinstance(received, JspecError) or not received:
+                    yield received
+                    continue
+                for chunk in received:
+                    if left == 0:
+                        self.num_lost += 1
+                        raise EngineLostError("it was killed")
+                    yield (chunk,)
+                    left = None if left is None else left - 1
 
     async def each(self, method: str) -> list[Any]:
         return [getattr(self._replica, method)()]
@@ -162,25 +179,23 @@ def test_an_answer_does_not_tell_which_engines_made_it(
     path, body = BODIES[name]
 
     async def both() -> tuple[Any, Any, int]:
-        replicas = LosingReplicas(engine, lengths=[2, 1, 3, 2])
+        replicas = LosingReplicas(engine, lengths=[1, 0, 2, None])
         async with remote_engine(replicas, engine_arguments) as remote:
             there = await ask(remote, path, body)
         return await ask(engine, path, body), there, replicas.num_lost
 
     whole, continued, num_lost = asyncio.run(both())
-    assert num_lost >= 2
+    assert num_lost >= 3
     if body.get("stream"):  # each event has all text so far
         whole, continued = ({e.get("index"): e for e in events} for events in (whole, continued))
     assert without_times(continued) == without_times(whole)
 
 
 def test_a_request_that_no_engine_survives_ends(
-    engine: Engine, engine_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, engine_arguments: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(continued_stream, "PAUSE_SECONDS", 0.0)
-
     async def main() -> None:
-        replicas = LosingReplicas(engine, [2, *[1] * MOST_LOSSES])
+        replicas = LosingReplicas(engine, [1, *[0] * MOST_LOSSES])
         remote = RemoteEngine(replicas, await replicas.facts(), engine_arguments)
         (request,) = remote.requests("a", sampling_params=ENDLESS)
         (stream,) = await remote.submit((request,))
@@ -211,7 +226,7 @@ def test_what_an_engine_refuses_is_refused_before_the_stream(
 
 def test_aborts_and_slow_readers(engine: Engine, engine_arguments: dict[str, Any]) -> None:
     async def main() -> None:
-        replicas = LosingReplicas(engine, [3])
+        replicas = LosingReplicas(engine, [12])
         remote = RemoteEngine(replicas, await replicas.facts(), engine_arguments)
         aborted, slow, closed = remote.requests("a", sampling_params={**ENDLESS, "n": 3})
         (stream,) = await remote.submit((aborted,))
@@ -265,7 +280,7 @@ def test_replicas_answer_a_batch_file_as_one_engine_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replicas = LosingReplicas(engine, [2, 3])
+    replicas = LosingReplicas(engine, [1, None])
     asked: dict[str, Any] = {}
 
     @contextmanager
@@ -316,3 +331,30 @@ def test_rows_of_a_data_set_have_the_same_text_wherever_they_run(
         seeded({"prompt": ["a"]})
     with pytest.raises(RequestError, match="n is 2; expected 1"):
         Generate(sampling_params={"n": 2})
+
+
+def test_a_replica_is_well_while_its_engine_makes_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stats = SimpleNamespace(num_running=1, num_steps=5)
+    engine = SimpleNamespace(stats=stats, is_closed=False, is_restarting=False)
+    replica, now = ReplicaOf(engine), time.monotonic()
+
+    def check_at(seconds: float) -> None:
+        monkeypatch.setattr(replica_module.time, "monotonic", lambda: now + seconds)
+        replica.check_health()
+
+    check_at(1)
+    check_at(replica_module.STUCK_SECONDS)
+    stats.num_steps += 1
+    check_at(150)
+    engine.is_restarting = True
+    check_at(400)
+    engine.is_restarting = False
+    with pytest.raises(EngineClosedError, match="requests run, and no step ended in 120 s"):
+        check_at(521)
+    stats.num_running = 0
+    check_at(522)
+    engine.is_closed = True
+    with pytest.raises(EngineClosedError, match="closed"):
+        check_at(523)
