@@ -47,7 +47,7 @@ KINDS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What one request's stream said. text, reasons, tokens: by choice."""
+    """The output of one request. text, reasons: by choice."""
 
     text: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)

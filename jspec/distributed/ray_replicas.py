@@ -139,7 +139,7 @@ class RayReplicas:
             found = await self._handle.broadcast(method).results_async(
                 timeout_s=ANSWER_SECONDS, return_exceptions=True
             )
-        except RayServeException:  # there is none
+        except RayServeException:  # no replica is alive
             return []
         except TimeoutError:
             raise EngineLostError(f"a replica did not answer in {ANSWER_SECONDS:g} s") from None
