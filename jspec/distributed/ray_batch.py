@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from jspec.distributed.ray_replicas import RayReplicas, import_serve, replica_deployment
+from jspec.distributed.ray_replicas import (
+    RayReplicas,
+    check_gpus,
+    import_serve,
+    replica_deployment,
+)
 from jspec.distributed.replica_args import ServeSettings
 from jspec.errors import ConfigError
 
@@ -29,6 +34,7 @@ def replicas_on_ray(arguments: Mapping[str, Any], *, address: str | None) -> Ite
             f"no Ray cluster is at {address or 'RAY_ADDRESS'!r} ({error}); expected the address "
             "of a running one, or --ray alone for one of this machine"
         ) from error
+    check_gpus(settings, ray.nodes())
     name = f"jspec-batch-{uuid.uuid4().hex[:8]}"
     try:
         serve.start(http_options={"location": "NoServer"})

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import Context
 from typing import Any
 
-from jspec.config.engine_args import EngineArgs
 from jspec.distributed.continued_stream import EngineLostError, Item
 from jspec.distributed.replica import EngineReplica, Facts
 from jspec.distributed.replica_args import ServeSettings
@@ -37,8 +36,6 @@ def import_serve() -> Any:
 def replica_deployment(settings: ServeSettings) -> Any:
     """Return the bound deployment of the engine replicas. Raises ConfigError."""
     serve, given = import_serve(), settings.replicas
-    import ray
-
     from jspec.distributed.prefix_router import PrefixRouter
 
     scaling: dict[str, Any] = {"num_replicas": given.num_replicas}
@@ -54,7 +51,7 @@ def replica_deployment(settings: ServeSettings) -> Any:
     deployment = serve.deployment(
         EngineReplica,
         name=REPLICA_NAME,
-        ray_actor_options=actor_options(settings, most_gpus=most_gpus(ray.nodes())),
+        ray_actor_options=actor_options(settings),
         max_ongoing_requests=given.max_ongoing_requests,
         graceful_shutdown_timeout_s=given.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
@@ -70,25 +67,25 @@ def replica_deployment(settings: ServeSettings) -> Any:
     return deployment.bind(dict(settings.engine))
 
 
-def actor_options(settings: ServeSettings, *, most_gpus: float) -> dict[str, Any]:
-    """Return where a replica may run. most_gpus: of one node. Raises ConfigError if too few."""
+def actor_options(settings: ServeSettings) -> dict[str, Any]:
+    """Return where a replica may run, in Ray's words."""
     given = settings.replicas
-    options: dict[str, Any] = {"num_cpus": given.num_cpus, **settings.ray_actor_options}
-    if "num_gpus" in options:  # unchecked: the cluster may grow
-        return options
-    num_gpus = given.num_gpus
-    if num_gpus is None:
-        num_gpus = EngineArgs.from_mapping(settings.engine).tp_size if most_gpus else 0
-    elif num_gpus > most_gpus:
+    own = {"num_cpus": given.num_cpus, "num_gpus": given.num_gpus}
+    return {**own, **settings.ray_actor_options}
+
+
+def check_gpus(settings: ServeSettings, nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if no node (ray.nodes()) has a replica's GPUs: it would wait for ever.
+
+    GPUs in ray_actor_options are not checked: the cluster may grow.
+    """
+    num_gpus = settings.replicas.num_gpus
+    of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"])
+    if num_gpus > (most := max(of_nodes, default=0.0)):
         raise ConfigError(
-            f"num_gpus is {num_gpus:g}, and no node has more than {most_gpus:g}; expected at most "
+            f"num_gpus is {num_gpus:g}, and no node has more than {most:g}; expected at most "
             "that, 0 for replicas on CPUs, or ray_actor_options if the cluster grows"
         )
-    return {**options, "num_gpus": num_gpus}
-
-
-def most_gpus(nodes: Iterable[Mapping[str, Any]]) -> float:
-    return max((node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]), default=0.0)
 
 
 class RayReplicas:

@@ -13,11 +13,15 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from jspec.distributed.ray_replicas import RayReplicas, import_serve, replica_deployment
+from jspec.distributed.ray_replicas import (
+    RayReplicas,
+    check_gpus,
+    import_serve,
+    replica_deployment,
+)
 from jspec.distributed.remote_engine import remote_engine
 from jspec.distributed.replica_args import ServeSettings
 from jspec.server.app import create_app
-from jspec.server.server_args import ServerArgs
 
 MOST_CONNECTIONS = 65536  # of an ingress; the engines' queues bound the requests
 
@@ -37,23 +41,26 @@ def app(arguments: Mapping[str, Any]) -> Any:
         # It computes nothing on a device, and must not reserve one's memory.
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}},
     )
-    return ingress.bind(replica_deployment(settings), dict(settings.engine), settings.server)
+    return ingress.bind(replica_deployment(settings), settings)
 
 
 class Ingress:
     """The server's HTTP application, around replicas instead of an engine."""
 
-    def __init__(self, handle: Any, engine: Mapping[str, Any], server: ServerArgs) -> None:
-        self._replicas = RayReplicas(handle)
-        self._arguments, self._server = engine, server
+    def __init__(self, handle: Any, settings: ServeSettings) -> None:
+        import ray
+
+        check_gpus(settings, ray.nodes())
+        self._replicas, self._settings = RayReplicas(handle), settings
         self._until_end = AsyncExitStack()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application once a replica runs."""
         engine = await self._until_end.enter_async_context(
-            remote_engine(self._replicas, self._arguments)
+            remote_engine(self._replicas, self._settings.engine)
         )
-        return create_app(engine, self._server)
+        return create_app(engine, self._settings.server)
 
     async def __del__(self) -> None:
-        await self._until_end.aclose()
+        if hasattr(self, "_until_end"):
+            await self._until_end.aclose()

@@ -49,9 +49,7 @@ class ReplicaArgs:
         _REPLICAS,
         low=0,
     )
-    num_gpus: float | None = argument(
-        None, "GPUs of each replica; unset: tp_size if the cluster has GPUs", _REPLICAS, low=0
-    )
+    num_gpus: float = argument(0.0, "GPUs of each replica", _REPLICAS, low=0)
     num_cpus: float = argument(1.0, "CPUs of each replica, for Ray's placement", _REPLICAS, low=0)
     num_ingresses: int = argument(1, "Processes with HTTP and tokenizer", _REPLICAS, low=1)
     graceful_shutdown_timeout_s: float = argument(

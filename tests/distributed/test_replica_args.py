@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jspec.distributed import ray_replicas
+from jspec.distributed.ray_replicas import actor_options, check_gpus
 from jspec.distributed.ray_serve import app
 from jspec.distributed.replica_args import ReplicaArgs, ServeSettings
 from jspec.errors import ConfigError
@@ -70,15 +70,14 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_gpus_that_no_node_has() -> None:
     nodes = [{"Alive": True, "Resources": {"GPU": 2.0}}, {"Alive": False, "Resources": {"GPU": 8}}]
-    assert ray_replicas.most_gpus(nodes) == 2
-    settings = ServeSettings.of({"tp_size": 2})
-    assert ray_replicas.actor_options(settings, most_gpus=2)["num_gpus"] == 2
-    assert ray_replicas.actor_options(settings, most_gpus=0)["num_gpus"] == 0
-    wanted = ServeSettings.of({"num_gpus": 4})
+    settings = ServeSettings.of({"num_gpus": 2})
+    check_gpus(settings, nodes)
+    assert actor_options(settings) == {"num_cpus": 1.0, "num_gpus": 2}
     with pytest.raises(ConfigError, match="num_gpus is 4, and no node has more than 2; expected"):
-        ray_replicas.actor_options(wanted, most_gpus=2)
+        check_gpus(ServeSettings.of({"num_gpus": 4}), nodes)
     unchecked = ServeSettings.of({"ray_actor_options": {"num_gpus": 4}})
-    assert ray_replicas.actor_options(unchecked, most_gpus=0) == {"num_cpus": 1.0, "num_gpus": 4}
+    check_gpus(unchecked, [])
+    assert actor_options(unchecked) == {"num_cpus": 1.0, "num_gpus": 4}
 
 
 def test_the_file_and_the_commands_of_the_guide_are_valid() -> None:
