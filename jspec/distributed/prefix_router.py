@@ -35,14 +35,18 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         known = self.replica_queue_len_cache
         loads = {name: known.get(each.replica_id) or 0 for name, each in by_name.items()}
-        name = self._routes.choose(_ids(request), loads, namespace=request.extra_key)
+        name = self._routes.choose(
+            _ids(request), loads, namespace=(request.extra_key, request.lora)
+        )
         return [two] if name is None else [[by_name[name]], two]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         del result
         request = _request_of(pending_request)
         if request is not None:
-            self._routes.note(_ids(request), replica_id.unique_id, namespace=request.extra_key)
+            self._routes.note(
+                _ids(request), replica_id.unique_id, namespace=(request.extra_key, request.lora)
+            )
 
 
 def _request_of(pending: Any) -> Request | None:

@@ -19,6 +19,7 @@ from jspec.distributed.continued_stream import Connect, ContinuedStream, EngineL
 from jspec.distributed.replica import Facts, Report
 from jspec.engine.weights.loading import resolve_paths
 from jspec.errors import EngineClosedError, RequestError
+from jspec.messages.adapter import Adapter, no_adapter
 from jspec.messages.request import Request, SamplingParams, SpecCounters
 from jspec.scheduler.scheduler import ABORTED
 from jspec.scheduler.stats import SchedulerStats
@@ -79,6 +80,7 @@ class RemoteEngine(Engine):
     def __init__(self, replicas: Replicas, facts: Facts, arguments: Mapping[str, Any]) -> None:
         self.args = EngineArgs.from_mapping(arguments)
         self.config, self._limits = facts.config, facts.limits
+        self._adapters = facts.adapters
         self._intake = self._intake_from(resolve_paths(self.args))(
             vocab_size=facts.vocab_size,
             context_length=facts.limits.pool.context_length,
@@ -92,6 +94,14 @@ class RemoteEngine(Engine):
         self._reports: Sequence[Report] = ()
         self._started = time.monotonic()
         self._is_closed = False
+
+    @property
+    def lora_adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that all replicas load at their start (lora_paths)."""
+        return self._adapters
+
+    def _find_adapter(self, name: str) -> Adapter:
+        return self._adapters.get(name) or no_adapter(name)
 
     async def watch(self) -> None:
         """Ask the replicas for reports, until cancelled."""
@@ -197,6 +207,8 @@ class RemoteEngine(Engine):
     async_update_weights_from_disk: Any = _refused("update_weights_from_disk", REDEPLOY)
     async_update_weights_from_tensor: Any = _refused("update_weights_from_tensor", REDEPLOY)
     update_weight_version: Any = _refused("update_weight_version", REDEPLOY)
+    async_load_lora_adapter: Any = _refused("load_lora_adapter", "lora_paths at the start")
+    async_unload_lora_adapter: Any = _refused("unload_lora_adapter", "lora_paths at the start")
     async_get_weights_by_name: Any = _refused("get_weights_by_name", "`jspec serve`")
 
     @property

@@ -14,6 +14,7 @@ from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.distributed.continued_stream import Item
 from jspec.errors import EngineClosedError, JspecError
+from jspec.messages.adapter import Adapter
 from jspec.messages.request import Request
 from jspec.scheduler.stats import SchedulerStats
 from jspec.serving.engine import Engine
@@ -30,6 +31,7 @@ class Facts:
     limits: ServeLimits
     config: ResolvedConfig
     vocab_size: int
+    adapters: Mapping[str, Adapter]  # loaded at the start, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,12 @@ class EngineReplica:
 
     def facts(self) -> Facts:
         engine = self._engine
-        return Facts(limits=engine.limits, config=engine.config, vocab_size=engine.vocab_size)
+        return Facts(
+            limits=engine.limits,
+            config=engine.config,
+            vocab_size=engine.vocab_size,
+            adapters=dict(engine.lora_adapters),
+        )
 
     async def stream(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
         """Run a request: yield () once it is queued, then its chunks; an error is the last item."""

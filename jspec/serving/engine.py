@@ -107,7 +107,6 @@ class Engine:
             vocab_size=runner.vocab_size,
             context_length=runner.limits.pool.context_length,
             random_seed=self.config.random_seed,
-            find_adapter=lambda name: self._weights.adapters.find(name),
         )
         grammars = Grammars(
             self._tokenizer,
@@ -140,7 +139,11 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             chat_templates=templates,
             defaults=defaults,
+            find_adapter=self._find_adapter,
         )
+
+    def _find_adapter(self, name: str) -> Adapter:
+        return self._weights.adapters.find(name)
 
     def _start_runner(self, progress: Progress | None) -> tuple[PlanRunner, Weights]:
         if self.args.engine_process:
