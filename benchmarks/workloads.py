@@ -164,7 +164,7 @@ class Workload:
 def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
     """Return a head of the target's widths.
 
-    It is a dense Llama layer with full attention; an MoE's is as wide inside as one token's experts.
+    It is a dense Llama layer with full attention, for an MoE as wide inside as one token's experts.
     """
     layer = target.layers[0]
     attention = replace(
