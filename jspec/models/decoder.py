@@ -195,10 +195,10 @@ class PagedAttend:
     ) -> jax.Array | Scaled:
         if self._reads_another:  # the cache has this call's tokens
             q = rotate(heads, rotation.cos, rotation.sin)
-            out, _ = self._ops.attend(
+            read, _ = self._ops.attend(
                 q, None, None, self.cache, self._rows, self._call, sinks, self._scales
             )
-            return out[..., : heads.shape[-1]]
+            return read[..., : heads.shape[-1]]
         out, self.cache = self._ops.rotate_write_and_attend(
             heads, rotation, self.cache, self._rows, self._call, sinks, self._scales
         )

@@ -11,7 +11,6 @@ DFlash2 (z-lab, 2026): `ConvolutionSpec` around each sub-layer, `SelectorSpec` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.layers.attention import attention, project
+from jspec.layers.attention import Attend, attention, project
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
@@ -74,7 +73,7 @@ def run_block_layer(
     params: Params,
     stream: Residual,
     positions: Int[Array, "T"],
-    attend: Callable[..., jax.Array],
+    attend: Attend,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
