@@ -94,7 +94,7 @@ class Bench:
         """
         empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
         state = place_state(empty, self.program, self.mesh)
-        state = replace(state, kv=tuple(randomized(pages, i) for i, pages in enumerate(state.kv)))
+        state = replace(state, kv=tuple(randomized(cache, i) for i, cache in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
         each = min(self.limits.pool.num_pages // self.limits.pool.num_slots, width)
         table = np.zeros((slots, width), np.int32)

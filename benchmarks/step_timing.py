@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import tempfile
@@ -86,14 +87,20 @@ def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25
     ]
 
 
-def randomized(pages: jax.Array, seed: int) -> jax.Array:
-    """Return a pool of small random numbers like `pages`: zeros would be read faster."""
-    shape, dtype = pages.shape, pages.dtype
-    pages.delete()  # all pools together fill the memory
-    return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
+def randomized(cache: Any, seed: int) -> Any:
+    """Return a layer's cache with small random numbers: zeros would be read faster."""
+
+    def drawn(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        shape, dtype = x.shape, x.dtype
+        x.delete()  # all pools together fill the memory
+        return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
+
+    return jax.tree.map(drawn, cache)
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _random_pool(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    flat = (shape[0] * shape[1], shape[2] * shape[3])
+    flat = (shape[0] * shape[1], math.prod(shape[2:]))
     return hashed_normal(seed, shape=flat, dtype=dtype).reshape(shape)
