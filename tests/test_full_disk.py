@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import jspec.cli.batch
 import jspec.models.files.tensor_files
+from jspec.cli.batch import Run
 from jspec.cli.batch_files.batch_file import AnswerFile, answer, read_lines, refusal
 from jspec.cli.main import main
 from jspec.cli.measurement import report as bench_report
@@ -135,8 +135,9 @@ def batch_of(
 ) -> None:
     """Replace the engine: answer lines with these statuses; None: the line is no request."""
 
-    def run(_: Any, requests: Path, answers: AnswerFile, **__: Any) -> None:
-        left = list(zip(read_lines(requests), statuses, strict=True))[answers.num_written :]
+    def run(self: Run) -> None:
+        answers = self.answers
+        left = list(zip(read_lines(self.requests), statuses, strict=True))[answers.num_written :]
         with little_room(room):
             for line, status in left:
                 answers.write(
@@ -145,7 +146,7 @@ def batch_of(
                     else answer(line, status, {"text": "x" * 9000})
                 )
 
-    monkeypatch.setattr(jspec.cli.batch, "_answer", run)
+    monkeypatch.setattr(Run, "with_engine", run)
 
 
 @pytest.mark.parametrize(

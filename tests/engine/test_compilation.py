@@ -88,10 +88,12 @@ def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
     assert compiler_options(key, limits_of("0/1/1"), platform=platform, ops=OPS["xla"]) == {}
 
 
-def test_a_gpu_without_the_kernels_keeps_its_products() -> None:
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_a_gpu_without_the_kernels_keeps_its_products(is_recurrent: bool) -> None:
     key = ProgramKey(StepKind.DECODE, 64, PLAIN)
-    options = compiler_options(key, limits_of("0/1/1"), platform="gpu", ops=OPS["xla"])
-    passes = "rematerialization,dot-strength-reduction"
+    how: Any = {"platform": "gpu", "ops": OPS["xla"], "is_recurrent": is_recurrent}
+    options = compiler_options(key, limits_of("0/1/1"), **how)
+    passes = "rematerialization,dot-strength-reduction" + is_recurrent * ",dot-merger"
     assert options == {"xla_disable_hlo_passes": passes}
 
 

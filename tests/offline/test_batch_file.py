@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import jspec.cli.batch
+from jspec.cli.batch import Run
 from jspec.cli.batch_files import batch_file
 from jspec.cli.batch_files.batch_file import (
     AnswerFile,
@@ -191,14 +191,15 @@ def test_only_errors_of_an_earlier_run_are_run_again(
     requests = written(tmp_path / "in", *(request(name) for name in "abcd"))
     ran: list[str | None] = []
 
-    def run(_: Any, __: Path, answers: AnswerFile, *, created: int, **more: Any) -> None:
-        left = list(retried_lines(requests, more["earlier"]))[answers.num_written :]
-        assert (created, more["total"]) == (7, 4)
+    def run(self: Run) -> None:
+        assert self.earlier is not None
+        left = list(retried_lines(requests, self.earlier))[self.answers.num_written :]
+        assert (self.created, self.total) == (7, 4)
         for line in left:
             ran.append(None if line.answered else line.custom_id)
-            answers.write(line.answered or answer(line, 200, {"created": created}))
+            self.answers.write(line.answered or answer(line, 200, {"created": self.created}))
 
-    monkeypatch.setattr(jspec.cli.batch, "_answer", run)
+    monkeypatch.setattr(Run, "with_engine", run)
     words = ["batch", str(requests), str(tmp_path / "out"), "--retry-errors"]
     assert main([*words, str(old)]) == 0
     assert capsys.readouterr().err == f"{old}: 3 of 4 lines are run again\n"

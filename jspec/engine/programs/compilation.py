@@ -32,6 +32,7 @@ from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import shape_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_entry import Unit
 from jspec.speculative.step import StepProgram
 
 # (programs done, total, program name, "compiled" or "loaded" from the ProgramStore)
@@ -125,15 +126,23 @@ def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiler_options(
-    key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops, has_fp8: bool = False
+    key: ProgramKey,
+    limits: ServeLimits,
+    *,
+    platform: str,
+    ops: Ops,
+    has_fp8: bool = False,
+    is_recurrent: bool = False,
 ) -> dict[str, Any]:
     """Return XLA options that differ from the defaults, each for a measured reason.
 
     On a GPU no rematerialization: it counts a donated pool twice, finds no memory, and computes
     whole products a second time. In decoding no dot-strength-reduction: it turns a product of one
     row and less than ten million weights into a multiplication that writes one value per weight and
-    a sum that reads them again (`out` of Qwen3-30B-A3B, 4096 x 2048). Plus the kernels' own.
-    has_fp8: some weights are in fp8.
+    a sum that reads them again (`out` of Qwen3-30B-A3B, 4096 x 2048). With recurrent layers no
+    dot-merger: it joins the products that read one array by copying their weights side by side in
+    every step (of a delta net's three 101 MB, 53 us of 270). Plus the kernels' own.
+    has_fp8: some weights are in fp8. is_recurrent: some of the target's layers are.
     """
     if platform != "gpu":
         return {}
@@ -142,8 +151,10 @@ def compiler_options(
     tokens = key.bucket * draft_shape.num_draft_tokens if is_decode else None
     prompt_tokens = key.bucket if has_fp8 and not is_decode else 0
     options = ops.compiler_options(decode_tokens=tokens, fp8_prompt_tokens=prompt_tokens)
-    passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
-    return {"xla_disable_hlo_passes": passes, **options}
+    passes = ["rematerialization"]
+    if is_decode:
+        passes += ["dot-strength-reduction", *(["dot-merger"] if is_recurrent else [])]
+    return {"xla_disable_hlo_passes": ",".join(passes), **options}
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
@@ -183,7 +194,12 @@ class Recipe:
         platform = mesh.devices.flat[0].platform
         weights = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, FP8Weight))
         has_fp8 = any(isinstance(weight, FP8Weight) for weight in weights)
-        how: dict[str, Any] = {"ops": self.program.ops, "has_fp8": has_fp8}
+        groups = self.program.target.cache_groups
+        how: dict[str, Any] = {
+            "ops": self.program.ops,
+            "has_fp8": has_fp8,
+            "is_recurrent": any(group.entry.unit is Unit.SLOT for group in groups),
+        }
         options = compiler_options(key, self.limits, platform=platform, **how)
         draft_shape = key.shape or self.program.draft_shape
         variant = dataclasses.replace(self.program, options=key.options, draft_shape=draft_shape)
