@@ -71,28 +71,53 @@ def run_rows(
 
     inputs: of the convolution, the channels of all queries, keys, then values. rows: with slots.
     """
-    slots, batch = _given(rows.slots), rows.prefix_lens.shape[0]
+    slots = _given(rows.slots)
     own = take_rows(cache, slots)
     state, tail = folded(own, is_fresh=rows.prefix_lens == 0)
+    tokens, sees, new = tokens_of_rows(inputs, decay, beta, conv, tail, rows, like=state)
+    out, updates, total = _solve(state, tokens, sees)
+    flat = flat_pending(tokens, updates, total, new)
+    pending = own["pending"].at[:, :nodes].set(flat, mode="promise_in_bounds")
+    after = {"state": state, "conv": tail, "pending": pending}
+    return out.reshape(-1, *out.shape[2:]), _stored(cache, slots, after)
+
+
+def tokens_of_rows(
+    inputs: Float[Array, "T C"],
+    decay: Float[Array, "T Hv"],
+    beta: Float[Array, "T Hv"],
+    conv: Float[Array, "W C"],
+    tail: Float[Array, "B W1 C"],
+    rows: AttentionMetadata,
+    *,
+    like: Float[Array, "_ Hv Dk Dv"],
+) -> tuple[Tokens, Bool[Array, "B N N"], Float[Array, "B N C"]]:
+    """Return (tokens, ancestors, inputs by row) of rows of equal length. like: states, by shape."""
+    batch = rows.prefix_lens.shape[0]
+    new = inputs.reshape(batch, -1, inputs.shape[1])
+    nodes = new.shape[1]
     sees = _ancestors(rows, batch, nodes)
-    new = inputs.reshape(batch, nodes, -1)
     depth = rows.q_positions.reshape(batch, nodes) - rows.prefix_lens[:, None]
     window = _tree_window(tail, new, sees, depth)
     tokens = _tokens(
         _convolved(window, conv),
         decay.reshape(batch, nodes, -1),
         beta.reshape(batch, nodes, -1),
-        like=state,
+        like=like,
     )
-    out, updates, total = _solve(state, tokens, sees)
-    flat = (
-        x.reshape(batch, nodes, -1).astype(jnp.float32) for x in (tokens.k, updates, total, new)
-    )
-    pending = (
-        own["pending"].at[:, :nodes].set(jnp.concatenate([*flat], -1), mode="promise_in_bounds")
-    )
-    after = {"state": state, "conv": tail, "pending": pending}
-    return out.reshape(batch * nodes, *out.shape[2:]), _stored(cache, slots, after)
+    return tokens, sees, new
+
+
+def flat_pending(
+    tokens: Tokens,
+    updates: Float[Array, "B N Hv Dv"],
+    total: Float[Array, "B N Hv"],
+    new: Float[Array, "B N C"],
+) -> Float[Array, "B N P"]:
+    """Return what each token leaves pending, side by side."""
+    parts = (tokens.k, updates, total, new)
+    flat = [x.reshape(*new.shape[:2], -1).astype(jnp.float32) for x in parts]
+    return jnp.concatenate(flat, axis=-1)
 
 
 def run_chunks(
@@ -163,10 +188,19 @@ def record_path(
     return {**cache, "path": stored}
 
 
-def folded(
-    own: Cache, *, is_fresh: Bool[Array, "B"]
-) -> tuple[Float[Array, "B Hv Dk Dv"], Float[Array, "B W1 C"]]:
-    """Return state and conv of gathered rows after their accepted tokens; zeros for fresh rows."""
+@pytree
+class Accepted:
+    """Values that accepted tokens of gathered rows leave; after them, and of fresh rows, zeros."""
+
+    keys: jax.Array  # [B, M, Hk, Dk]
+    updates: jax.Array  # [B, M, Hv, Dv]
+    decays: jax.Array  # [B, M, Hv]
+    total: jax.Array  # [B, Hv], the last G
+    tail: jax.Array  # [B, W - 1, C], of the convolution after them
+
+
+def accepted(own: Cache, *, is_fresh: Bool[Array, "B"]) -> Accepted:
+    """Read path, pending and conv of gathered rows; of their states only the shape matters."""
     path, fresh = own["path"], is_fresh[:, None, None]
     valid = path >= 0
     count = jnp.sum(valid, axis=1, dtype=jnp.int32)
@@ -177,13 +211,27 @@ def folded(
     keys, updates, decays, inputs = _split_pending(pending, own)
     at_last = jnp.maximum(count - 1, 0)[:, None, None]
     total = jnp.take_along_axis(decays, at_last, axis=1, mode="clip")[:, 0]
-    carried = jnp.where(fresh[..., None], 0, own["state"])
-    updates = jnp.where(fresh[..., None], 0, updates)
-    state = jax.vmap(_after)(carried, keys, updates, decays, total)
     tail = jnp.concatenate((own["conv"], inputs.astype(own["conv"].dtype)), axis=1)
     at = count[:, None, None] + jnp.arange(own["conv"].shape[1])[:, None]
     tail = jnp.take_along_axis(tail, at, axis=1, mode="clip")
-    return jnp.where(fresh[..., None], 0, state), jnp.where(fresh, 0, tail)
+    return Accepted(
+        keys=keys,
+        updates=jnp.where(fresh[..., None], 0, updates),
+        decays=decays,
+        total=total,
+        tail=jnp.where(fresh, 0, tail),
+    )
+
+
+def folded(
+    own: Cache, *, is_fresh: Bool[Array, "B"]
+) -> tuple[Float[Array, "B Hv Dk Dv"], Float[Array, "B W1 C"]]:
+    """Return state and conv of gathered rows after their accepted tokens; zeros for fresh rows."""
+    fresh = is_fresh[:, None, None, None]
+    last = accepted(own, is_fresh=is_fresh)
+    carried = jnp.where(fresh, 0, own["state"])
+    state = jax.vmap(_after)(carried, last.keys, last.updates, last.decays, last.total)
+    return jnp.where(fresh, 0, state), last.tail
 
 
 def save_snapshots(
@@ -312,31 +360,53 @@ def _tokens(
     )
 
 
-def _solve(
-    state: Float[Array, "*b Hv Dk Dv"], tokens: Tokens, sees: Bool[Array, "*b N N"]
-) -> tuple[Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv"]]:
-    """Return (outputs, U, G) of the module's docstring."""
+@pytree
+class System:
+    """The linear system of a block or a tree, by head: what does not depend on the state."""
+
+    keys: jax.Array  # [*b, N, Hv, Dk], of each value head
+    queries: jax.Array
+    total: jax.Array  # G: [*b, N, Hv]
+    matrix: jax.Array  # I + b * (D - I) * K K^T: [*b, Hv, N, N]
+    near: jax.Array  # D * Q K^T: [*b, Hv, N, N]
+
+
+def system_of(tokens: Tokens, sees: Bool[Array, "*b N N"]) -> System:
     repeats = tokens.v.shape[-2] // tokens.k.shape[-2]
     q, k = (jnp.repeat(x, repeats, axis=-2) for x in (tokens.q, tokens.k))
     total = _einsum("...ij,...jh->...ih", sees.astype(jnp.float32), tokens.decay)
     gap = total[..., :, None, :] - total[..., None, :, :]
     fade = jnp.exp(jnp.where(sees[..., None], gap, -jnp.inf))  # D: [*b, N, N, Hv]
     fade = jnp.moveaxis(fade, -1, -3)
-    grown = jnp.exp(total)[..., None]
-    beta = tokens.beta[..., None]
-    given = beta * (tokens.v - grown * _einsum("...nhk,...hkv->...nhv", k, state))
-    alike = _einsum("...ihk,...jhk->...hij", k, k)
-    size = sees.shape[-1]
-    system = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * alike
-    system = jnp.where(jnp.eye(size, dtype=bool), 1.0, system)
+    matrix = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * _pairs(k, k)
+    matrix = jnp.where(jnp.eye(sees.shape[-1], dtype=bool), 1.0, matrix)
+    return System(keys=k, queries=q, total=total, matrix=matrix, near=fade * _pairs(q, k))
+
+
+def _solve(
+    state: Float[Array, "*b Hv Dk Dv"], tokens: Tokens, sees: Bool[Array, "*b N N"]
+) -> tuple[Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv Dv"], Float[Array, "*b N Hv"]]:
+    """Return (outputs, U, G) of the module's docstring."""
+    system = system_of(tokens, sees)
+    grown = jnp.exp(system.total)[..., None]
+    given = tokens.v - grown * _einsum("...nhk,...hkv->...nhv", system.keys, state)
     updates = jax.scipy.linalg.solve_triangular(
-        system, jnp.moveaxis(given, -2, -3), lower=True, unit_diagonal=True
+        system.matrix,
+        jnp.moveaxis(tokens.beta[..., None] * given, -2, -3),
+        lower=True,
+        unit_diagonal=True,
     )
-    near = fade * _einsum("...ihk,...jhk->...hij", q, k)
-    out = grown * _einsum("...nhk,...hkv->...nhv", q, state) + jnp.moveaxis(
-        _einsum("...hij,...hjv->...hiv", near, updates), -3, -2
+    out = grown * _einsum("...nhk,...hkv->...nhv", system.queries, state) + jnp.moveaxis(
+        _einsum("...hij,...hjv->...hiv", system.near, updates), -3, -2
     )
-    return out, jnp.moveaxis(updates, -3, -2), total
+    return out, jnp.moveaxis(updates, -3, -2), system.total
+
+
+def _pairs(a: Float[Array, "*b N H K"], b: Float[Array, "*b N H K"]) -> Float[Array, "*b H N N"]:
+    """Return the products of each a_i and b_j. XLA's GPU compiler fails on those of one token."""
+    if a.shape[-3] == 1:
+        return jnp.sum(a * b, axis=-1)[..., 0, :, None, None]
+    return _einsum("...ihk,...jhk->...hij", a, b)
 
 
 def _after(
