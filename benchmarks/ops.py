@@ -33,8 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
+from benchmarks import mixer_cases, op_cases
 from benchmarks.environment import write_result
-from benchmarks.op_cases import MODELS, OPS, Arrays, Case, Sizes
+from benchmarks.op_cases import MODELS, Arrays, Case, Sizes
 from benchmarks.timing import (
     FLOPS_PER_SECOND,
     READ_BYTES_PER_SECOND,
@@ -45,7 +46,8 @@ from jspec.device.fp8 import FP8Weight
 from jspec.pallas_kernels.bundles import OPS as BUNDLES
 from jspec.pallas_kernels.ops import Ops
 
-DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
+OPS = {**op_cases.OPS, **mixer_cases.OPS}
+DEFAULT_MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b", "glm-4.7-flash")
 RESULTS = Path(__file__).parent / "results"
 PLANNED: Mapping[str, Any] = {}  # the tuning that the op chooses
 
@@ -57,6 +59,8 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     any."""
     from jspec.pallas_kernels import ops_gpu
     from jspec.pallas_kernels.attention import gpu as attention
+    from jspec.pallas_kernels.attention import gpu_wide
+    from jspec.pallas_kernels.delta_rule import gpu as delta_rule
     from jspec.pallas_kernels.fp8_product import gpu as fp8_product
     from jspec.pallas_kernels.gated_mlp import gpu as gated
     from jspec.pallas_kernels.prefill import gpu as prefill
@@ -64,7 +68,9 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     from jspec.pallas_kernels.sample import gpu_rank
 
     found: dict[str, list[tuple[ModuleType, str]]] = {
-        "attention": [(attention, "choose_tuning")],
+        "attention": [(attention, "choose_tuning"), (gpu_wide, "choose_wide_tuning")],
+        "delta_rule": [(delta_rule, "choose_tuning")],
+        "latent": [(gpu_wide, "choose_wide_tuning")],
         "attention_fp8": [(attention, "choose_tuning")],
         "prefill": [(prefill, "choose_tuning")],
         "gated_mlp": [(gated, "choose_gated"), (ops_gpu, "choose_few_gated")],

@@ -21,7 +21,7 @@ from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LatentAttentionSpec
 
-# (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank + rope]
+# (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank or more]
 AttendLatent = Callable[[jax.Array, jax.Array], jax.Array]
 
 

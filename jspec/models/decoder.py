@@ -216,15 +216,14 @@ class LatentAttend:
     ) -> None:
         self.cache = pages
         self._rows, self._scales = rows, scales
-        self._ops = settings.ops
+        self._ops, self._rank = settings.ops, spec.kv_rank
         self._call = AttentionCall(
             queries_per_row=settings.queries_per_row, scale=spec.softmax_scale
         )
 
     def __call__(self, queries: jax.Array, records: jax.Array) -> jax.Array:
-        out, self.cache = self._ops.attend_latent(
-            queries, records, self.cache, self._rows, self._call, self._scales
-        )
+        given = (queries, records, self.cache, self._rows, self._call, self._scales)
+        out, self.cache = self._ops.attend_latent(*given, rank=self._rank)
         return out
 
 

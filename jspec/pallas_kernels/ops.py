@@ -138,8 +138,14 @@ class Ops:
         rows: AttentionMetadata,
         call: AttentionCall,
         scales: KVScales | None = None,
-    ) -> tuple[Float[Array, "T H Dq"], Float[Array, "NP S D"]]:
-        """Write the records, then attend, as latent_attention/reference.py specifies."""
+        *,
+        rank: int,
+    ) -> tuple[Float[Array, "T H Dv"], Float[Array, "NP S D"]]:
+        """Write the records, then attend, as latent_attention/reference.py specifies.
+
+        rank: of the latent, the part of each sum that is needed; a result may have more.
+        """
+        del rank
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call, scales)
         out = self.attend_written(q, pages, rows, call, scales=scales)

@@ -15,9 +15,10 @@ from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_fused as fused_attention_gpu
-from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared
+from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared, gpu_wide
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
+from jspec.pallas_kernels.delta_rule import gpu as delta_rule_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm
 from jspec.pallas_kernels.experts.api import KERNEL_GATES, Mixed
@@ -35,6 +36,7 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import scaled_outputs, scaled_queries
+from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
@@ -49,6 +51,8 @@ from jspec.spec.model_spec import Gate, MoESpec
 # Prefill programs in which XLA multiplies fp8 numbers are without, too: for eight layers of
 # Llama-3.1-8B and 8,192 tokens the autotuner of those products takes more than a minute.
 WITHOUT_TRITON = range(48, 513)
+NARROW = (64, 128)  # head dims of the kernels in Mosaic
+WIDE = (256,)  # of gpu_wide.py; prompts are XLA's
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class GpuOps(Ops):
         if k_new is not None and v_new is not None:
             how: Any = {"queries_per_row": per_row, "scales": scales}
             kv_pages = self.write_kv(k_new, v_new, kv_pages, rows, **how)
+        if kv_pages.shape[3] not in NARROW:
+            return self.attend_written(q, kv_pages, rows, call, sinks, scales), kv_pages
         given = (scaled_queries(q, scales), kv_pages, rows)
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
         if per_row is None:
@@ -106,6 +112,43 @@ class GpuOps(Ops):
         else:
             out = fused_attention_gpu.attend_rows(*given, queries_per_row=per_row, **settings)
         return scaled_outputs(out, scales, q.dtype).astype(q.dtype), kv_pages
+
+    def attend_written(
+        self,
+        q: jax.Array,
+        pages: jax.Array,
+        rows: AttentionMetadata,
+        call: AttentionCall,
+        sinks: jax.Array | None = None,
+        scales: KVScales | None = None,
+    ) -> jax.Array:
+        """Attend to a pool of wide heads, which `attend` has no other kernel for."""
+        few = call.queries_per_row
+        serves = gpu_wide.serves(q, pages, queries_per_row=few, window=call.window)
+        if few is None or not serves or scales is not None:
+            return Ops.attend_written(self, q, pages, rows, call, sinks, scales)
+        how: Any = {"scale": call.scale, "soft_cap": call.soft_cap, "interpret": self.interpret}
+        return gpu_wide.attend_rows(q, pages, rows, queries_per_row=few, sinks=sinks, **how)
+
+    def attend_latent(
+        self,
+        q: jax.Array,
+        records: jax.Array,
+        pages: jax.Array,
+        rows: AttentionMetadata,
+        call: AttentionCall,
+        scales: KVScales | None = None,
+        *,
+        rank: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        few = call.queries_per_row
+        serves = gpu_wide.serves(q, pages, queries_per_row=few, window=call.window)
+        if few is None or not serves or scales is not None:
+            return Ops.attend_latent(self, q, records, pages, rows, call, scales, rank=rank)
+        check_call(q, pages, rows, call)
+        pages = latent_attention.write_new(records, pages, rows, call)
+        how: Any = {"scale": call.scale, "value_dim": rank, "interpret": self.interpret}
+        return gpu_wide.attend_rows(q, pages, rows, queries_per_row=few, **how), pages
 
     def rotate_write_and_attend(
         self,
@@ -117,7 +160,7 @@ class GpuOps(Ops):
         sinks: jax.Array | None = None,
         scales: KVScales | None = None,
     ) -> tuple[jax.Array | Scaled, jax.Array]:
-        is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
+        is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1] and heads.shape[-1] in NARROW
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
         if is_whole and call.queries_per_row == 1:
             sizes = {"num_heads": rotation.num_heads}
@@ -142,6 +185,22 @@ class GpuOps(Ops):
             scales=scales,
             **settings,
         )
+
+    def delta_rule(
+        self,
+        inputs: jax.Array,
+        decay: jax.Array,
+        beta: jax.Array,
+        conv: jax.Array,
+        cache: dict[str, jax.Array],
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        given = (inputs, decay, beta, conv, cache, rows)
+        if queries_per_row is None or not delta_rule_gpu.serves(queries_per_row=queries_per_row):
+            return Ops.delta_rule(self, *given, queries_per_row=queries_per_row)
+        return delta_rule_gpu.run_rows(*given, nodes=queries_per_row, interpret=self.interpret)
 
     def add_norm(
         self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
@@ -313,7 +372,7 @@ def gpu_problem(
 ) -> str | None:
     """Return why the Hopper kernels cannot be used, or None. page_size None: the default."""
     page_size = page_size or GpuOps.default_page_size
-    odd = next((width for width in head_dims if width not in (64, 128)), None)
+    odd = next((width for width in head_dims if width not in NARROW + WIDE), None)
     expected = {
         f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
         f"jax {jax.__version__}": (hopper.has_mosaic_gpu(), "0.11 or later"),
@@ -325,7 +384,7 @@ def gpu_problem(
             page_size in (8, 16, 32, 64) or page_size % 128 == 0,
             "8, 16, 32, 64 or a multiple of 128",
         ),
-        f"head_dim {odd}": (odd is None, "64 or 128"),
+        f"head_dim {odd}": (odd is None, "64, 128 or 256"),
     }
     found = (f"{name}; expected {wanted}" for name, (fits, wanted) in expected.items() if not fits)
     return next(found, None)

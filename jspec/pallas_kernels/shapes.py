@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jspec.spec.model_spec import AttentionSpec, DenseSpec, FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    FeedForward,
+    Gate,
+    LatentAttentionSpec,
+    Mixer,
+    MoESpec,
+    Routing,
+)
 from jspec.spec.weight_format import MXFP4, Formats, Op
 
 
@@ -18,6 +28,7 @@ class ModelShape:
     attention: AttentionSpec
     ffn: FeedForward
     formats: Formats = ()  # of products whose weights the checkpoint packs
+    mixer: Mixer | None = None  # of layers that cache something else than K and V
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -98,6 +109,32 @@ GPT_OSS_20B = ModelShape(
 )
 GPT_OSS_20B_MXFP4 = replace(GPT_OSS_20B, formats=((Op.EXPERTS, MXFP4()),))
 
+QWEN3_5_9B = ModelShape(  # every fourth layer is full attention, the others are delta nets
+    hidden_size=4096,
+    vocab_size=248320,
+    attention=AttentionSpec(
+        num_heads=16, num_kv_heads=4, head_dim=256, qk_norm=True, rotary_dim=64
+    ),
+    ffn=DenseSpec(inner=12288),
+    mixer=DeltaNetSpec(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128),
+)
+GLM_4_7_FLASH = ModelShape(  # all layers cache latents
+    hidden_size=2048,
+    vocab_size=154880,
+    attention=AttentionSpec(num_heads=20, num_kv_heads=20, head_dim=256),
+    ffn=MoESpec(num_experts=64, top_k=4, inner=1536, routing=Routing.SIGMOID_THEN_TOP_NORMALIZED),
+    mixer=LatentAttentionSpec(
+        num_heads=20,
+        num_kv_heads=20,
+        head_dim=256,
+        v_dim=256,
+        rotary_dim=64,
+        kv_rank=512,
+        q_rank=768,
+        interleaved=True,
+    ),
+)
+
 MODELS: Mapping[str, ModelShape] = {
     "llama-3.2-1b": LLAMA_3_2_1B,
     "llama-3.1-8b": LLAMA_3_1_8B,
@@ -105,4 +142,6 @@ MODELS: Mapping[str, ModelShape] = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-20b-mxfp4": GPT_OSS_20B_MXFP4,
+    "qwen3.5-9b": QWEN3_5_9B,
+    "glm-4.7-flash": GLM_4_7_FLASH,
 }

@@ -96,7 +96,7 @@ def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
     with pytest.raises(ConfigError, match=r"'pallas', with the GPU's compute capability 8.0"):
         resolved(A100, attention_backend="pallas")
     odd = dataclasses.replace(PLAIN, head_dims=(128, 80))
-    with pytest.raises(ConfigError, match="'pallas', with head_dim 80; expected 64 or 128"):
+    with pytest.raises(ConfigError, match="'pallas', with head_dim 80; expected 64, 128 or 256"):
         resolved(H200, odd, attention_backend="pallas")
 
 

@@ -115,7 +115,9 @@ def test_a_latent_is_stored_by_its_only_scale() -> None:
     pool = jnp.zeros((2, 4, 8), E4M3)
     scales = KVScales(k=SCALES.k, v=SCALES.k)
     q = jnp.ones((1, 2, 6))
-    out, after = OPS["xla"].attend_latent(q, record, pool, one_row(), ONE_EACH, scales)
+    out, after = OPS["xla"].attend_latent(
+        q, record, pool, one_row(), ONE_EACH, scales, rank=pool.shape[2]
+    )
     held = (np.asarray(record) / np.asarray(SCALES.k)).clip(-448, 448).astype(E4M3)
     np.testing.assert_array_equal(np.asarray(after)[1, 0, :6], held[0])
     expected = held.astype(np.float32) * np.asarray(SCALES.k)

@@ -53,7 +53,7 @@ def merge_shares(
         functools.partial(_merge_one, queries=queries, num_kv=num_kv, has_sinks=sinks is not None),
         grid=(batch * queries, num_heads),
         out_shape=jax.ShapeDtypeStruct((batch * queries, num_heads, parts.shape[3]), parts.dtype),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=max(parts.shape[3] // 128, 1), num_stages=1),
         interpret=interpret,
         name="merge_shares",
     )(parts, heights, valid.astype(jnp.int32), *extra)

@@ -34,3 +34,23 @@ def choose_tuning(width: int, *, windowed: bool) -> Tuning:
     window, larger blocks would load more keys outside the window.
     """
     return Tuning(block_tokens=128) if width == 64 and not windowed else Tuning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideTuning:
+    """Parameters of gpu_wide.py that affect speed only. programs: per multiprocessor, by shares."""
+
+    block: int = 64  # keys of one iteration, a multiple of 32
+    warps: int = 4
+    stages: int = 2
+    programs: int = 2
+
+
+def choose_wide_tuning(value_dim: int, *, rows: int, is_latent: bool) -> WideTuning:
+    """Return tiles that fit in registers: rows x value_dim sums. rows: of a tile, up to 64."""
+    return WideTuning(
+        block=32 if is_latent else 64,
+        warps=8 if rows * value_dim > 8192 else 4,
+        stages=3 if rows == 64 and not is_latent else 2,
+        programs=1 if is_latent else 2,
+    )
