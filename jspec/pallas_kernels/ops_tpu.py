@@ -12,6 +12,7 @@ from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 from jspec.pallas_kernels.compaction import tpu as compaction_tpu
+from jspec.pallas_kernels.delta_rule import tpu as delta_rule_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu
 from jspec.pallas_kernels.experts.api import KERNEL_GATES
 from jspec.pallas_kernels.kv_write.api import KVScales
@@ -72,6 +73,22 @@ class TpuOps(Ops):
             interpret=self.interpret,
             **call.settings,
         )
+
+    def delta_rule(
+        self,
+        inputs: jax.Array,
+        decay: jax.Array,
+        beta: jax.Array,
+        conv: jax.Array,
+        cache: dict[str, jax.Array],
+        rows: AttentionMetadata,
+        *,
+        queries_per_row: int | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        given = (inputs, decay, beta, conv, cache, rows)
+        if queries_per_row is None or not delta_rule_tpu.serves(cache["state"]):
+            return Ops.delta_rule(self, *given, queries_per_row=queries_per_row)
+        return delta_rule_tpu.run_rows(*given, nodes=queries_per_row, interpret=self.interpret)
 
     def experts(
         self,

@@ -20,7 +20,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
@@ -36,9 +36,10 @@ from jspec.pallas_kernels.bonus_token.tpu import gather_emitted
 from jspec.pallas_kernels.compaction.tpu import compact_paths
 from jspec.pallas_kernels.ops_tpu import TpuOps
 from jspec.pallas_kernels.prefill.tpu import attend_packed
-from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B, ModelShape
+from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_5_9B, QWEN3_30B_A3B, ModelShape
 from jspec.spec.axes import TENSOR
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.cache_entry import CacheLayout
+from jspec.spec.model_spec import DeltaNetSpec, MoESpec
 from tests.engine.pool_copies import pool_copies
 
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
@@ -155,6 +156,31 @@ def experts(shape: ModelShape, tokens: int, *, kernels: int = 2) -> Program:
     )
 
 
+def delta(nodes: int, *, batch: int = 64, tail: int | None = None, shards: int = 1) -> Program:
+    """A step of Qwen3.5-9B's delta nets."""
+    spec = QWEN3_5_9B.mixer
+    assert isinstance(spec, DeltaNetSpec)
+    heads, keys = spec.num_heads // shards, spec.num_key_heads // shards
+    spec = replace(spec, num_heads=heads, num_key_heads=keys)
+    layout = CacheLayout(page_size=64, dtype="bfloat16", num_nodes=nodes, num_path=min(nodes, 4))
+    arrays = spec.cache_entry.arrays(batch + 1, layout)
+    cache = {name: array(x.shape, x.dtype) for name, x in arrays.items()}
+    tokens = batch * nodes
+
+    def step(cache: Any, inputs: Any, decay: Any, beta: Any, conv: Any, rows: Any) -> Any:
+        given = (inputs, decay, beta, conv, cache, rows)
+        return TpuOps().delta_rule(*given, queries_per_row=nodes)
+
+    where = replace(metadata(batch, 64, tokens, tail=tail), slots=array((batch,), i32))
+    steps = array((tokens, heads), f32)
+    inputs, conv = (
+        array((tokens, spec.conv_dim), bf16),
+        array((spec.conv_size, spec.conv_dim), bf16),
+    )
+    args = (cache, inputs, steps, steps, conv, where)
+    return Program(function=step, args=args, large=arrays["state"].shape, donated=(0,))
+
+
 # 8B at tensor parallel 4 is H = 8, G = 2; 70B at 8 is H = 8, G = 1; D = 128.
 PROGRAMS = {
     **{
@@ -215,6 +241,11 @@ PROGRAMS = {
     **{f"experts, gpt-oss-20b, {n} tokens": experts(GPT_OSS_20B, n) for n in (1, 256)},
     "experts, qwen3-30b-a3b tp4, 8 tokens": experts(QWEN3_30B_A3B.shard(4), 8),
     "experts, gpt-oss-20b tp4, 8 tokens": experts(GPT_OSS_20B.shard(4), 8),
+    "delta, qwen3.5-9b, R 1": delta(1),
+    "delta, qwen3.5-9b, one row, R 1": delta(1, batch=1),
+    "delta, qwen3.5-9b, R 4": delta(4),
+    "delta, qwen3.5-9b, tree of 16": delta(16, tail=16),
+    "delta, qwen3.5-9b tp4, tree of 16": delta(16, tail=16, shards=4),
     "experts, by XLA, 2048 tokens": experts(QWEN3_30B_A3B, 2048, kernels=0),
 }
 # One shape or two of every kernel, the largest; whole steps compile others (test_step_compile).
@@ -229,6 +260,8 @@ FEW = (
     "gathering, copied: an odd tree",
     "experts, qwen3-30b-a3b, 64 tokens",
     "experts, gpt-oss-20b tp4, 8 tokens",
+    "delta, qwen3.5-9b, R 1",
+    "delta, qwen3.5-9b, tree of 16",
 )
 
 
