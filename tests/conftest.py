@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
 
+KERNELS = re.compile(r"/pallas_kernels/test_\w+_(gpu|tpu)")  # interpreted
+
 # Files that serve with the same engines: one process runs them all, and compiles those once.
 TOGETHER = (
     (
@@ -85,7 +88,6 @@ LONG = (
     "speculative/test_mtp_families.py",
     "scheduler/test_adaptive_shapes.py",
     "models/test_families.py",
-    "pallas_kernels/test_sample_gpu.py",
     "engine/test_program_growth.py",
     "engine/test_program_store.py",
     "layers/test_mixers.py",
@@ -98,18 +100,12 @@ LONG = (
     "test_cli.py",
     "sampling/test_accept.py",
     "server/test_hostile.py",
-    "pallas_kernels/test_compaction_gpu.py",
-    "pallas_kernels/test_experts_gpu_few.py",
-    "pallas_kernels/test_experts_gpu_many.py",
     "speculative/test_simulated_acceptance.py",
-    "pallas_kernels/test_kv_write_gpu.py",
     "pallas_kernels/test_attention.py",
     "test_ops_benchmark.py",
     "layers/test_moe.py",
     "models/test_hf_eagle3_forward.py",
-    "pallas_kernels/test_prefill_tpu.py",
     "test_cli_processes.py",
-    "pallas_kernels/test_attention_tpu.py",
     "server/test_draft_trees.py",
     "scheduler/test_interleavings.py",
 )
@@ -119,6 +115,8 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark expensive cases as slow, and run the longest files first.
 
+    The interpreters of the kernels (pallas_kernels/test_*_gpu*.py and test_*_tpu*.py) are marked
+    `kernel` and slow: who changes a kernel runs `pytest -m kernel`.
     `@pytest.mark.slow_cases("2]", "tree")` moves the cases of one test whose ids begin so to the
     slow suite ("]" ends an id); a sibling of the same law stays in the fast one.
     """
@@ -126,6 +124,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cases = [start for mark in item.iter_markers("slow_cases") for start in mark.args]
         if item.name.partition("[")[2].startswith(tuple(cases)) and cases:
+            item.add_marker(pytest.mark.slow)
+        if KERNELS.search(item.path.as_posix()) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.kernel)
             item.add_marker(pytest.mark.slow)
     rank = {here / name: i for i, name in enumerate((*FIRST_OF, *LONG))}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))

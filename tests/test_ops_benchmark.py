@@ -97,6 +97,7 @@ def test_the_floor_of_experts_is_what_the_tokens_touch() -> None:
     assert packed == pytest.approx(many.num_bytes * 17 / 64, rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_default_size_has_a_case() -> None:
     """Built, not run: no array of a real model is made."""
     for build, sizes in OPS.values():

@@ -88,6 +88,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow_cases("latent]")
 @pytest.mark.parametrize("name", ["latent", "delta_net"])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(steps=steps, seed=st.integers(0, 99))

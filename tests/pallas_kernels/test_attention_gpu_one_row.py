@@ -90,7 +90,7 @@ def check(case: Case, *, interpret: bool) -> None:
         np.testing.assert_allclose(numbers, wanted, atol=tolerance)
 
 
-@pytest.mark.slow_cases("group of 16", "no keys", "norms]")
+@pytest.mark.slow_cases("group of 16", "no keys", "norms]", "a page begins")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str) -> None:
     check(CASES[name], interpret=True)

@@ -87,6 +87,7 @@ def test_a_chain_of_several_strips_gives_the_definition(monkeypatch: pytest.Monk
     rows.verify(1, topk=1)
 
 
+@pytest.mark.slow_cases("heads0-5-2-True-True")
 @pytest.mark.parametrize(
     ("heads", "queries", "shares", "tree", "sinks"),
     [

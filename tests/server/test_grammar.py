@@ -223,6 +223,7 @@ def piece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_pieces_follows_grammars(
     engine_arguments: dict[str, Any], piece_tokenizer: Path
 ) -> None:

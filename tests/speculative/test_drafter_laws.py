@@ -127,7 +127,7 @@ def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) ->
     assert checked > NUM_ROWS
 
 
-@pytest.mark.slow_cases("multi_layer")
+@pytest.mark.slow_cases("multi_layer", "eagle3-5-2")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
     check_guesses(kind, shape)
@@ -168,6 +168,7 @@ def test_of_a_chain_a_drafter_of_tokens_runs_the_last_two_alone() -> None:
     check_chain(KINDS["standalone"], (3, 1))
 
 
+@pytest.mark.slow_cases("multi_layer")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_verifications_leave_what_a_prompt_leaves(kind: Kind, shape: Shape) -> None:
     check_caches(kind, shape)

@@ -104,6 +104,7 @@ def check(engine: Compiled, *, chunk: int, is_dial: bool = True) -> None:
     assert not is_dial or all(served.counters.accept_histogram)
 
 
+@pytest.mark.slow
 def test_plain_decoding_in_chunks_and_batches() -> None:
     check(plain_engine(), chunk=5, is_dial=False)
 

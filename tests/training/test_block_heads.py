@@ -81,7 +81,7 @@ def expected(guess: Guess, root: int) -> np.ndarray:
     return log_softmax(scores)
 
 
-@pytest.mark.slow_cases("dflash", "peagle")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BLOCKS, "peagle"])
 def test_an_exported_head_drafts_what_it_learnt_at_every_root(name: str, tmp_path: Path) -> None:
     target, target_params = tiny_target()
