@@ -340,7 +340,6 @@ def ids_of(engine: Engine, **sampling: Any) -> list[int]:
     return engine.generate(input_ids=[3, 1, 4], sampling_params=params)["output_ids"]
 
 
-@pytest.mark.slow
 def test_an_engine_serves_before_all_programs_are_there(arguments: dict[str, Any]) -> None:
     with Engine(**arguments) as engine:
         assert counts(engine) == (5, 6)
