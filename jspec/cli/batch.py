@@ -40,8 +40,7 @@ REPLICA_FLAGS = ("num_replicas", "num_gpus")  # of ReplicaArgs
 ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
-def run_batch_command(argv: Sequence[str]) -> int:
-    """Answer a file, continuing after an interruption; return 0 if any line succeeded, else 3."""
+def _parser() -> FlagParser:
     parser = FlagParser(
         prog="jspec batch",
         allow_abbrev=False,
@@ -68,13 +67,15 @@ def run_batch_command(argv: Sequence[str]) -> int:
     parser.add_argument("--num-replicas", type=int, metavar="N", help="Replicas with --ray (1)")
     parser.add_argument("--num-gpus", type=float, metavar="N", help="GPUs of each with --ray")
     add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
-    options, settings = parse_flags(parser, argv)
+    return parser
+
+
+def run_batch_command(argv: Sequence[str]) -> int:
+    """Answer a file, continuing after an interruption; return 0 if any line succeeded, else 3."""
+    options, settings = parse_flags(_parser(), argv)
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
     of_replicas = _of_replicas(options)
-    if of_replicas and options.ray is None:
-        name, value = next(iter(of_replicas.items()))
-        raise ConfigError(f"{name} is {value} without --ray; expected --ray with it")
     requests, path = Path(options.requests), Path(options.answers)
     earlier = None if options.retry_errors is None else Path(options.retry_errors)
     total = count_lines(requests)
@@ -152,8 +153,13 @@ def _created(paths: Sequence[Path]) -> int:
 
 
 def _of_replicas(options: Namespace) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in REPLICA_FLAGS}
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the flags of replicas that are given. Raises ConfigError for one without --ray."""
+    values = {name: getattr(options, name) for name in REPLICA_FLAGS}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and options.ray is None:
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"{name} is {value} without --ray; expected --ray with it")
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
