@@ -26,18 +26,10 @@ from jspec.training.heads.unrolled_attention import unroll_head
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedEagle3:
-    """An EAGLE-3 head of one layer that feeds back its unnormed output (else ConfigError)."""
+class Eagle3Weights:
+    """The weights of an EAGLE-3 head in training; the embedding is the target's."""
 
     spec: HeadSpec
-
-    def __post_init__(self) -> None:
-        if self.spec.layer.num_layers != 1 or self.spec.feeds_back_normed:
-            raise ConfigError(
-                f"the head has {self.spec.layer.num_layers} layers and feeds_back_normed is "
-                f"{self.spec.feeds_back_normed}; expected 1 and False, which is all that is "
-                "trained here"
-            )
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -49,6 +41,19 @@ class TrainedEagle3:
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
         table = target_params["embed"]["table"]
         return {**params, "embed": {"table": table}, "draft_ids": draft_ids}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedEagle3(Eagle3Weights):
+    """An EAGLE-3 head of one layer that feeds back its unnormed output (else ConfigError)."""
+
+    def __post_init__(self) -> None:
+        if self.spec.layer.num_layers != 1 or self.spec.feeds_back_normed:
+            raise ConfigError(
+                f"the head has {self.spec.layer.num_layers} layers and feeds_back_normed is "
+                f"{self.spec.feeds_back_normed}; expected 1 and False, which is all that is "
+                "trained here"
+            )
 
     def guesses(
         self,

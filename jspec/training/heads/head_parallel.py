@@ -23,7 +23,7 @@ from jspec.models.decoder import LayerSettings, Params, run_layer
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.feature_head import FeatureHead, run_first_layer
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.head_spec import HeadSpec, eagle3_spec
+from jspec.spec.head_spec import eagle3_spec
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.anchored_attention import (
     AnchoredAttention,
@@ -36,25 +36,12 @@ from jspec.training.heads.draft_head import (
     layers_over,
     plain_layer,
 )
-from jspec.training.heads.head_eagle3 import init_eagle3
+from jspec.training.heads.head_eagle3 import Eagle3Weights
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedParallel:
-    """An EAGLE-3 head with a mask token, of any number of layers; the embedding is the target's."""
-
-    spec: HeadSpec
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.spec.aux_layer_ids
-
-    def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        return init_eagle3(self.spec, target_params, draft_ids, seed=seed)
-
-    def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
-        table = target_params["embed"]["table"]
-        return {**params, "embed": {"table": table}, "draft_ids": draft_ids}
+class TrainedParallel(Eagle3Weights):
+    """An EAGLE-3 head with a mask token, of any number of layers."""
 
     def guesses(
         self,
