@@ -37,7 +37,8 @@ def load(pair: Path, draft: Path, **arguments: Any) -> LoadedModels:
     args = EngineArgs(
         model_path=str(pair / "target"),
         speculative_draft_model_path=str(draft),
-        **{"speculative_algorithm": "DFLASH", "speculative_num_steps": 5} | arguments,
+        **{"dtype": "float32", "speculative_algorithm": "DFLASH", "speculative_num_steps": 5}
+        | arguments,
     )
     return load_models(args, resolve_paths(args), mesh=mesh_of(1))
 

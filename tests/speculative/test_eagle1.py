@@ -62,7 +62,7 @@ def load(directory: Path, **arguments: Any) -> LoadedModels:
         model_path=str(directory / "target"),
         speculative_algorithm="EAGLE",
         speculative_draft_model_path=str(directory / "draft"),
-        **arguments,
+        **{"dtype": "float32", **arguments},
     )
     return load_models(args, resolve_paths(args), mesh=mesh_of(1))
 

@@ -49,7 +49,7 @@ def load(directory: Path, **arguments: Any) -> LoadedModels:
         model_path=str(directory / "target"),
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(directory / "draft"),
-        **arguments,
+        **{"dtype": "float32", **arguments},
     )
     return load_models(args, resolve_paths(args), mesh=mesh_of(1))
 
