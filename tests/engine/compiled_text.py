@@ -17,12 +17,16 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](\{(?P<layout>[^}]*
 
 @dataclass(frozen=True)
 class ArrayType:
-    """An array in a program. layout: minor to major, as text; space: 0 is main memory."""
+    """An array in a program. layout: minor to major, as text; space: 0 is main memory.
+
+    tile: of the minor dimensions, the minor one last.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     layout: str
     space: int
+    tile: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -40,6 +44,7 @@ class Instruction:
     is_root: bool
     in_entry: bool
     in_fusion: bool
+    computation: str
     line: str
 
 
@@ -51,10 +56,12 @@ def instructions(text: str) -> Iterator[Instruction]:
     """
     fused = set(re.findall(r" fusion\(.*? calls=%?([\w.\-]+)", text))
     in_entry = in_fusion = False
+    computation = ""
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header is not None:
-            in_entry, in_fusion = header[1] is not None, header["name"] in fused
+            computation = header["name"]
+            in_entry, in_fusion = header[1] is not None, computation in fused
             continue
         found = _INSTRUCTION.match(line)
         if found is None:
@@ -69,6 +76,7 @@ def instructions(text: str) -> Iterator[Instruction]:
             is_root=found[1] is not None,
             in_entry=in_entry,
             in_fusion=in_fusion,
+            computation=computation,
             line=line,
         )
 
@@ -86,10 +94,11 @@ def _split_type(rest: str) -> tuple[str, str]:
 
 def _array_type(found: re.Match[str]) -> ArrayType:
     layout = found["layout"] or ""
-    space = re.search(r"S\((\d+)\)", layout)
+    space, tile = re.search(r"S\((\d+)\)", layout), re.search(r"T\(([\d,]+)\)", layout)
     return ArrayType(
         dtype=found["dtype"],
         shape=tuple(int(n) for n in found["dims"].split(",") if n),
         layout=layout.partition(":")[0],
         space=int(space[1]) if space else 0,
+        tile=tuple(int(n) for n in tile[1].split(",")) if tile else (),
     )

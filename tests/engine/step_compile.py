@@ -75,6 +75,7 @@ from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
+from tests.engine.step_watch import watched
 from tests.engine.weight_copies import weight_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
@@ -180,7 +181,7 @@ def make_case(
     """Build one model with S/K/N and as many pages as a chip's memory allows."""
     devices = list(devices_of(topology))
     mesh = Parallel(tensor=len(devices)).mesh(devices)
-    program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
+    program, params = make_program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = flat_limits(
         draft_shape=program.draft_shape,
         num_slots=rows,
@@ -222,7 +223,7 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _program(
+def make_program(
     config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str
 ) -> tuple[StepProgram, Any]:
     """Return the static program and its abstract bf16 parameters. drafter: one of ALGORITHMS."""
@@ -294,6 +295,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
         "num_pages": case.limits.pool.num_pages,
         "pool_copies": [x for pool in sorted(shapes) for x in pool_copies(text, pool)],
         "weight_copies": weight_copies(text, weights),
+        "watched": watched(text),
         "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
     }
 

@@ -39,6 +39,7 @@ from benchmarks.tpu_programs import (
 from benchmarks.workloads import WORKLOADS
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
 from jspec.spec.model_spec import MoESpec
+from tests.engine.step_watch import BOUNDS, dump_flags, inner_loops, over_bounds
 
 LAYERS = 2
 CI = fewest(LAYERS)
@@ -104,9 +105,13 @@ def experts_are_xla(job: Job) -> bool:
         for job in few(LAYERS)
     ],
 )
-def test_a_step_compiles_for_a_tpu(job: Job) -> None:
-    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+def test_a_step_compiles_for_a_tpu(job: Job, tmp_path: Path) -> None:
+    is_watched = str(job) in BOUNDS
+    environment = {**LEAST_EFFORT, **(dump_flags(tmp_path) if is_watched else {})}
+    found = run_job(job, timeout=TIMEOUT, environment=environment)
     print({name: value for name, value in found.items() if "copies" not in name})
+    if is_watched:
+        assert over_bounds(job, found["watched"], inner_loops(tmp_path)) == []
     assert found["program"] == job.program
     assert found["layers"] == LAYERS
     assert found["kernels"] >= LAYERS, "a layer without a Mosaic kernel"

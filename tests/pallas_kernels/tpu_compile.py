@@ -198,6 +198,10 @@ PROGRAMS = {
     ),
     "rows, 8b tp4 one row": rows(16, tail=16, batch=1),
     "rows, 8b tp4 nothing written": rows(4, writes=False),
+    **{
+        f"rows, 8b tp8 R {queries}": rows(queries, heads=4, kv_heads=1, tail=tail)
+        for queries, tail in ((1, None), (4, None), (16, 16))
+    },
     "rows, 8b tp1 R 1": rows(1, heads=32, kv_heads=8),
     "rows, 8b tp1 tree of 16": rows(16, heads=32, kv_heads=8, tail=16),
     "rows, 70b tp8 R 1": rows(1, kv_heads=1),
