@@ -82,11 +82,9 @@ def run_steps(options: argparse.Namespace, save: Callable[[str, dict[str, Any]],
 def run_nodes(options: argparse.Namespace, save: Callable[[str, dict[str, Any]], None]) -> None:
     with tempfile.TemporaryDirectory() as made:
         directory = options.dumps or Path(made)
-        for rows in nodes.ROWS:
-            save(
-                f"{options.topology} {rows} rows",
-                nodes.find(rows, options.topology, directory, evaluate=options.evaluate),
-            )
+        found = nodes.find(options.topology, directory, evaluate=options.evaluate)
+        for rows, cell in found.items():
+            save(f"{options.topology} {rows} rows", cell)
 
 
 def main(argv: list[str] | None = None) -> int:
