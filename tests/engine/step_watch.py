@@ -60,6 +60,13 @@ BOUNDS: Mapping[str, Bounds] = {
             "gather_emitted": 146,
         },
     ),
+    "gpt-oss-20b v6e:2x2 0/1/1 decode B=64 sampling": Bounds(
+        collectives=10,
+        large_copies=6,
+        loops=1,
+        sorts=5,
+        inner_loops={"paged_attention_rows_1": 876, "experts_product": 721},
+    ),
 }
 
 
