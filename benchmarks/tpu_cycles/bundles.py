@@ -121,7 +121,7 @@ def is_vector(text: str) -> bool:
 
 def inner_loop(bundles: Sequence[Bundle]) -> Loop | None:
     """Return the loop that does the kernel's work: the one whose body, without the loops inside
-    it, has the most products, or the most vector instructions where there are none."""
+    it, has the most products, or else the most vector instructions."""
     found = list(loops(bundles))
     if not found:
         return None

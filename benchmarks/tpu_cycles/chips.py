@@ -1,4 +1,4 @@
-"""What this estimate assumes of each TPU.
+"""The rates that the estimates assume of each TPU.
 
 `ghz` is the clock of libtpu's evaluator: the published peak divided by the operations a cycle of
 the matrix units, 2 x 128 x 128 or 2 x 256 x 256 times their number. Bandwidths and peaks are the

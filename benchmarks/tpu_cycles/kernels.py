@@ -166,7 +166,7 @@ CASES = (
         kernel="experts_product",
         scenarios=lambda: experts(64, num_experts=128, top_k=8, weight_bytes=2048 * 2 * 768 * 2.0),
     ),
-    # Not simulated: so many pools are given to the kernel in another way.
+    # Not simulated: the kernel finds its 32 pools in a table that the listing does not explain.
     Case(name="compaction, 8b tp4, pages of 64, 8 levels", kernel="compact_paths", scenarios=none),
     Case(name="gathering, 8b, tree of 16", kernel="gather_emitted", scenarios=none),
 )

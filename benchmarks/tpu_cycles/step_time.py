@@ -243,9 +243,9 @@ class StepTime:
         if found is None:
             self.missing.append(f"{op.name}: no cycles")
             return 0.0
-        if op.name.startswith("multiply_reduce"):
-            return found * REDUCED_PRODUCT
         if "COST_MODEL_TYPE_INVALID" in op.line:
+            if any("['kernel']" in path for path in self.module.parameters(op)):
+                return found * REDUCED_PRODUCT
             return max(found - COST_MODEL_FIXED_CYCLES, 0)
         return found * (self.chip.cost_model_hbm if num_bytes else 1.0)
 

@@ -30,7 +30,7 @@ from benchmarks.floors import (
 from benchmarks.timing import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
 from benchmarks.tpu_cycles.chips import Chip, chip_of
 from benchmarks.tpu_cycles.hlo import Module, kernel_name, padded_bytes
-from benchmarks.tpu_cycles.kernels import MIXED, MIXED_CONTEXTS
+from benchmarks.tpu_cycles.kernels import MIXED, MIXED_CONTEXTS, ROWS
 from benchmarks.tpu_cycles.step_time import KernelTime, StepTime
 from benchmarks.tpu_programs import ROOT, SHAPES, SLICES, Job
 from jspec.pallas_kernels.bundles import OPS
@@ -144,7 +144,9 @@ class KernelTimes:
     reports: those of `kernels` for the step's chip, by kernel. used: how each time was found.
     """
 
-    def __init__(self, job: Job, chip: Chip, reports: dict[str, Any], *, devices: int) -> None:
+    def __init__(
+        self, job: Job, chip: Chip, module: Module, reports: dict[str, Any], *, devices: int
+    ) -> None:
         self._job, self._chip, self._devices = job, chip, devices
         # The reports have the shapes of Llama-3.1-8B over four and eight devices.
         other = "tp8" if devices == 4 else "tp4"
@@ -154,6 +156,7 @@ class KernelTimes:
             if job.model == "llama-3.1-8b" and other not in name
         }
         self.used: dict[str, dict[str, Any]] = {}
+        self._types = {op.name: op.types for op in module.entry}
 
     def __call__(self, op: Instruction) -> KernelTime | None:
         name = kernel_name(op)
@@ -167,7 +170,7 @@ class KernelTimes:
     def _simulated(self, name: str) -> tuple[str, KernelTime] | None:
         runs = self._reports.get(name, {})
         for scenario, run in runs.items():
-            if scenario in (MIXED, f"{self._job.rows} rows") and not run["faults"]:
+            if scenario == MIXED and self._job.rows == ROWS and not run["faults"]:
                 return "simulated", KernelTime(us=run["us"], num_bytes=run["hbm_bytes"])
         if name == "paged_prefill" and runs:
             # One prompt's pairs of tokens grow with the square of its length.
@@ -183,7 +186,9 @@ class KernelTimes:
         if name.startswith("paged_attention_rows"):
             heads = spec.layers[0].softmax_attention
             shard = max(heads.num_kv_heads // self._devices, 1) * max(heads.head_dim, 128)
-            num_bytes = float(self._job.rows * MEAN_CONTEXT * 2 * shard * 2)
+            windows = [layer.attention.window or MEAN_CONTEXT for layer in spec.layers]
+            seen = sum(min(window, MEAN_CONTEXT) for window in windows) / len(windows)
+            num_bytes = self._job.rows * seen * 2 * shard * 2
             us = num_bytes / bytes_per_us / ASSUMED_SHARE + self._chip.latency_us
             return "modelled", KernelTime(us=us, num_bytes=num_bytes)
         if name.startswith("experts_product"):
@@ -206,9 +211,7 @@ class KernelTimes:
         return None
 
     def _operands(self, op: Instruction) -> list[Any]:
-        return [x for name in op.operands for x in self.types.get(name, ())]
-
-    types: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012  (set per module by `estimate`)
+        return [x for name in op.operands for x in self._types.get(name, ())]
 
 
 def _prompt(job: Job) -> int:
@@ -220,8 +223,7 @@ def estimate(job: Job, directory: Path, reports: dict[str, Any]) -> dict[str, An
     step = json.loads((directory / "step.json").read_text("utf-8"))
     module = Module((directory / "hlo.txt").read_text("utf-8"))
     chip, devices = chip_of(job.topology), step["devices"]
-    kernels = KernelTimes(job, chip, reports, devices=devices)
-    kernels.types = {op.name: op.types for op in module.entry}
+    kernels = KernelTimes(job, chip, module, reports, devices=devices)
     time = StepTime(module, chip=chip, devices=devices, kernels=kernels)
     depth = step_compile.MODELS[job.model].num_layers
     whole = time.at_depth(depth, compiled=step["layers"]) / 1e3
