@@ -90,9 +90,16 @@ def _is_large_copy(instruction: Instruction) -> bool:
     return result.size * ITEM_BYTES.get(result.dtype, 0) >= LARGE_BYTES
 
 
-def dump_flags(directory: Path) -> Mapping[str, str]:
-    """Return the environment in which libtpu lists the kernels' final bundles."""
-    return {"LIBTPU_INIT_ARGS": FLAGS.format(directory)}
+def dump_environment(directory: Path) -> Mapping[str, str]:
+    """Return the environment in which libtpu lists the kernels' final bundles, by their names.
+
+    A kernel has its name from the operation's location, which the tests else leave out.
+    """
+    return {
+        "LIBTPU_INIT_ARGS": FLAGS.format(directory),
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10",
+        "JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS": "true",
+    }
 
 
 def inner_loops(directory: Path) -> dict[str, int]:

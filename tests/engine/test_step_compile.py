@@ -39,7 +39,7 @@ from benchmarks.tpu_programs import (
 from benchmarks.workloads import WORKLOADS
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
 from jspec.spec.model_spec import MoESpec
-from tests.engine.step_watch import BOUNDS, dump_flags, inner_loops, over_bounds
+from tests.engine.step_watch import BOUNDS, dump_environment, inner_loops, over_bounds
 
 LAYERS = 2
 CI = fewest(LAYERS)
@@ -107,7 +107,7 @@ def experts_are_xla(job: Job) -> bool:
 )
 def test_a_step_compiles_for_a_tpu(job: Job, tmp_path: Path) -> None:
     is_watched = str(job) in BOUNDS
-    environment = {**LEAST_EFFORT, **(dump_flags(tmp_path) if is_watched else {})}
+    environment = {**LEAST_EFFORT, **(dump_environment(tmp_path) if is_watched else {})}
     found = run_job(job, timeout=TIMEOUT, environment=environment)
     print({name: value for name, value in found.items() if "copies" not in name})
     if is_watched:
