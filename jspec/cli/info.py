@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jspec.cli.flags import FlagParser
 from jspec.engine.interrupts import interruptible
 from jspec.errors import ConfigError
+from jspec.spec.accelerators import DeviceGroup, read_devices
 
 if TYPE_CHECKING:
+    from jspec.engine.memory.parallel_choices import Advice, Choice, Load
     from jspec.engine.weights.checkpoint_info import CheckpointInfo
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
@@ -45,21 +48,49 @@ def run_info(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device, such as 80GB or 24GiB"
     )
+    parser.add_argument(
+        "--devices",
+        metavar="NxNAME",
+        help="chips to compare layouts for, such as 8xH200 or 4xv6e (docs/guides/parallelism.md)",
+    )
+    parser.add_argument(
+        "--requests", type=int, help="that decode at the same time (64 for each of --devices)"
+    )
+    parser.add_argument(
+        "--context-length", type=int, default=2048, help="tokens of each of --requests (2048)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     with interruptible():
         from jspec.engine.weights.checkpoint_info import describe
         from jspec.engine.weights.loading import BUNDLED
 
+    served: Any = {
+        "target": None if options.target is None else Path(options.target),
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
+    }
+    devices = None if options.devices is None else read_devices("--devices", options.devices)
     info = describe(
         BUNDLED / "target" if options.directory is None else Path(options.directory),
-        target=None if options.target is None else Path(options.target),
         dtype=options.dtype,
         memory=None if options.memory is None else size_of("--memory", options.memory),
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
+        **served,
     )
-    print(json.dumps(info.to_json()) if options.json else "\n".join(lines_of(info)))
+    said, lines = info.to_json(), list(lines_of(info))
+    if devices is not None:
+        with interruptible():
+            from jspec.engine.memory.parallel_choices import Load
+            from jspec.engine.weights.device_advice import advise_for
+
+        requests = options.requests
+        if requests is None:
+            requests = 64 * devices.num_devices
+        load = Load(requests=requests, context=options.context_length)
+        advice = advise_for(info, devices, load, **served)
+        said["devices"] = asdict(advice)
+        lines += lines_of_advice(advice, devices, load)
+    print(json.dumps(said) if options.json else "\n".join(lines))
     return 1 if info.problems else 0
 
 
@@ -98,6 +129,29 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
         yield f"  {info.serve}"
     for problem in info.problems:
         yield f"  problem: {problem}"
+
+
+def lines_of_advice(advice: Advice, devices: DeviceGroup, load: Load) -> Iterator[str]:
+    yield (
+        f"  on {devices} ({gib(int(devices.usable_bytes))} each for a server), {load.requests} "
+        f"requests of {load.context:,} tokens; least times of plain decoding, by bytes:"
+    )
+    names = ("engines", "weights", "KV tokens", "1 row", "all rows", "tokens/s", "flags of each")
+    yield "  {:>7} {:>10} {:>12} {:>9} {:>9} {:>9}  {}".format(*names)
+    for each in advice.choices:
+        yield (
+            f"  {each.replicas:>7} {gib(each.weight_bytes):>10} {each.kv_tokens:>12,} "
+            f"{each.one_row_ms:>6.2f} ms {each.step_ms:>6.2f} ms {each.tokens_per_second:>9,.0f}  "
+            f"{each.flags}"
+        )
+    rows = advice.fastest.rows
+    yield f"  most tokens per second: {_named(advice.fastest)} --max-running-requests {rows}"
+    yield f"  quickest single request: {_named(advice.quickest)}"
+
+
+def _named(choice: Choice) -> str:
+    engines = "one engine" if choice.replicas == 1 else f"{choice.replicas} engines, each"
+    return f"{engines} with {choice.flags}"
 
 
 def gib(size: int) -> str:

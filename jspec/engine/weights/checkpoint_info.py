@@ -227,7 +227,7 @@ def _of_draft(
     if target is None:
         return info
     try:
-        source, words = _served_draft(info, path, target)
+        source, words = served_draft(info.algorithm, path, target)
     except JspecError as error:
         return _with_problem(info, error)
     info = replace(info, serve="" if info.problems else f"{serve}{words}")
@@ -244,15 +244,15 @@ def _of_draft(
     return replace(info, shapes=shapes, cache_bytes_per_token=_cache_bytes(groups, info.dtype))
 
 
-def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
+def served_draft(algorithm: str | None, path: Path, target: Path) -> tuple[DraftSource, str]:
     """Return the draft's source and its extra words of the command. Raises JspecError."""
-    most = ALGORITHMS[info.algorithm or "NONE"].default_steps
+    most = ALGORITHMS[algorithm or "NONE"].default_steps
     spec = load_model_spec(target)
     faults: list[JspecError] = []  # the last one applies to every S
     for steps in range(most, 0, -1):
         args = EngineArgs(
             model_path=str(target),
-            speculative_algorithm=info.algorithm,
+            speculative_algorithm=algorithm,
             speculative_draft_model_path=str(path),
             speculative_num_steps=None if steps == most else steps,
         )
