@@ -1,4 +1,7 @@
-"""`jspec doctor [PROMPTS]`: explain why speculation does not pay, and how to repair it."""
+"""`jspec doctor [PROMPTS]`: explain why speculation does not pay, and how to repair it.
+
+`jspec doctor --device` examines the devices instead.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,22 @@ from jspec.engine.interrupts import interruptible
 if TYPE_CHECKING:
     from jspec.cli.diagnosis.records import Diagnosis
 
+DEVICE = "--device"
+DEVICE_HELP = "examine the devices alone: versions, memory, and a first measurement (one minute)"
+
 
 def run_doctor(argv: Sequence[str]) -> int:
     """Return 0 whatever is found: a pair that does not pay is not a failure."""
+    if _is_device_alone(argv):
+        return _run_device(argv)
     parser = FlagParser(
         prog="jspec doctor",
         allow_abbrev=False,
         description="Measure a pair on texts that it generates and explain why speculation does "
         "not pay: how often the head agrees with its target, what steps cost, and what in the "
         "head's files is wrong.",
-        epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
+        epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code. "
+        f"jspec doctor {DEVICE}: {DEVICE_HELP}.",
     )
     options, engine = read_flags(
         parser, argv, max_new_tokens=128, unset_temperature="the model's own sampling"
@@ -46,6 +55,32 @@ def run_doctor(argv: Sequence[str]) -> int:
     print(text_of(found))
     write_json(options.output, found.to_json())
     return 0
+
+
+def _is_device_alone(argv: Sequence[str]) -> bool:
+    """With a value, --device is SGLang's flag, which is accepted and ignored."""
+    after = argv[argv.index(DEVICE) + 1 :][:1] if DEVICE in argv else ["none"]
+    return not after or after[0].startswith("-")
+
+
+def _run_device(argv: Sequence[str]) -> int:
+    """Return 1 if jax runs on the CPU of a host that has an accelerator."""
+    parser = FlagParser(
+        prog="jspec doctor --device",
+        allow_abbrev=False,
+        description="Report the devices that jax has: kinds, versions, memory; measure a dispatch, "
+        "a read, attention, and sums over several devices. Exit status 1 if jax fell back to CPUs.",
+    )
+    parser.add_argument(DEVICE, action="store_true", required=True, help=DEVICE_HELP)
+    parser.add_argument("--output", metavar="FILE.json", help="Also write the report as JSON")
+    options = parser.parse_args(argv)
+    with interruptible():
+        from jspec.cli.diagnosis.device import examine_device
+
+    found = examine_device(say=say)
+    print("\n".join(found.lines()))
+    write_json(options.output, found.to_json())
+    return 1 if found.problems else 0
 
 
 def text_of(found: Diagnosis) -> str:

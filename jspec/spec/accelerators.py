@@ -91,6 +91,28 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 
 
+# Parts of jax's device_kind, the longer ones first.
+KINDS: Mapping[str, str] = {
+    "v5 lite": "v5e",
+    "v5e": "v5e",
+    "v5": "v5p",
+    "v6": "v6e",
+    "7x": "v7x",
+    "a100": "A100",
+    "h100": "H100",
+    "h200": "H200",
+    "b200": "B200",
+}
+
+
+def accelerator_of(device_kind: str) -> Accelerator | None:
+    """Return the accelerator that jax calls by this name; None for an unknown one."""
+    said = device_kind.lower()
+    names = (name for part, name in KINDS.items() if part in said)
+    name = next(names, None)
+    return None if name is None else ACCELERATORS[name.lower()]
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
     """Equal chips, all of one user."""
