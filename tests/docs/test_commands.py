@@ -76,7 +76,8 @@ def test_each_guide_has_commands_that_are_looked_at() -> None:
     for page in (*GUIDES, ROOT / "README.md", ROOT / "docs" / "server.md"):
         assert any(of == page for of, _ in COMMANDS), page
     of_tpu = [words[0] for page, words in COMMANDS if page.name == "tpu_vm.md"]
-    assert of_tpu == ["generate", "info", "serve", "serve", "bench", "verify"]
+    servers = ["serve", "serve", "serve", "bench", "serve"]
+    assert of_tpu == ["doctor", "generate", "info", *servers, "verify"]
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=name_of)

@@ -15,7 +15,7 @@ from functools import cached_property
 from jspec.errors import ConfigError
 from jspec.models.params import Init, ParamSpec, ParamTable
 from jspec.spec.accelerators import GIB, DeviceGroup
-from jspec.spec.axes import TENSOR, mesh_axis
+from jspec.spec.axes import mesh_axis
 from jspec.spec.cache_entry import CacheLayout, Latent, bytes_per_unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes, slot_groups
 from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec
@@ -197,7 +197,8 @@ class Engine:
             shape, ways = weight.shape, self.split.num_devices
         else:
             shape = weight.physical_shape(tensor)
-            ways = tensor if TENSOR in map(mesh_axis, weight.axes) else 1
+            is_split = any(mesh_axis(axis) for axis in weight.axes if axis != "experts")
+            ways = tensor if is_split else 1
         return num_bytes(format, shape) // ways, math.prod(shape) / ways
 
     @cached_property
