@@ -15,8 +15,8 @@ except ImportError:  # the module loads without Ray; only Ray uses the class, by
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    def initialize_state(self, *, most_ahead: int) -> None:
-        self._routes = PrefixRoutes(most_ahead=most_ahead)
+    def initialize_state(self, *, most_ahead: int, most_blocks: int) -> None:
+        self._routes = PrefixRoutes(most_ahead=most_ahead, most_blocks=most_blocks)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)

@@ -11,14 +11,16 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 BLOCK = 64  # ids
-MOST_BLOCKS = 65536  # that are remembered; the least recently used ones are forgotten
 
 
 class PrefixRoutes:
-    """most_ahead: requests that a replica with the prefix may have more than the least loaded."""
+    """most_ahead: requests that a replica with the prefix may have more than the least loaded.
 
-    def __init__(self, *, most_ahead: int) -> None:
-        self._most_ahead = most_ahead
+    most_blocks: that are remembered; the least recently used ones are forgotten.
+    """
+
+    def __init__(self, *, most_ahead: int, most_blocks: int) -> None:
+        self._most_ahead, self._most_blocks = most_ahead, most_blocks
         self._replicas_of: OrderedDict[Hashable, set[str]] = OrderedDict()
 
     def choose(
@@ -41,7 +43,7 @@ class PrefixRoutes:
         for key in _keys(ids, namespace):
             self._replicas_of.setdefault(key, set()).add(replica)
             self._replicas_of.move_to_end(key)
-        while len(self._replicas_of) > MOST_BLOCKS:
+        while len(self._replicas_of) > self._most_blocks:
             self._replicas_of.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:

@@ -60,7 +60,10 @@ def replica_deployment(settings: ServeSettings) -> Any:
         health_check_timeout_s=given.health_check_timeout_s,
         request_router_config=serve.config.RequestRouterConfig(
             request_router_class=PrefixRouter,
-            request_router_kwargs={"most_ahead": given.most_ahead},
+            request_router_kwargs={
+                "most_ahead": given.most_ahead,
+                "most_blocks": given.most_blocks,
+            },
         ),
         **scaling,
     )

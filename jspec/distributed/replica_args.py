@@ -49,6 +49,13 @@ class ReplicaArgs:
         _REPLICAS,
         low=0,
     )
+    most_blocks: int = argument(
+        65536,
+        "Blocks of 64 tokens of prompts whose replicas an ingress remembers; about 16,000 for each "
+        "replica, some hundred bytes each",
+        _REPLICAS,
+        low=1,
+    )
     num_gpus: float = argument(0.0, "GPUs of each replica", _REPLICAS, low=0)
     num_cpus: float = argument(1.0, "CPUs of each replica, for Ray's placement", _REPLICAS, low=0)
     num_ingresses: int = argument(1, "Processes with HTTP and tokenizer", _REPLICAS, low=1)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from jspec.distributed import prefix_routes
 from jspec.distributed.prefix_routes import BLOCK, PrefixRoutes
 
 SYSTEM = tuple(range(2 * BLOCK))
 
 
 def test_the_longest_known_beginning_decides_within_the_load() -> None:
-    routes = PrefixRoutes(most_ahead=2)
+    routes = PrefixRoutes(most_ahead=2, most_blocks=100)
     loads = {"a": 0, "b": 0, "c": 0}
     assert routes.choose(SYSTEM, loads) is None
     routes.note(SYSTEM, "a")
@@ -31,9 +28,8 @@ def test_the_longest_known_beginning_decides_within_the_load() -> None:
     assert routes.choose(SYSTEM, {}) is None
 
 
-def test_it_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_routes, "MOST_BLOCKS", 2)
-    routes, loads = PrefixRoutes(most_ahead=2), {"a": 0}
+def test_it_forgets_the_least_recently_used() -> None:
+    routes, loads = PrefixRoutes(most_ahead=2, most_blocks=2), {"a": 0}
     for first in (1, 2, 1, 3):
         routes.note([first] * BLOCK, "a")
     assert [routes.choose([first] * BLOCK, loads) for first in (1, 2, 3)] == ["a", None, "a"]
