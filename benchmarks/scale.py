@@ -111,6 +111,9 @@ class Simulation:
             Replica(str(i), prefills=not apart or i < apart, decodes=not apart or i >= apart)
             for i in range(setting.replicas)
         ]
+        self._loads: dict[str, int] = {}  # of live replicas that prefill
+        self._alive: list[Replica] = []
+        self._count_alive()
         self._homeless: list[Turn] = []  # while no replica is alive
         self._idle: list[tuple[int, int]] = []  # (conversation, tokens so far)
         self._names = itertools.count(1)
@@ -163,17 +166,19 @@ class Simulation:
         if self.setting.by_prefix:
             self._routes.note(self._ids(conversation, history), replica.name)
 
+    def _count_alive(self) -> None:
+        self._alive = [each for each in self.replicas if each.is_alive and each.prefills]
+        self._loads = {each.name: each.load for each in self._alive}
+
     def _route(self, turn: Turn) -> None:
-        alive = [each for each in self.replicas if each.is_alive and each.prefills]
-        if not alive:
+        if not self._alive:
             self._homeless.append(turn)
             return
         history = turn.prompt - self.setting.shared
         name = None
         if self.setting.by_prefix:
-            loads = {each.name: each.load for each in alive}
-            name = self._routes.choose(self._ids(turn.conversation, history), loads)
-        replica = self._lighter(alive) if name is None else self.replicas[int(name)]
+            name = self._routes.choose(self._ids(turn.conversation, history), self._loads)
+        replica = self._lighter(self._alive) if name is None else self.replicas[int(name)]
         self._note(turn.conversation, history, replica)
         own = replica.cache.get(turn.conversation, 0)
         turn.cached = min(self.setting.shared + own, turn.prompt - 1)
@@ -182,6 +187,7 @@ class Simulation:
         self.cached_tokens += turn.cached
         replica.keep(turn.conversation, history)
         replica.waiting.append(turn)
+        self._loads[replica.name] = replica.load
         self._wake(replica)
 
     def _lighter(self, replicas: list[Replica]) -> Replica:
@@ -195,6 +201,8 @@ class Simulation:
     def _step(self, replica: Replica) -> None:
         """Start the next step: prompts and decodes alternate."""
         replica.is_busy = True
+        if replica.prefills:
+            self._loads[replica.name] = replica.load
         room = len(replica.running) < SLOTS
         if replica.waiting and room and not (replica.was_prefill and replica.running):
             budget, done = CHUNK, []
@@ -269,6 +277,7 @@ class Simulation:
         self._step(replica)
 
     def _lose(self) -> None:
+        moved: list[Turn] = []
         for replica in self.replicas[: self.setting.lost]:
             turns = [*replica.waiting]
             for end, _, turn in replica.running:
@@ -281,9 +290,11 @@ class Simulation:
             replica.waiting, replica.running, replica.last_decode = deque(), [], None
             replica.cache, replica.cached_tokens = OrderedDict(), 0
             self._at(self.now + self.setting.restart, self._restart, replica)
-            self._routes.keep({each.name for each in self.replicas if each.is_alive})
-            for turn in turns:
-                self._move(turn)
+            moved += turns
+        self._count_alive()
+        self._routes.keep(self._loads)
+        for turn in moved:
+            self._move(turn)
 
     def _move(self, turn: Turn) -> None:
         turn.lost_at = self.now
@@ -292,6 +303,7 @@ class Simulation:
 
     def _restart(self, replica: Replica) -> None:
         replica.is_alive = True
+        self._count_alive()
         waited, self._homeless = self._homeless, []
         for turn in waited:
             self._route(turn)
@@ -330,7 +342,7 @@ def settings(sizes: Iterable[int], seconds: float) -> list[Setting]:
     found = []
     for count in sizes:
         lost = HOST if count > HOST else 1
-        base = {"replicas": count, "seconds": seconds}
+        base = {"replicas": count, "seconds": seconds / (10 if count >= 512 else 1)}
         table = max(BLOCKS * count, ReplicaArgs().most_blocks)
         found += [Setting(**base), Setting(**base, by_prefix=False)]
         found += [Setting(**base, most_blocks=table)] if count > HOST else []
