@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
@@ -30,6 +31,7 @@ from jspec.serving.loop_thread import LoopThread
 from jspec.serving.submission import Preparation
 
 WINDOWS = frozenset({"num_free_window_pages", "num_cached_window_pages"})
+BY_LORA = ("running_by_lora", "waiting_by_lora")
 REDEPLOY = "a new deployment with the new model_path (`serve deploy`)"
 REPORT_SECONDS = 1.0  # between reports of the replicas, which the metrics show
 
@@ -246,9 +248,10 @@ def total_of(found: Sequence[SchedulerStats]) -> SchedulerStats:
     sums: dict[str, Any] = {
         name: tuple(map(sum, zip(*values, strict=True))) if name in WINDOWS else sum(values)
         for name, values in by_name.items()
-        if name not in {"counters", "shapes"}
+        if name not in {"counters", "shapes", *BY_LORA}
     }
     if not found:
         sums |= {"num_pages": 1, "num_free_pages": 1}  # an empty pool, of which nothing is used
     counters = reduce(added, by_name["counters"], SpecCounters())
-    return SchedulerStats(**sums, counters=counters)
+    by_lora = {name: sum(by_name[name], start=Counter()) for name in BY_LORA}
+    return SchedulerStats(**sums, counters=counters, **by_lora)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from jspec.errors import RequestError, shown
 from jspec.messages.adapter import Adapter
+from jspec.scheduler.sequence import Sequence
 
 Uses = Callable[[Adapter], bool]  # whether an unfinished request has an adapter
+
+
+def by_lora(sequences: Iterable[Sequence]) -> Counter[str]:
+    """Count those with an adapter by its name. Another thread may change `sequences`."""
+    loras = [sequence.request.lora for sequence in list(sequences)]
+    return Counter(lora.name for lora in loras if lora is not None)
 
 
 class LoadedAdapters:

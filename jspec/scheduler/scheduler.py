@@ -21,6 +21,7 @@ from jspec.messages.adapter import Adapter
 from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
+from jspec.scheduler.adapters import by_lora
 from jspec.scheduler.blame import blame, blaming
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.outputs.token_history import Piece, Tally
@@ -91,11 +92,14 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Exact between turns. Another thread may read it, possibly in the middle of a turn."""
         full, *windows = self._pages.spaces
+        running = by_lora(self._running.values())
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=self.num_queued,
             num_callers_waiting=self._waiting.num_callers,
             most_rows_of_a_caller=self._waiting.most_rows,
+            running_by_lora=running,
+            waiting_by_lora=by_lora(self._sequences.values()) - running,
             num_pages=full.num_pages,
             num_free_pages=full.num_free,
             num_cached_pages=full.num_cached,

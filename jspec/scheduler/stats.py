@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from jspec.messages.request import SpecCounters
@@ -32,6 +33,9 @@ class SchedulerStats:
     counters: SpecCounters  # sums over all sequences
     num_callers_waiting: int = 0
     most_rows_of_a_caller: int = 0
+    # Sequences by the name of their LoRA adapter; those without one are not in it.
+    running_by_lora: Counter[str] = field(default_factory=Counter)
+    waiting_by_lora: Counter[str] = field(default_factory=Counter)
     num_free_window_pages: tuple[int, ...] = ()
     num_cached_window_pages: tuple[int, ...] = ()  # in the prefix cache, in use or not
     num_steps: int = 0  # steps read: they progress also while a long prompt emits nothing

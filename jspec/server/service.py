@@ -125,6 +125,8 @@ class Service:
             model_name=self.model_name,
             limits=engine.limits,
             read_stats=lambda: engine.stats,
+            read_loras=lambda: tuple(engine.lora_adapters),
+            max_loras=engine.args.max_loras_per_batch * engine.limits.programs.has_loras,
             meter=self.meter,
         )
         self.profiler = engine.profiler

@@ -30,7 +30,7 @@ from tests.support.lora_adapters import Tensors, write_adapter, write_merged
 from tests.support.tiny_models import TinyPair, tiny_target_config, write_tiny_target
 
 from .conftest import TEMPLATE
-from .helpers import ask, wait_idle, wait_running
+from .helpers import ask, wait_idle, wait_running, wait_taken
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -250,6 +250,35 @@ def test_requests_keep_an_adapter_until_they_end(
     assert (engine.get_server_info()["num_programs"], _with_slot._cache_size()) == programs
 
 
+def test_metrics_count_sequences_by_adapter(
+    lora_engine: Engine, adapters: Adapters, app: Starlette
+) -> None:
+    """Gateways route by vLLM's labels."""
+    info = 'vllm:lora_requests_info{max_lora="2",model_name="tiny",'
+
+    def metrics() -> str:
+        return ask(app, "GET", "/metrics").text
+
+    assert info + 'running_lora_adapters="",waiting_lora_adapters=""' in metrics()
+    body = {"text": [PROMPTS[0]] * 4, "lora_path": ["b", None, "a", "b"], "sampling_params": LONG}
+    asking = threading.Thread(target=ask, args=(app, "POST", "/generate"), kwargs={"json": body})
+    asking.start()
+    wait_taken(lora_engine, 4)
+    wait_running(lora_engine, 2)
+    text = metrics()
+    ask(app, "POST", "/abort_request", json={"abort_all": True})
+    asking.join(timeout=60)
+    assert info + 'running_lora_adapters="b",waiting_lora_adapters="a,b"' in text
+    for name, queued, used in (("a", 1, 0), ("b", 1, 1)):
+        labels = f'{{lora_name="{name}",model_name="tiny"}}'
+        assert f"jspec:lora_num_queue_reqs{labels} {queued}.0" in text
+        assert f"jspec:lora_num_running_reqs{labels} {used}.0" in text
+    for name, value in (("slots_total", 2.0), ("slots_used", 1.0), ("utilization", 0.5)):
+        assert f'sglang:lora_pool_{name}{{model_name="tiny"}} {value}' in text
+    wait_idle(lora_engine)
+    assert adapters.path("a") not in text
+
+
 def test_routes_name_adapters_like_models(lora_engine: Engine, app: Starlette) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0, "return_meta_info": True}
     native = {"text": PROMPTS[0], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
@@ -304,11 +333,12 @@ def test_routes_name_adapters_like_models(lora_engine: Engine, app: Starlette) -
     ],
 )
 def test_what_names_no_adapter_is_refused(
-    app: Starlette, path: str, more: dict[str, Any], status: int, said: str
+    app: Starlette, adapters: Adapters, path: str, more: dict[str, Any], status: int, said: str
 ) -> None:
     body = {"text": "x"} if path == "/generate" else {}
     answer = ask(app, "POST", path, json={**body, **more})
     assert (answer.status_code, said in answer.text) == (status, True), answer.text
+    assert str(adapters.folder) not in answer.text
 
 
 def test_an_engine_without_adapters_says_so(engine: Engine, adapters: Adapters) -> None:

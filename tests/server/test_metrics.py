@@ -44,11 +44,12 @@ def exposed() -> list[str]:
 
 
 def sample_names() -> set[str]:
-    """Return the names that a query may use."""
+    """Return the names that a query may use, without those that exist with LoRA adapters alone."""
     ends = ("_bucket", "_sum", "_count")
     return {
         name + end
         for row in METRICS
+        if not {"lora_name", "max_lora"} & {*row.labels}
         for name in row.exposed
         for end in (ends if row.kind is MetricKind.HISTOGRAM else ("",))
     }
@@ -95,7 +96,7 @@ def test_every_query_of_the_dashboard_names_what_there_is() -> None:
 
 
 def test_accepted_by_position() -> None:
-    assert accepted_by_position([2, 1, 4]) == {"0": 5.0, "1": 4.0}
+    assert accepted_by_position([2, 1, 4]) == {("0",): 5.0, ("1",): 4.0}
     assert accepted_by_position([]) == {}
 
 

@@ -7,6 +7,7 @@ names. Others start with jspec. `metrics_table` makes the table of docs/metrics.
 from __future__ import annotations
 
 import enum
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,11 +75,13 @@ class Observed:
 class Snapshot:
     stats: SchedulerStats
     limits: ServeLimits
+    loras: Sequence[str]  # loaded adapters
+    max_loras: int
     observed: Observed
     gen_throughput: float  # output tokens per second of the last window
 
 
-Value = float | Histogram | Mapping[str, float]
+Value = float | Histogram | Mapping[tuple[str, ...], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class MetricRow:
     kind: MetricKind
     text: str
     read: Callable[[Snapshot], Value]
-    label: str = ""  # label of the keys of a mapping that `read` returns
+    labels: tuple[str, ...] = ()  # of the keys of a mapping that `read` returns
 
     @property
     def exposed(self) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ class MetricRow:
 
     def _metric(self, name: str, value: Value, labels: Mapping[str, str]) -> Metric:
         own = [*labels.values()]
-        names = (*labels, self.label) if self.label else tuple(labels)
+        names = (*labels, *self.labels)
         if isinstance(value, Histogram):
             histogram = HistogramMetricFamily(name, self.text, labels=names)
             value.add_to(histogram, own)
@@ -112,9 +115,9 @@ class MetricRow:
         family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(
             name, self.text, labels=names
         )
-        by_label = value if isinstance(value, Mapping) else {"": value}
+        by_label = value if isinstance(value, Mapping) else {(): value}
         for key, each in by_label.items():
-            family.add_metric([*own, key] if self.label else own, each)
+            family.add_metric([*own, *key], each)
         return family
 
 
@@ -122,12 +125,12 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
 
 
-def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
+def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str], float]:
     """Return how often the draft at each depth was accepted, counted from 0 like vLLM.
 
-    histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {"0": 5, "1": 4}
+    histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {("0",): 5, ("1",): 4}
     """
-    return {str(depth): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)}
+    return {(str(depth),): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)}
 
 
 def _used_tokens(now: Snapshot) -> int:
@@ -135,14 +138,29 @@ def _used_tokens(now: Snapshot) -> int:
     return min(now.stats.num_used_pages * now.limits.pool.page_size, now.limits.max_total_tokens)
 
 
-def _gauge(*names: str, text: str, read: Callable[[Snapshot], Value]) -> MetricRow:
-    return MetricRow(names=names, kind=MetricKind.GAUGE, text=text, read=read)
+def _lora_requests(now: Snapshot) -> dict[tuple[str, ...], float]:
+    """vLLM's labels, which gateways read: names in one text. The value is the time."""
+    running, waiting = (
+        ",".join(sorted(counts)) for counts in (now.stats.running_by_lora, now.stats.waiting_by_lora)
+    )
+    return {(str(now.max_loras), running, waiting): time.time()} if now.max_loras else {}
+
+
+def _of_each_lora(now: Snapshot, counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    """An unloaded adapter has a count while requests have it."""
+    return {(name,): counts.get(name, 0) for name in dict.fromkeys((*now.loras, *counts))}
+
+
+def _gauge(
+    *names: str, text: str, read: Callable[[Snapshot], Value], labels: tuple[str, ...] = ()
+) -> MetricRow:
+    return MetricRow(names=names, kind=MetricKind.GAUGE, text=text, read=read, labels=labels)
 
 
 def _counter(
-    *names: str, text: str, read: Callable[[Snapshot], Value], label: str = ""
+    *names: str, text: str, read: Callable[[Snapshot], Value], labels: tuple[str, ...] = ()
 ) -> MetricRow:
-    return MetricRow(names=names, kind=MetricKind.COUNTER, text=text, read=read, label=label)
+    return MetricRow(names=names, kind=MetricKind.COUNTER, text=text, read=read, labels=labels)
 
 
 def _histogram(*names: str, text: str, read: Callable[[Observed], Histogram]) -> MetricRow:
@@ -223,6 +241,39 @@ GAUGES = (
         read=lambda s: ratio(s.stats.most_rows_of_a_caller, s.stats.num_running),
     ),
     _gauge(
+        "sglang:lora_pool_slots_total",
+        text="LoRA adapters that fit on the devices; 0 without --enable-lora",
+        read=lambda s: s.max_loras,
+    ),
+    _gauge(
+        "sglang:lora_pool_slots_used",
+        text="LoRA adapters of running sequences",
+        read=lambda s: len(s.stats.running_by_lora),
+    ),
+    _gauge(
+        "sglang:lora_pool_utilization",
+        text="Their quotient, from 0 to 1",
+        read=lambda s: ratio(len(s.stats.running_by_lora), s.max_loras),
+    ),
+    _gauge(
+        "vllm:lora_requests_info",
+        text="Unix time, labelled with the names of adapters that sequences have",
+        read=_lora_requests,
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    _gauge(
+        "jspec:lora_num_running_reqs",
+        text="Running sequences of each loaded LoRA adapter",
+        read=lambda s: _of_each_lora(s, s.stats.running_by_lora),
+        labels=("lora_name",),
+    ),
+    _gauge(
+        "jspec:lora_num_queue_reqs",
+        text="Waiting sequences of each loaded LoRA adapter",
+        read=lambda s: _of_each_lora(s, s.stats.waiting_by_lora),
+        labels=("lora_name",),
+    ),
+    _gauge(
         "jspec:num_leaked_pages",
         text="Leaked pages, neither free nor in use; nonzero is a bug",
         read=lambda s: s.stats.num_leaked_pages,
@@ -268,8 +319,8 @@ COUNTERS = (
     _counter(
         "vllm:request_success",
         text="Sequences finished over HTTP, by reason",
-        read=lambda s: {kind.value: float(n) for kind, n in s.observed.num_finished.items()},
-        label="finished_reason",
+        read=lambda s: {(kind.value,): float(n) for kind, n in s.observed.num_finished.items()},
+        labels=("finished_reason",),
     ),
     _counter(
         "sglang:num_aborted_requests",
@@ -315,7 +366,7 @@ COUNTERS = (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         text="Draft tokens accepted, by depth - 1",
         read=lambda s: accepted_by_position(s.stats.counters.accept_histogram),
-        label="position",
+        labels=("position",),
     ),
 )
 HISTOGRAMS = (
@@ -366,7 +417,7 @@ def metrics_table() -> str:
         for row in METRICS:
             if row.kind is kind:
                 names = ", ".join(f"`{name}`" for name in row.exposed)
-                by = f" (`{row.label}`)" if row.label else ""
+                by = f" (`{'`, `'.join(row.labels)}`)" if row.labels else ""
                 lines.append(f"| {names} | {row.text}{by} |")
         lines.append("")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -100,11 +100,14 @@ class ServerMetrics(Collector):
         model_name: str,
         limits: ServeLimits,
         read_stats: Callable[[], SchedulerStats],
+        read_loras: Callable[[], Sequence[str]],
+        max_loras: int,
         meter: RateMeter,
     ) -> None:
         self._labels = {"model_name": model_name}
         self._limits = limits
-        self._read_stats = read_stats
+        self._read_stats, self._read_loras = read_stats, read_loras
+        self._max_loras = max_loras
         self._meter = meter
         self._observed = Observed()
         self._registry = CollectorRegistry()
@@ -140,6 +143,8 @@ class ServerMetrics(Collector):
         snapshot = Snapshot(
             stats=stats,
             limits=self._limits,
+            loras=self._read_loras(),
+            max_loras=self._max_loras,
             observed=self._observed,
             gen_throughput=self._meter.rates(stats).gen_throughput,
         )

@@ -28,7 +28,6 @@ from jspec.server.http.fields import (
     without_neutral,
 )
 from jspec.server.service import Service
-from jspec.serving.engine import Engine
 
 QUERY = "the query"
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
@@ -140,17 +139,15 @@ class WeightEndpoints:
         values = await self._read(request, read=read, neutral=NEUTRAL_ADAPTER)
         name, path = (check_text(key, values.get(key)) for key in ("lora_name", "lora_path"))
         get_bool(values, "pinned")
-        return await _adapter_answer(
-            request, self.service.engine, self.service.engine.async_load_lora_adapter(name, path)
-        )
+        loading = self.service.engine.async_load_lora_adapter(name, path)
+        return await _adapter_answer(request, loading)
 
     async def unload_adapter(self, request: Request) -> Response:
         """POST /unload_lora_adapter {"lora_name"}: answers once no request has it any more."""
         values = await self._read(request, read=frozenset({"lora_name"}), neutral=NEUTRAL_ADAPTER)
         name = check_text("lora_name", values.get("lora_name"))
-        return await _adapter_answer(
-            request, self.service.engine, self.service.engine.async_unload_lora_adapter(name)
-        )
+        unloading = self.service.engine.async_unload_lora_adapter(name)
+        return await _adapter_answer(request, unloading)
 
     async def get_version(self, _: Request) -> Response:
         """GET /get_weight_version."""
@@ -163,16 +160,13 @@ class WeightEndpoints:
         return await read_call(request, self.service.args, parse)
 
 
-async def _adapter_answer(
-    request: Request, engine: Engine, update: Awaitable[dict[str, Any]]
-) -> Response:
+async def _adapter_answer(request: Request, update: Awaitable[dict[str, Any]]) -> Response:
     try:
         return JSONResponse({**await update, "error_message": None})
     except (CheckpointError, ConfigError, RequestError) as error:
         status = HTTPStatus.BAD_REQUEST
         log_refusal(request, status, str(error))
-        paths = {name: lora.path for name, lora in engine.lora_adapters.items()}
-        answer = {"success": False, "error_message": error.message, "loaded_adapters": paths}
+        answer = {"success": False, "error_message": error.message}
         return JSONResponse(answer, status_code=status)
 
 
