@@ -7,6 +7,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,33 @@ def test_spans_reach_a_collector_when_the_server_ends(engine: Engine) -> None:
     (body,) = Collector.bodies
     assert b"seen" in body
     assert bytes.fromhex(TRACE) in body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "given"),
+    [
+        ("grpc://h:4317", "http://h:4317"),
+        ("https://h:4317", "https://h:4317"),
+        ("http://h/v1/traces", "http://h/v1/traces"),
+    ],
+)
+def test_grpc_is_not_encrypted_unless_it_is_said(
+    endpoint: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenTelemetry's gRPC exporter encrypts for every scheme but http."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    seen: list[str] = []
+
+    class Exporter:
+        def __init__(self, *, endpoint: str) -> None:
+            seen.append(endpoint)
+
+        def shutdown(self) -> None: ...
+
+    module = SimpleNamespace(OTLPSpanExporter=Exporter)
+    monkeypatch.setattr(request_spans, "_exporter_module", lambda _: module)
+    exporting_spans(endpoint, model_name="m").close()
+    assert seen == [given]
 
 
 def missing(name: str) -> Any:

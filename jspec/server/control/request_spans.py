@@ -116,7 +116,9 @@ class RequestSpans:
 def exporting_spans(endpoint: str, *, model_name: str) -> RequestSpans:
     """Return spans that a thread sends to `endpoint` in batches. Raises ConfigError."""
     resources, sdk, export = _sdk(endpoint)
-    exporter = _exporter_module(endpoint).OTLPSpanExporter(endpoint=endpoint)
+    # The exporter for gRPC encrypts with any scheme but http, unless a variable says otherwise.
+    address = endpoint.replace("grpc://", "http://", 1)
+    exporter = _exporter_module(endpoint).OTLPSpanExporter(endpoint=address)
     named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "jspec")}
     provider = sdk.TracerProvider(resource=resources.Resource.create(named))
     provider.add_span_processor(export.BatchSpanProcessor(exporter))
