@@ -3,11 +3,14 @@
     python -m benchmarks.soak --minutes 10
     python -m benchmarks.soak --minutes 0.33 --output soak.json
     python -m benchmarks.soak --minutes 10 --engine-process --kill-every 60
+    python -m benchmarks.soak --minutes 12 --mixed --clients 24
 
 Serves the bundled pair with a tenth of the KV pool that its clients would fill, so that rows are
 retracted all the time. A third of the clients disconnect at a random event of their stream.
 Afterwards every text that was read to its end is compared with that of the idle server for the same
-seed. With --kill-every the engine's process is killed regularly.
+seed. With --kill-every the engine's process is killed regularly. With --mixed requests also have
+grammars, LoRA adapters, several choices and priorities; bad bodies are among them, and weights and
+adapters are loaded again and again meanwhile.
 
 Fails (status 1) on an error, a differing text, leaked pages, rows, descriptors or threads, and
 resident memory that grows.
@@ -23,6 +26,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 if __package__ in (
     None,
@@ -41,6 +46,8 @@ if __package__ in (
 
 from benchmarks.environment import write_result
 from benchmarks.soak_client import Answer, fetch, read_metrics, stream
+from jspec.engine.weights.loading import BUNDLED
+from tests.support.lora_adapters import write_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = (
@@ -50,6 +57,30 @@ PROMPTS = (
 )
 SEEDS = 6
 MAX_NEW_TOKENS = (16, 48, 96, 160)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fib", "sum"]}, "values": {"type": "array", "maxItems": 4}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+MIXED: dict[str, dict[str, Any]] = {
+    "": {},
+    "regex": {"sampling_params": {"regex": "[a-z]{5,30}(, [a-z]{2,9}){1,9}", "ignore_eos": False}},
+    "schema": {"sampling_params": {"json_schema": json.dumps(SCHEMA), "ignore_eos": False}},
+    "choices": {"sampling_params": {"n": 2, "max_new_tokens": 24}},
+    "adapter a": {"lora_path": "a"},
+    "adapter b": {"lora_path": "b"},
+    "penalties": {"sampling_params": {"frequency_penalty": 0.5, "min_p": 0.02}},
+    "numbers": {"return_logprob": True, "top_logprobs_num": 2},
+}
+ADAPTED = ("q_proj", "v_proj", "down_proj")
+BAD_BODIES = (
+    *({"text": ""}, {"text": "a", "lora_path": "none"}, {"text": ["a"] * 70_000}, ["a"], {}),
+    *({"text": "a", "sampling_params": {"temperature": -1}}, {"input_ids": [10**9]}),
+    *({"text": "a", "sampling_params": {"regex": "(a"}}, {"text": "a" * 100_000}),
+    {"text": "a", "sampling_params": {"json_schema": '{"$ref": "#"}'}},
+)
+CHANGE_SECONDS = 20.0  # between updates of weights or adapters
 TOKENS_A_CLIENT = 200  # at most, of its prompt and output
 SAMPLE_SECONDS = 2.0
 IDLE_SECONDS = 120.0
@@ -67,11 +98,15 @@ class Job:
     seed: int
     max_new_tokens: int
     has_stop: bool
+    mixed: str = ""  # the key in MIXED of more options
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Job:
-        prompt, seed = rng.randrange(len(PROMPTS)), rng.randrange(SEEDS)
-        return cls(prompt, seed, MAX_NEW_TOKENS[(prompt + seed) % 4], (prompt + seed) % 3 == 0)
+    def draw(cls, rng: random.Random, *, is_mixed: bool = False) -> Job:
+        prompts, seeds = (4, 3) if is_mixed else (len(PROMPTS), SEEDS)  # each is compared later
+        prompt, seed = rng.randrange(prompts), rng.randrange(seeds)
+        mixed = rng.choice(tuple(MIXED)) if is_mixed else ""
+        tokens = MAX_NEW_TOKENS[(prompt + seed) % 4]
+        return cls(prompt, seed, tokens, (prompt + seed) % 3 == 0, mixed)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -83,7 +118,10 @@ class Job:
         }
         if self.has_stop:
             params["stop"] = ["\n\n\n\n", "assert False"]
-        return {"text": PROMPTS[self.prompt], "sampling_params": params, "stream": True}
+        more = MIXED[self.mixed]
+        params |= more.get("sampling_params", {})
+        body = {"text": PROMPTS[self.prompt], "stream": True, **more}
+        return {**body, "sampling_params": params}
 
 
 @dataclass(slots=True)
@@ -97,6 +135,9 @@ class Seen:
     num_killed: int = 0
     resident: list[tuple[float, float]] = field(default_factory=list)  # seconds, MiB
     kills: int = 0
+    num_refused: int = 0  # bad bodies, each with a 400
+    num_changes: int = 0  # of weights and adapters
+    longest_health: float = 0.0  # seconds until /health was answered
 
     def take(self, job: Job, answer: Answer) -> None:
         if answer.error and KILLED in answer.error:
@@ -113,7 +154,9 @@ class Seen:
 def main(argv: list[str] | None = None) -> int:
     """Run, print and write the result; return 0 if the server is sound."""
     options = parse(argv)
-    with server(options) as (process, port):
+    with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as started:
+        process, port = started
+        options.folder = Path(folder)
         result = asyncio.run(soak(options, process.pid, port))
     result["is_whole"] = not result["faults"]
     print(json.dumps(result, indent=1))
@@ -129,6 +172,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--leaving", type=float, default=1 / 3, help="share that leaves")
     parser.add_argument("--rows", type=int, default=16, help="--max-running-requests")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mixed", action="store_true", help="requests of every kind")
     parser.add_argument("--engine-process", action="store_true")
     parser.add_argument("--kill-every", type=float, help="seconds between kills of the process")
     parser.add_argument("--output", type=Path)
@@ -139,8 +183,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a server and yield it with its port."""
+def server(
+    options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a server and yield it with its port. folder: of adapters."""
     tokens = options.clients * TOKENS_A_CLIENT // 10
     flags = {
         "--port": 0,
@@ -153,6 +199,12 @@ def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str],
     words = [str(word) for pair in flags.items() for word in pair]
     words += ["--incremental-streaming-output", "--dtype", "float32"]
     words += ["--engine-process"] if options.engine_process else []
+    if options.mixed:
+        base = load_file(BUNDLED / "target" / "model.safetensors")
+        for seed, name in enumerate("abc"):
+            write_adapter(folder / name, base, ADAPTED, seed=seed, size=0.05)
+        words += ["--lora-paths", *(f"{name}={folder / name}" for name in "ab")]
+        words += ["--max-loras-per-batch", "3", "--enable-priority-scheduling"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jspec.cli.main", "serve", *words],
         cwd=ROOT,
@@ -191,7 +243,10 @@ async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, An
         client(port, options, random.Random(options.seed * 1000 + i), until, seen)
         for i in range(options.clients)
     ]
-    watching = [asyncio.ensure_future(watch(pid, started, seen))]
+    watching = [asyncio.ensure_future(watch(pid, port, started, seen))]
+    if options.mixed:
+        changing = asyncio.ensure_future(change(port, options.folder, until, seen))
+        clients += [changing, send_bad_bodies(port, until, seen)]
     if options.kill_every:
         watching.append(asyncio.ensure_future(kill(port, options.kill_every, seen)))
     await asyncio.gather(*clients)
@@ -221,6 +276,10 @@ async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "num_left": seen.num_left,
         "num_failed_by_kills": seen.num_killed,
         "num_kills": seen.kills,
+        "mixed": options.mixed,
+        "num_refused": seen.num_refused,
+        "num_changes_of_weights_and_adapters": seen.num_changes,
+        "longest_health_seconds": round(seen.longest_health, 2),
         "num_distinct_jobs": len(seen.texts),
         "num_differing": len(differing),
         "num_retractions": metrics["sglang:num_retracted_requests_total"],
@@ -239,14 +298,47 @@ async def client(
 ) -> None:
     """Send one request after the other until the time is over."""
     while time.monotonic() < until:
-        job = Job.draw(rng)
+        job = Job.draw(rng, is_mixed=options.mixed)
         leaves = rng.randrange(40) if rng.random() < options.leaving else None
-        seen.take(job, await stream(port, job.body, leaves_after=leaves))
+        body = {**job.body, "priority": rng.randrange(-2, 3)} if options.mixed else job.body
+        seen.take(job, await stream(port, body, leaves_after=leaves))
 
 
-async def watch(pid: int, started: float, seen: Seen) -> None:
+async def send_bad_bodies(port: int, until: float, seen: Seen) -> None:
+    while time.monotonic() < until:
+        for body in BAD_BODIES:
+            answer = await stream(port, body)
+            if answer.error.startswith("status 400"):
+                seen.num_refused += 1
+            else:
+                seen.errors[f"a bad body got {answer}"[:200]] += 1
+            await asyncio.sleep(0.2)
+
+
+async def change(port: int, folder: Path, until: float, seen: Seen) -> None:
+    """Read the same weights again, and load and unload an adapter: the texts stay."""
+    target = {"model_path": str(BUNDLED / "target"), "selector": "target"}
+    changes = (
+        ("/update_weights_from_disk", {**target, "abort_all_requests": False}),
+        ("/load_lora_adapter", {"lora_name": "c", "lora_path": str(folder / "c")}),
+        ("/unload_lora_adapter", {"lora_name": "c"}),
+    )
+    while time.monotonic() < until:
+        for path, body in changes:
+            answer = json.loads(await fetch(port, path, body))
+            if answer["success"]:
+                seen.num_changes += 1
+            else:
+                seen.errors[f"{path}: {answer}"[:200]] += 1
+            await asyncio.sleep(CHANGE_SECONDS)
+
+
+async def watch(pid: int, port: int, started: float, seen: Seen) -> None:
     while True:
-        seen.resident.append((time.monotonic() - started, resident_mib(pid)))
+        at = time.monotonic()
+        seen.resident.append((at - started, resident_mib(pid)))
+        await fetch(port, "/health")
+        seen.longest_health = max(seen.longest_health, time.monotonic() - at)
         await asyncio.sleep(SAMPLE_SECONDS)
 
 

@@ -26,7 +26,8 @@ async def stream(port: int, body: dict[str, Any], *, leaves_after: int | None = 
         writer.write(_request("POST", "/generate", json.dumps(body).encode()))
         status = int((await reader.readline()).split()[1])
         if status != 200:
-            return Answer(error=f"status {status}: {(await reader.read()).decode()}")
+            _, _, told = (await reader.read()).partition(b"\r\n\r\n")
+            return Answer(error=f"status {status}: {told.decode()}")
         return await _read(reader, leaves_after)
     except (OSError, IndexError, ValueError) as error:
         return Answer(error=f"{type(error).__name__}: {error}")
@@ -35,30 +36,38 @@ async def stream(port: int, body: dict[str, Any], *, leaves_after: int | None = 
 
 
 async def _read(reader: asyncio.StreamReader, leaves_after: int | None) -> Answer:
-    text, finish, num_events = "", "", 0
+    texts: dict[int, str] = {}  # of each choice
+    finish, num_events = "", 0
     while line := await reader.readline():
         if not line.startswith(b"data: "):
             continue
         if num_events == leaves_after:
-            return Answer(text=text, has_left=True)
+            return Answer(text=joined(texts), has_left=True)
         num_events += 1
         data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             is_whole = finish in ("length", "stop")
-            return Answer(text=text, error="" if is_whole else f"it ended with {finish!r}")
+            error = "" if is_whole else f"it ended with {finish!r}"
+            return Answer(text=joined(texts), error=error)
         event = json.loads(data)
         if "error" in event:
             return Answer(error=event["error"]["message"])
-        text += event["text"]
+        index = event.get("index", 0)
+        texts[index] = texts.get(index, "") + event["text"]
         finish = (event["meta_info"]["finish_reason"] or {}).get("type", "")
     return Answer(error="the stream ended without [DONE]")
 
 
-async def fetch(port: int, path: str) -> str:
-    """Return the body of a GET response."""
+def joined(texts: dict[int, str]) -> str:
+    return "\0".join(texts[index] for index in sorted(texts))
+
+
+async def fetch(port: int, path: str, body: Any = None) -> str:
+    """Return the body of a GET response or, with a body, of a POST."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT)
     try:
-        writer.write(_request("GET", path, b""))
+        data = b"" if body is None else json.dumps(body).encode()
+        writer.write(_request("GET" if body is None else "POST", path, data))
         _, _, body = (await reader.read()).partition(b"\r\n\r\n")
         return body.decode()
     finally:
