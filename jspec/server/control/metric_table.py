@@ -125,12 +125,14 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
 
 
-def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str], float]:
+def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str, ...], float]:
     """Return how often the draft at each depth was accepted, counted from 0 like vLLM.
 
     histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {("0",): 5, ("1",): 4}
     """
-    return {(str(depth),): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)}
+    return {
+        (str(depth),): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)
+    }
 
 
 def _used_tokens(now: Snapshot) -> int:
@@ -141,7 +143,8 @@ def _used_tokens(now: Snapshot) -> int:
 def _lora_requests(now: Snapshot) -> dict[tuple[str, ...], float]:
     """vLLM's labels, which gateways read: names in one text. The value is the time."""
     running, waiting = (
-        ",".join(sorted(counts)) for counts in (now.stats.running_by_lora, now.stats.waiting_by_lora)
+        ",".join(sorted(counts))
+        for counts in (now.stats.running_by_lora, now.stats.waiting_by_lora)
     )
     return {(str(now.max_loras), running, waiting): time.time()} if now.max_loras else {}
 
