@@ -5,7 +5,7 @@
 
 During each attack another client generates a few tokens and reads /health, again and again. An
 attack fails (status 1) if an answer is not as expected, if the other client waits for more than
---most-wait seconds or gets another text, or if the attack leaves memory, files or threads behind.
+--most-wait seconds or gets another text, or if the attack leaves files or threads behind.
 """
 
 from __future__ import annotations
@@ -419,15 +419,18 @@ async def values(server: Attacked) -> None:
 
 @attack("clients that read nothing")
 async def unread(server: Attacked) -> None:
-    """They have one name, so the other client gets the next slot."""
-    endless = generate(max_new_tokens=400, ignore_eos=True)
-    body = json.dumps({**endless, "stream": True, "user": "unread"}).encode()
+    """Six of eight slots are theirs until they leave."""
+    body = json.dumps({**generate(max_new_tokens=1900, ignore_eos=True), "stream": True}).encode()
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(40):
+        for _ in range(6):
             _, writer = await stack.enter_async_context(server.connection())
+            writer.transport.pause_reading()
             writer.write(head + body)
-        await asyncio.sleep(10)
+        await asyncio.sleep(20)
+    await asyncio.sleep(5)
+    _, answer = await server.ask("GET", "/get_load")
+    server.notes["load after they left"] = json.loads(answer)
 
 
 @attack("floods of refused requests")

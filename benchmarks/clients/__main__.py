@@ -6,7 +6,8 @@
 
 Makes an environment for each group of clients in the folder, installs the newest versions there,
 serves the bundled pair on a free port unless a URL is given, and runs calls.py or calls.mjs for
-each client. Writes each client's version and result; status 1 if one failed.
+each client. Writes each client's version and result, beside what the output has of others; status
+1 if one failed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("instructor", "guidance"),
     ("lm-eval",),
     ("sglang",),
-    ("guidellm",),
 )
-# What else a client's calls need.
+# Arguments of `pip install` where they are not the client's name.
 REQUIREMENTS = {
     "pydantic-ai-slim": ["pydantic-ai-slim[openai]"],
     "lm-eval": ["lm-eval[api]"],
     # Its frontend language alone: the wheel's own requirements are those of its server, for CUDA.
     "sglang": ["--no-deps", "sglang"],
 }
+FRONTEND = ("aiohttp", "ipython", "msgspec", "numpy", "pybase64", "pydantic", "requests", "tqdm")
+ALSO = {"sglang": FRONTEND}
 NPM = {
     "npm openai": ["openai"],
     "npm ai": ["ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"],
@@ -57,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, result in results.items():
         print(f"{name:30} {result['version']:12} {result['error'] or 'works'}")
     if options.output is not None:
-        write_result(options.output, {"date": time.strftime("%Y-%m-%d"), "clients": results})
+        earlier = json.loads(options.output.read_text()) if options.output.exists() else {}
+        write_result(options.output, {"clients": {**earlier.get("clients", {}), **results}})
     return int(any(result["error"] for result in results.values()))
 
 
@@ -106,7 +109,8 @@ def run(name: str, folder: Path, url: str) -> dict[str, Any]:
         output = failure.stderr or failure.stdout or str(failure)
         error = "\n".join(str(output).strip().splitlines()[-5:])
         version = locals().get("version", "")
-    return {"version": version, "error": error, "seconds": round(time.monotonic() - started, 1)}
+    seconds, date = round(time.monotonic() - started, 1), time.strftime("%Y-%m-%d")
+    return {"date": date, "version": version, "error": error, "seconds": seconds}
 
 
 def python_client(name: str, folder: Path) -> tuple[str, list[str]]:
@@ -116,7 +120,9 @@ def python_client(name: str, folder: Path) -> tuple[str, list[str]]:
     if not environment.exists():
         call([sys.executable, "-m", "venv", str(environment)])
         call([python, "-m", "pip", "install", "-q", "--upgrade", "pip"])
-    call([python, "-m", "pip", "install", "-q", *REQUIREMENTS.get(name, [name])])
+    for words in (REQUIREMENTS.get(name, [name]), ALSO.get(name)):
+        if words:
+            call([python, "-m", "pip", "install", "-q", *words])
     code = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
     return call([python, "-c", code]).strip(), [python, str(HERE / "calls.py"), name]
 

@@ -250,8 +250,8 @@ def total_of(found: Sequence[SchedulerStats]) -> SchedulerStats:
         for name, values in by_name.items()
         if name not in {"counters", "shapes", *BY_LORA}
     }
+    sums |= {name: sum(by_name[name], start=Counter()) for name in BY_LORA}
     if not found:
         sums |= {"num_pages": 1, "num_free_pages": 1}  # an empty pool, of which nothing is used
     counters = reduce(added, by_name["counters"], SpecCounters())
-    by_lora = {name: sum(by_name[name], start=Counter()) for name in BY_LORA}
-    return SchedulerStats(**sums, counters=counters, **by_lora)
+    return SchedulerStats(**sums, counters=counters)
