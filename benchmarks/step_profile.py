@@ -87,12 +87,16 @@ class Bench:
     executables: dict[Any, Any]
     committed: int
 
+    @property
+    def tensor(self) -> int:
+        return Parallel.of(self.mesh).tensor
+
     def state(self, committed: int | None = None) -> EngineState:
         """Return a state with every slot full: L committed tokens (default: the bench's) per row.
 
         K and V are random: a chip that reads zeros takes less power, and keeps a higher clock.
         """
-        empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
+        empty = init_state(self.program, self.limits, shards=self.tensor, kv_dtype=self.dtype)
         state = place_state(empty, self.program, self.mesh)
         state = replace(state, kv=tuple(randomized(cache, i) for i, cache in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
@@ -131,8 +135,8 @@ def prepare(
     cache = args.compilation_cache_dir
     if cache != "":
         enable_persistent_cache(Path(cache or Path.home() / ".cache" / "jspec" / "programs"))
-    devices = jax.devices()[:1]
-    mesh = Parallel(tensor=len(devices)).mesh(devices)
+    devices = jax.devices()[: args.tp_size]
+    mesh = Parallel(tensor=args.tp_size).mesh(devices)
     models = load_models(args, resolve_paths(args), mesh=mesh)
     groups = models.target.cache_groups + models.drafter.cache_groups
     limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
@@ -162,7 +166,8 @@ def prepare(
 def compiled(bench: Bench) -> Bench:
     """Compile a plain decode program per batch, and the one prefill program that they need."""
     program, limits = bench.program, bench.limits
-    state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
+    how: Any = {"shards": bench.tensor, "kv_dtype": bench.dtype}
+    state = jax.eval_shape(lambda: init_state(program, limits, **how))
     keys = (
         ProgramKey(StepKind.PREFILL, limits.programs.chunk_size, SAMPLING),
         *(ProgramKey(StepKind.DECODE, batch, PLAIN) for batch in limits.programs.decode_buckets),
@@ -269,7 +274,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
         limits=bench.limits,
         params=bench.models.params,
         state=place_state(
-            init_state(bench.program, bench.limits, shards=1, kv_dtype=bench.dtype),
+            init_state(bench.program, bench.limits, shards=bench.tensor, kv_dtype=bench.dtype),
             bench.program,
             bench.mesh,
         ),
