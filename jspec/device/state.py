@@ -16,9 +16,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jspec.device.parallel import partition_spec
+from jspec.device.peers import Peers
 from jspec.device.pytree import pytree
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import rows_of
+from jspec.spec.axes import MESH
 from jspec.spec.cache_entry import CacheLayout, axes_of
 from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 
@@ -84,6 +86,7 @@ class EngineState:
     rows: RowState
     pending: Any = None  # tokens (speculative/drafters/pending.py), if steps may be plain
     snapshots: Caches = ()  # of the target's recurrent layers, in order
+    peers: Peers | None = None  # of the tensor axis, where a kernel adds over it
 
 
 def empty_caches(
@@ -125,6 +128,7 @@ def state_specs(
         kv=cache_specs(groups),
         draft_kv=cache_specs(draft_groups),
         snapshots=cache_specs(snapshot_groups(groups)) if state.snapshots else (),
+        peers=jax.tree.map(lambda _: PartitionSpec(*MESH), state.peers),
         rows=dataclasses.replace(specs.rows, seen=seen),
     )
 

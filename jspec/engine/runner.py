@@ -6,6 +6,7 @@ consumes it (donated) and its output replaces it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspec.config.limits import ServeLimits
 from jspec.device.parallel import Parallel, shardings
+from jspec.device.peers import Exchange
 from jspec.device.state import EngineState, empty_caches, empty_rows, state_specs
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
@@ -90,10 +92,13 @@ class DeviceRunner(PlanRunner):
         store: ProgramStore | None = None,
     ) -> DeviceRunner:
         """Allocate the state; load stored programs and compile the others, or only `first`."""
+        has_kernel = program.ops.writes_peers
+        exchange = Exchange.of(mesh, width=program.target.hidden_size) if has_kernel else None
 
         def make_state() -> EngineState:
             made = init_state(program, limits, shards=Parallel.of(mesh).tensor, kv_dtype=kv_dtype)
-            return place_state(made, program, mesh)
+            peers = None if exchange is None else exchange.renew()
+            return place_state(dataclasses.replace(made, peers=peers), program, mesh)
 
         state = make_state()
         executables = compile_all(

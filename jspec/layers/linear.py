@@ -3,32 +3,95 @@
 Inside a step's shard_map a column-parallel product needs no collective, a row-parallel one is an
 all-reduce over the `tensor` axis. A norm that spans heads is another, of two numbers a token. An
 axis of None is outside of it (training, references).
+
+GPUs with `Peers` add the rows of a small step in a kernel, which may leave the sum to the next norm
+(`PartialSum`); both are for the residual stream alone, whose sums follow one another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.device.fp8 import FP8Weight
+from jspec.device.peers import Area, Peers
+from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.peer_sum.gpu import sum_add_and_norm, sum_over_peers
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The number of shards of a model, and the mesh axis over which it is split."""
+    """The number of shards of a model, and the mesh axis over which it is split.
+
+    peers: of the layers of a step (`of_layer`). defers: `reduce` leaves sums to the next norm.
+    """
 
     size: int = 1
     axis: str | None = None
+    peers: Peers | None = None
+    defers: bool = False
+
+    def of_layer(self, params: Mapping[str, Any], *, defers: bool = False) -> Shard:
+        """Return the shard of a layer's sums. params: of the layer, from `with_peers`."""
+        peers = params.get("peers")
+        return self if peers is None else replace(self, peers=peers, defers=defers)
 
     def sum(self, x: jax.Array) -> jax.Array:
-        return x if self.axis is None else jax.lax.psum(x, self.axis)
+        if self.axis is None:
+            return x
+        if self.peers is not None and self.peers.serve(x):
+            return sum_over_peers(x, self.peers)
+        return jax.lax.psum(x, self.axis)
+
+    def reduce(self, x: jax.Array) -> jax.Array | PartialSum:
+        if self.defers and self.peers is not None and self.peers.serve(x):
+            return PartialSum(x=x, peers=self.peers)
+        return self.sum(x)
+
+
+@pytree
+class PartialSum:
+    """This device's summand of a product."""
+
+    x: jax.Array  # [T, E]
+    peers: Peers
+
+    def sum(self) -> jax.Array:
+        return sum_over_peers(self.x, self.peers)
+
+    def add_and_norm(
+        self, x: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+        """Return (x + the sum, RMSNorm of that times scale)."""
+        return sum_add_and_norm(x, self.x, scale, self.peers, eps=eps)
+
+
+def with_peers(params: Mapping[str, Any], peers: Peers | None) -> Mapping[str, Any]:
+    """Return a step's params, {"target": ..., "draft": ...}, with `peers` in every layer's."""
+    if peers is None:
+        return params
+    areas = {"target": Area.TARGET, "draft": Area.DRAFT}
+    return {name: _in_layers(part, peers.of(areas[name])) for name, part in params.items()}
+
+
+def _in_layers(params: Any, peers: Peers) -> Any:
+    """Adapters have layers of their own, which `paged_layer` joins to these."""
+    if not isinstance(params, Mapping):
+        return params
+    return {
+        name: {i: {**layer, "peers": peers} for i, layer in part.items()}
+        if name == "layers"
+        else (part if name == "lora" else _in_layers(part, peers))
+        for name, part in params.items()
+    }
 
 
 def linear(
@@ -37,7 +100,7 @@ def linear(
     *,
     ops: Ops,
     reduce: Shard | None = None,
-) -> Float[Array, "*b O"]:
+) -> Any:  # an array; with a `reduce` that defers, or a PartialSum
     """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards.
 
     params may have `adapters` (layers/lora.py), whose product is added.
@@ -46,9 +109,9 @@ def linear(
     y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else numbers_of(x) @ kernel
     if "adapters" in params:
         y = y + params["adapters"].product(numbers_of(x))
-    if reduce is not None:
-        y = reduce.sum(y)
-    return y + params["bias"] if "bias" in params else y
+    if "bias" in params:
+        return (y if reduce is None else reduce.sum(y)) + params["bias"]
+    return y if reduce is None else reduce.reduce(y)
 
 
 def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Float[Array, "*b V"]:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import Array, Float
 
+from jspec.device.fp8 import FP8Weight
 from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
+from jspec.layers.linear import PartialSum
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product.api import Activations
@@ -25,12 +27,12 @@ class Residual:
 
     x: jax.Array  # [*b, E]
     # [*b, E], not yet added; None before the first layer
-    delta: jax.Array | Mixed | None = None
+    delta: jax.Array | Mixed | PartialSum | None = None
 
     def sum(self) -> jax.Array:
         if self.delta is None:
             return self.x
-        return self.x + (self.delta.sum() if isinstance(self.delta, Mixed) else self.delta)
+        return self.x + (self.delta if isinstance(self.delta, jax.Array) else self.delta.sum())
 
 
 def norm(
@@ -44,6 +46,8 @@ def norm_of_sum(
 ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
+    if isinstance(stream.delta, PartialSum):
+        return stream.delta.add_and_norm(stream.x, params["scale"], eps=eps)
     if isinstance(stream.delta, Mixed):
         return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
     return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps)
@@ -58,6 +62,9 @@ def norm_for(
     ops: Ops,
 ) -> tuple[Float[Array, "*b E"], Activations]:
     """Apply `norm_of_sum`, for the product with the weight `reader`."""
-    if not isinstance(stream.delta, jax.Array):
+    delta = stream.delta
+    if isinstance(delta, PartialSum) and isinstance(reader, FP8Weight):
+        delta = delta.sum()  # the norm's own kernel also quantises
+    if not isinstance(delta, jax.Array):
         return norm_of_sum(params, stream, eps=eps, ops=ops)
-    return ops.add_norm_for(reader, stream.x, stream.delta, params["scale"], eps=eps)
+    return ops.add_norm_for(reader, stream.x, delta, params["scale"], eps=eps)

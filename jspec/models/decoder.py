@@ -8,7 +8,7 @@ KV pools, one inner jit per layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,8 @@ def run_layer(
     token_input: of a layer with embeddings of its own (SandwichSpec).
     """
     if isinstance(spec, SandwichSpec):
-        own: dict[str, Any] = {"spec": spec, "shard": settings.shard, "ops": settings.ops}
+        shard = settings.shard.of_layer(params)
+        own: dict[str, Any] = {"spec": spec, "shard": shard, "ops": settings.ops}
         return run_sandwich(
             params, stream, positions, attend, **own, kept=kept, token_input=token_input
         )
@@ -110,7 +111,8 @@ def run_sublayers(
     kept: Int[Array, "R"] | None = None,
 ) -> Residual:
     """Apply x + attention(read), then x + ffn(norm(x)), as `run_layer` does."""
-    ops, shard = settings.ops, settings.shard
+    ops = settings.ops
+    shard = settings.shard.of_layer(params, defers=True)
     mixed = MIXERS[type(spec.attention)](
         params["attention"],
         read,
@@ -130,11 +132,12 @@ def run_sublayers(
             stream,
             spec=spec.ffn,
             eps=spec.eps,
-            shard=shard,
+            shard=settings.shard.of_layer(params),
             ops=ops,
         )
     reader = kernel_of(params["mlp"], "gate_up")
     x, normed = norm_for(reader, params["post_norm"], stream, eps=spec.eps, ops=ops)
+    settings = replace(settings, shard=shard)
     return Residual(x=x, delta=feed_forward(params, normed, spec=spec, settings=settings))
 
 

@@ -48,6 +48,8 @@ class Ops:
     lanes: ClassVar[int] = 1  # cached records are as wide as a multiple of this
     # Layers leave their last residual add to the next norm (`add_norm`).
     defers_sums: ClassVar[bool] = False
+    # Devices add rows by writing into each other's memory (`peer_sum`).
+    writes_peers: ClassVar[bool] = False
     # The prefill kernel reads each query's own row only, so long prefill steps are efficient.
     prefers_long_chunks: ClassVar[bool] = False
     # Least bytes of one layer's K and V per decode step that reading shared prefixes once (cascade

@@ -65,6 +65,7 @@ class GpuOps(Ops):
     name: ClassVar[str] = "gpu"
     default_page_size: ClassVar[int] = 64  # one TMA copy per page
     defers_sums: ClassVar[bool] = True
+    writes_peers: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
     sharing_pays_from: ClassVar[int | None] = 96 * 2**20
     sharing_least_rows: ClassVar[int] = 16

@@ -81,6 +81,7 @@ def run_block_layer(
 ) -> Residual:
     """Run a layer over blocks of `settings.queries_per_row` rows. positions: for RoPE."""
     ops, own = settings.ops, params["attention"]
+    settings = replace(settings, shard=settings.shard.of_layer(params))
 
     def mixed(x: jax.Array) -> jax.Array:
         how: Any = {"eps": spec.eps, "shard": settings.shard, "ops": ops}

@@ -1,0 +1,112 @@
+"""Memory of each GPU of a host that the others write: kernels exchange rows through it.
+
+The kernel is pallas_kernels/peer_sum; it knows the buffers by their addresses alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import replace
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.device.pytree import pytree, static
+
+MAX_ROWS = 256
+HEADER = 3  # words of a table before the addresses: this device's number, its address
+
+
+class Area(IntEnum):
+    """Parts of a buffer. In a step the exchanges of one area follow one another."""
+
+    TARGET = 0  # sums along the target's residual stream
+    DRAFT = 1
+    CHOICE = 2  # what the shards of a vocabulary found
+
+
+@pytree
+class Peers:
+    """The addresses of the buffers of a tensor axis.
+
+    An area of a buffer, in units of 8 bytes (a number and a flag of 4 bytes each):
+
+        [MAX_ROWS counters | even turns: rows from device 0, from device 1, ... | odd turns: same]
+    """
+
+    table: jax.Array  # i32[HEADER + 2 * devices]: number, own address, addresses, low words first
+    width: int = static()  # of the widest row, in numbers of 2 bytes
+    area: Area = static(default=Area.TARGET)
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.table.size - HEADER) // 2
+
+    @property
+    def first_unit(self) -> int:
+        return self.area * area_units(self.num_devices, self.width)
+
+    def of(self, area: Area) -> Peers:
+        return replace(self, area=area)
+
+    def serve(self, x: jax.Array) -> bool:
+        """Return whether the kernel adds such rows."""
+        fits = x.ndim == 2 and x.shape[0] <= MAX_ROWS and x.shape[1] <= self.width
+        return fits and x.dtype == jnp.bfloat16 and x.shape[1] % 2 == 0
+
+
+def area_units(num_devices: int, width: int) -> int:
+    return MAX_ROWS + 2 * num_devices * MAX_ROWS * (width // 2)
+
+
+class Exchange:
+    """Keeps one buffer a device while programs that have its address may run."""
+
+    def __init__(self, mesh: Mesh, *, width: int) -> None:
+        self._mesh = mesh
+        self._width = width
+        self._buffers: jax.Array | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, width: int) -> Exchange | None:
+        """Return None where no kernel can run: one device, or no access between them."""
+        if mesh.devices.shape[-1] == 1 or not have_access(list(mesh.devices.flat)):
+            return None
+        return cls(mesh, width=width)
+
+    def renew(self) -> Peers:
+        """Make zeroed buffers, and drop those before: after a failed step their counters differ."""
+        shape = self._mesh.devices.shape
+        placed = NamedSharding(self._mesh, PartitionSpec(*self._mesh.axis_names))
+        words = (*shape, 2 * len(Area) * area_units(shape[-1], self._width))
+        self._buffers = None  # free them before the next ones are allocated
+        zeros = jax.jit(lambda: jnp.zeros(words, jnp.int32), out_shardings=placed)
+        self._buffers = jax.block_until_ready(zeros())
+        at = {x.device: x.data.unsafe_buffer_pointer() for x in self._buffers.addressable_shards}
+        tables = np.zeros((*shape, HEADER + 2 * shape[-1]), np.int32)
+        for index in np.ndindex(*shape):
+            group = [at[device] for device in self._mesh.devices[index[:-1]]]
+            addresses = np.array([group[index[-1]], *group], np.uint64)
+            tables[index] = [index[-1], *addresses.view(np.int32)]  # little-endian
+        return Peers(table=jnp.asarray(tables), width=self._width)
+
+
+def have_access(devices: list[jax.Device]) -> bool:
+    """Return whether these are GPUs of this process that may write into each other's memory."""
+    if any(x.platform != "gpu" or x.process_index != jax.process_index() for x in devices):
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    ordinals = [int(device.local_hardware_id) for device in devices]
+    may = ctypes.c_int(0)
+    for one, other in itertools.permutations(ordinals, 2):
+        failed = driver.cuDeviceCanAccessPeer(ctypes.byref(may), one, other)
+        if failed or not may.value:
+            return False
+    return True
