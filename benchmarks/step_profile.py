@@ -56,10 +56,11 @@ from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.device.parallel import Parallel
+from jspec.device.peers import Exchange
 from jspec.device.state import EngineState, take_rows
 from jspec.engine.memory.pool_sizes import size_pool
 from jspec.engine.programs.compilation import compile_all, compiler_options, enable_persistent_cache
-from jspec.engine.runner import DeviceRunner, init_state, place_state
+from jspec.engine.runner import DeviceRunner, exchange_of, init_state, new_state, place_state
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.engine.transfer import layout_of
 from jspec.scheduler.scheduler import Scheduler
@@ -86,18 +87,18 @@ class Bench:
     dtype: Any
     executables: dict[Any, Any]
     committed: int
+    exchange: Exchange | None = None
 
-    @property
-    def tensor(self) -> int:
-        return Parallel.of(self.mesh).tensor
+    def empty(self) -> EngineState:
+        how: Any = {"mesh": self.mesh, "kv_dtype": self.dtype, "exchange": self.exchange}
+        return new_state(self.program, self.limits, **how)
 
     def state(self, committed: int | None = None) -> EngineState:
         """Return a state with every slot full: L committed tokens (default: the bench's) per row.
 
         K and V are random: a chip that reads zeros takes less power, and keeps a higher clock.
         """
-        empty = init_state(self.program, self.limits, shards=self.tensor, kv_dtype=self.dtype)
-        state = place_state(empty, self.program, self.mesh)
+        state = self.empty()
         state = replace(state, kv=tuple(randomized(cache, i) for i, cache in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
         each = min(self.limits.pool.num_pages // self.limits.pool.num_slots, width)
@@ -160,14 +161,17 @@ def prepare(
         dtype=jnp.dtype(models.config.dtype),
         executables={},
         committed=workload.prompt_len + workload.long_run // 2,
+        exchange=exchange_of(program, mesh),
     )
 
 
 def compiled(bench: Bench) -> Bench:
     """Compile a plain decode program per batch, and the one prefill program that they need."""
     program, limits = bench.program, bench.limits
-    how: Any = {"shards": bench.tensor, "kv_dtype": bench.dtype}
-    state = jax.eval_shape(lambda: init_state(program, limits, **how))
+    shards = Parallel.of(bench.mesh).tensor
+    state = jax.eval_shape(lambda: init_state(program, limits, shards=shards, kv_dtype=bench.dtype))
+    peers = None if bench.exchange is None else bench.exchange.abstract
+    state = replace(state, peers=peers)
     keys = (
         ProgramKey(StepKind.PREFILL, limits.programs.chunk_size, SAMPLING),
         *(ProgramKey(StepKind.DECODE, batch, PLAIN) for batch in limits.programs.decode_buckets),
@@ -273,11 +277,7 @@ def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
     runner = DeviceRunner(
         limits=bench.limits,
         params=bench.models.params,
-        state=place_state(
-            init_state(bench.program, bench.limits, shards=bench.tensor, kv_dtype=bench.dtype),
-            bench.program,
-            bench.mesh,
-        ),
+        state=bench.empty(),
         executables=bench.executables,
         mesh=bench.mesh,
         vocab_size=workload.target.vocab_size,

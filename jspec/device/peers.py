@@ -9,6 +9,7 @@ import ctypes
 import itertools
 from dataclasses import replace
 from enum import IntEnum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ class Area(IntEnum):
 
     TARGET = 0  # sums along the target's residual stream
     DRAFT = 1
-    CHOICE = 2  # what the shards of a vocabulary found
+    CHOICE = 2  # the best of each shard of a vocabulary
+    MASS = 3  # their largest scores and sums, which not every step needs
 
 
 @pytree
@@ -38,7 +40,7 @@ class Peers:
         [MAX_ROWS counters | even turns: rows from device 0, from device 1, ... | odd turns: same]
     """
 
-    table: jax.Array  # i32[HEADER + 2 * devices]: number, own address, addresses, low words first
+    table: Any  # i32[HEADER + 2 * devices]: number, own address, addresses, low words first
     width: int = static()  # of the widest row, in numbers of 2 bytes
     area: Area = static(default=Area.TARGET)
 
@@ -78,6 +80,12 @@ class Exchange:
             return None
         return cls(mesh, width=width)
 
+    @property
+    def abstract(self) -> Peers:
+        shape = self._mesh.devices.shape
+        table = jax.ShapeDtypeStruct((*shape, HEADER + 2 * shape[-1]), jnp.int32)
+        return Peers(table=table, width=self._width)
+
     def renew(self) -> Peers:
         """Make zeroed buffers, and drop those before: after a failed step their counters differ."""
         shape = self._mesh.devices.shape
@@ -87,7 +95,7 @@ class Exchange:
         zeros = jax.jit(lambda: jnp.zeros(words, jnp.int32), out_shardings=placed)
         self._buffers = jax.block_until_ready(zeros())
         at = {x.device: x.data.unsafe_buffer_pointer() for x in self._buffers.addressable_shards}
-        tables = np.zeros((*shape, HEADER + 2 * shape[-1]), np.int32)
+        tables = np.zeros(self.abstract.table.shape, np.int32)
         for index in np.ndindex(*shape):
             group = [at[device] for device in self._mesh.devices[index[:-1]]]
             addresses = np.array([group[index[-1]], *group], np.uint64)

@@ -92,14 +92,8 @@ class DeviceRunner(PlanRunner):
         store: ProgramStore | None = None,
     ) -> DeviceRunner:
         """Allocate the state; load stored programs and compile the others, or only `first`."""
-        has_kernel = program.ops.writes_peers
-        exchange = Exchange.of(mesh, width=program.target.hidden_size) if has_kernel else None
-
-        def make_state() -> EngineState:
-            made = init_state(program, limits, shards=Parallel.of(mesh).tensor, kv_dtype=kv_dtype)
-            peers = None if exchange is None else exchange.renew()
-            return place_state(dataclasses.replace(made, peers=peers), program, mesh)
-
+        how: Any = {"mesh": mesh, "kv_dtype": kv_dtype, "exchange": exchange_of(program, mesh)}
+        make_state = partial(new_state, program, limits, **how)
         state = make_state()
         executables = compile_all(
             program,
@@ -333,6 +327,27 @@ def init_state(
             has_loras=limits.programs.has_loras,
         ),
     )
+
+
+def exchange_of(program: StepProgram, mesh: Mesh) -> Exchange | None:
+    """Return the buffers for sums over the tensor axis; None if collectives add."""
+    if not program.ops.writes_peers:
+        return None
+    return Exchange.of(mesh, width=program.target.hidden_size)
+
+
+def new_state(
+    program: StepProgram,
+    limits: ServeLimits,
+    *,
+    mesh: Mesh,
+    kv_dtype: Any,
+    exchange: Exchange | None,
+) -> EngineState:
+    """Return zeroed state on the mesh, and renew the exchange that it has the addresses of."""
+    made = init_state(program, limits, shards=Parallel.of(mesh).tensor, kv_dtype=kv_dtype)
+    peers = None if exchange is None else exchange.renew()
+    return place_state(dataclasses.replace(made, peers=peers), program, mesh)
 
 
 def place_state(state: EngineState, program: StepProgram, mesh: Mesh) -> EngineState:

@@ -11,27 +11,34 @@ GPUs with `Peers` add the rows of a small step in a kernel, which may leave the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.device.fp8 import FP8Weight
-from jspec.device.peers import Area, Peers
+from jspec.device.peers import MAX_ROWS, Area, Peers
 from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.peer_sum.gpu import sum_add_and_norm, sum_over_peers
+from jspec.pallas_kernels.peer_sum.gpu import (
+    gather_over_peers,
+    sum_add_and_norm,
+    sum_over_peers,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The number of shards of a model, and the mesh axis over which it is split.
 
-    peers: of the layers of a step (`of_layer`). defers: `reduce` leaves sums to the next norm.
+    peers: of a layer (`of_layer`), or of what is gathered (`sharing`). defers: `reduce` leaves sums
+    to the next norm.
     """
 
     size: int = 1
@@ -43,6 +50,11 @@ class Shard:
         """Return the shard of a layer's sums. params: of the layer, from `with_peers`."""
         peers = params.get("peers")
         return self if peers is None else replace(self, peers=peers, defers=defers)
+
+    @property
+    def alone(self) -> Shard:
+        """Without peers: what inner jits are compiled for."""
+        return Shard(self.size, self.axis)
 
     def sum(self, x: jax.Array) -> jax.Array:
         if self.axis is None:
@@ -92,6 +104,36 @@ def _in_layers(params: Any, peers: Peers) -> Any:
         else (part if name == "lora" else _in_layers(part, peers))
         for name, part in params.items()
     }
+
+
+def sharing(part: T, peers: Peers | None) -> T:
+    """Return a part of a step with `peers` in its shards: dataclasses all the way down."""
+    if peers is None or isinstance(part, type) or not is_dataclass(part):
+        return part
+    if isinstance(part, Shard):
+        return replace(part, peers=peers) if part.axis is not None else part
+    own = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    new = {name: sharing(value, peers) for name, value in own.items()}
+    changed = {name: value for name, value in new.items() if value is not own[name]}
+    return replace(part, **changed) if changed else part
+
+
+def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tuple[jax.Array, ...]:
+    """Return all shards' arrays, each [shards, ...], from one all-gather.
+
+    arrays: of one shape and of 32 bits; together, as each collective of a few bytes is a latency.
+    """
+    if shard.axis is None or shard.size == 1:
+        return tuple(x[None] for x in arrays)
+    words = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays])
+    if shard.peers is not None and words.size <= MAX_ROWS * shard.peers.width // 2:
+        flat = gather_over_peers(words.reshape(-1), shard.peers.of(area))
+        found = flat.reshape(shard.size, *words.shape).swapaxes(0, 1)
+    else:
+        found = jax.lax.all_gather(words, shard.axis, axis=1)
+    return tuple(
+        jax.lax.bitcast_convert_type(part, x.dtype) for part, x in zip(found, arrays, strict=True)
+    )
 
 
 def linear(

@@ -340,7 +340,7 @@ class Decoder:
         caches = list(kv)
         last = self.spec.num_layers - 1
         ends_early = kept is not None and last + 1 not in self.aux_layer_ids
-        settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        settings = LayerSettings(self.ops, self.shard.alone, queries_per_row)
         by_group = {
             group: rows.of_slots()
             if group.entry.unit is Unit.SLOT

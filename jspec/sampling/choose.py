@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.device import noise
 from jspec.device.state import SamplingBatch
-from jspec.layers.linear import Shard
+from jspec.layers.linear import Shard, gathered
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.filters import threshold
 
@@ -64,9 +64,8 @@ def choose(
     )
     if not is_split:
         return ids
-    values = jax.lax.all_gather(value, shard.axis)  # [shards, B, N], lowest ids first
+    values, chosen = gathered(shard, value, ids)  # [shards, B, N], lowest ids first
     winner = jnp.argmax(values, axis=0)
-    chosen = jax.lax.all_gather(ids, shard.axis)
     return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
 
 

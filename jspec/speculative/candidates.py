@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.device.peers import Area
 from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch
-from jspec.layers.linear import Shard
+from jspec.layers.linear import Shard, gathered
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.sample.reference import finite
 from jspec.sampling.choose import perturb
@@ -86,10 +87,8 @@ def _joined(
     values, found = best.values, jnp.take(ids, best.columns, mode="clip")
     top, mass = best.top, best.mass
     if shard.axis is not None:
-        values, found = (
-            jax.lax.all_gather(x, shard.axis, axis=2, tiled=True) for x in (values, found)
-        )
-        tops, masses = jax.lax.all_gather(top, shard.axis), jax.lax.all_gather(mass, shard.axis)
+        values, found = (jnp.concatenate(list(x), axis=-1) for x in gathered(shard, values, found))
+        tops, masses = gathered(shard, top, mass, area=Area.MASS)
         top = jnp.max(tops, axis=0)
         mass = jnp.sum(masses * jnp.exp(tops - top), axis=0)
         values, place = _largest(values, topk)

@@ -30,7 +30,7 @@ from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.steps.step_def import BY_RANK, ProgramKey, ProgramShape
 from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import shape_of
-from jspec.layers.linear import with_peers
+from jspec.layers.linear import sharing, with_peers
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
@@ -110,7 +110,7 @@ def _entry(
     program: StepProgram, shape: ProgramShape, params: Any, state: Any, flat: jax.Array, *taken: Any
 ) -> Any:
     step = STEPS[shape.kind]
-    params = with_peers(params, state.peers)
+    params, program = with_peers(params, state.peers), sharing(program, state.peers)
     rounds = {"num_rounds": shape.num_rounds} if step.has_rounds else {}
     batch = step.batch(shape.packed.unpack(flat))
     return step.step(program, params, state, batch, *taken, **rounds)

@@ -73,7 +73,7 @@ class Assistant:
             embedded = embedded * jnp.asarray(scale, embedded.dtype)
         pair = jnp.concatenate((embedded, hidden.astype(embedded.dtype)), axis=-1)
         stream = Residual(x=linear(params["pre"], pair, ops=self.ops))
-        settings = LayerSettings(self.ops, self.shard, queries_per_row=1)
+        settings = LayerSettings(self.ops, self.shard.alone, queries_per_row=1)
         for i, (layer, cache) in enumerate(
             zip(self.spec.layer.layers, self.spec.caches, strict=True)
         ):

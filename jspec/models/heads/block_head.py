@@ -173,7 +173,7 @@ class BlockHead:
     ) -> KVPool:
         """Return the pools with K and V of tokens whose features are given."""
         ctx = self.context(params, features)
-        settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        settings = LayerSettings(self.ops, self.shard.alone, queries_per_row)
         return tuple(
             _write_context(
                 params["layers"][i],
@@ -201,7 +201,7 @@ class BlockHead:
         causal_mask: the tail mask of layers whose rows see no later row
         """
         batch, size = token_ids.shape
-        settings = LayerSettings(self.ops, self.shard, size)
+        settings = LayerSettings(self.ops, self.shard.alone, size)
         stream, pools = Residual(x=embed(params["embed"], token_ids.reshape(-1))), list(kv)
         for i, layer in enumerate(self.spec.layer.layers):
             window = layer.attention.window

@@ -166,7 +166,7 @@ class FeatureHead:
 
         kept: see `Decoder.forward`.
         """
-        head, settings = self.spec, LayerSettings(self.ops, self.shard, queries_per_row)
+        head, settings = self.spec, LayerSettings(self.ops, self.shard.alone, queries_per_row)
         embedded = embed(params["embed"], token_ids)
         if head.zeroes_first:
             embedded = jnp.where((rows.q_positions > 0)[:, None], embedded, 0)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from jspec.device.peers import HEADER, MAX_ROWS, Peers
 
@@ -54,6 +54,38 @@ def sum_add_and_norm(
     body = partial(_norm_body, eps=eps)
     total, normed = _launch(body, "peer_sum_and_norm_gpu", [delta, x, scale], peers, num_outputs=2)
     return total, normed
+
+
+def gather_over_peers(words: Int[Array, "n"], peers: Peers) -> Int[Array, "D n"]:
+    """Return all devices' numbers of 32 bits. n <= MAX_ROWS * peers.width / 2."""
+    (num,), most = words.shape, peers.width // 2
+    count = -(-num // most)
+    width = min(pl.next_power_of_2(max(num, LANES)), pl.next_power_of_2(most))
+    warps = min(WARPS_OF_MANY, width // LANES)
+    row = Row(
+        size=2 * min(num, most),
+        width=width,
+        stride=most,
+        pack=width // (warps * LANES),
+        num_peers=peers.num_devices,
+        first_unit=peers.first_unit,
+    )
+
+    def launched(*refs: Any) -> None:
+        _gather_body(row, *refs)
+
+    found: Any = pl.pallas_call(
+        launched,
+        grid=(count,),
+        out_shape=(
+            jax.ShapeDtypeStruct((peers.num_devices, num), jnp.int32),
+            jax.ShapeDtypeStruct((count,), jnp.int32),  # of the counters' stores
+        ),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        name="peer_gather_gpu",
+    )(words, peers.table.reshape(-1))
+    gathered: jax.Array = found[0]
+    return gathered
 
 
 def _launch(
@@ -119,25 +151,37 @@ class Row:
             plt.store(ref.at[index, column], x, mask=self.mask)
 
     def summed(self, ref: Any, table_ref: Any, done_ref: Any) -> list[jax.Array]:
-        """Exchange this program's row, and count the sum."""
+        number = _joined(*self.load(ref, pl.program_id(0)))
+        (total,) = self.exchanged(number, table_ref, done_ref, adds=True)
+        return _parts(total)
+
+    def exchanged(
+        self, number: jax.Array, table_ref: Any, done_ref: Any, *, adds: bool
+    ) -> list[jax.Array]:
+        """Send numbers to all, and return those of every device or their sum; count the turn."""
         index, zero = pl.program_id(0), jnp.zeros_like(self.pair)
         words = [zero + table_ref[i] for i in range(HEADER + 2 * self.num_peers)]
         rank, own, others = words[0], words[1:HEADER], words[HEADER:]
         counter = self.first_unit + index
         count = _asm(_READ, [zero + counter, *own]) + 1
-        number = _joined(*self.load(ref, index))
         turn = (count & 1) * self.num_peers
         first = self.first_unit + MAX_ROWS
         reads = first + (turn * MAX_ROWS + index) * self.stride + self.pair
         sends = reads + rank * (MAX_ROWS * self.stride)
-        text = _exchange(self.pack, num_peers=self.num_peers, step=8 * MAX_ROWS * self.stride)
-        total = _asm(text, [number, sends, reads, count, *own, *others], pack=self.pack)
+        text = partial(_exchange, self.pack, num_peers=self.num_peers)
+        step, flag = 8 * MAX_ROWS * self.stride, count
+        found: list[jax.Array] = []
+        for sources in [range(self.num_peers)] if adds else [[r] for r in range(self.num_peers)]:
+            asm = text(sources=[r * step for r in sources], sends=not found)
+            args = [number, sends, reads, flag, *own, *others]
+            found.append(_asm(asm, args, pack=self.pack))
+            flag = _asm(_SECOND, [found[-1], flag])
         # A reduction over the block: all of its threads have read the counter before it is written.
-        count = jnp.max(_asm(_SECOND, [total, count]))
+        count = jnp.max(flag)
         one = jnp.zeros((1,), jnp.int32)
         at = [one + counter, *(one + table_ref[i] for i in range(1, HEADER))]
         plt.store(done_ref.at[index], jnp.max(_asm(_WRITE, [*at, one + count])))
-        return _parts(total)
+        return found
 
 
 def _sum_body(row: Row, x_ref: Any, table_ref: Any, total_ref: Any, done_ref: Any) -> None:
@@ -168,21 +212,30 @@ def _norm_body(
     row.store(normed_ref, index, [a.astype(jnp.bfloat16) for a in normed])
 
 
-def _exchange(pack: int, *, num_peers: int, step: int) -> str:
-    """Return PTX that sends `pack` units of a thread to all devices, waits for theirs, and adds.
+def _gather_body(row: Row, words_ref: Any, table_ref: Any, found_ref: Any, done_ref: Any) -> None:
+    at = pl.program_id(0) * row.stride + row.pair
+    mask = (row.pair < row.stride) & (at < words_ref.shape[0])
+    number = plt.load(words_ref.at[at], mask=mask, other=0)
+    for i, each in enumerate(row.exchanged(number, table_ref, done_ref, adds=False)):
+        plt.store(found_ref.at[i, at], each, mask=mask)
+
+
+def _exchange(pack: int, *, num_peers: int, sources: list[int], sends: bool) -> str:
+    """Return PTX that sends `pack` units of a thread to all devices, waits for others, adds these.
 
     Arguments: numbers, units to write, units to read of device 0, flag, own address, the devices'
-    addresses. step: bytes from one device's rows to the next one's.
+    addresses. sources: bytes from device 0's rows to those to wait for; a single one's numbers are
+    returned as they are. sends: False if an earlier call did.
     """
 
     def arg(number: int, j: int = 0) -> str:
         return f"${(1 + number) * pack + j}"
 
-    each, peers = range(pack), range(num_peers)
+    each, waits = range(pack), range(len(sources))
     lines = ["{", ".reg .pred p;", ".reg .u32 polls;", ".reg .u64 a, b;", ".reg .f32 x, low, high;"]
-    lines += [f".reg .u32 w{j}_{r}, f{j}_{r};" for j in each for r in peers]
+    lines += [f".reg .u32 w{j}_{r}, f{j}_{r};" for j in each for r in waits]
     lines += [f".reg .u64 at{j};" for j in each]
-    for r in peers:
+    for r in range(num_peers if sends else 0):
         lines.append(f"mov.b64 b, {{{arg(6 + 2 * r)}, {arg(7 + 2 * r)}}};")
         for j in each:
             lines.append(f"mul.wide.u32 a, {arg(1, j)}, 8; add.u64 a, a, b;")
@@ -191,20 +244,23 @@ def _exchange(pack: int, *, num_peers: int, step: int) -> str:
     lines += [f"mul.wide.u32 at{j}, {arg(2, j)}, 8; add.u64 at{j}, at{j}, b;" for j in each]
     lines.append("WAIT:")
     lines += [
-        f"ld.volatile.global.v2.u32 {{w{j}_{r}, f{j}_{r}}}, [at{j} + {r * step}];"
+        f"ld.volatile.global.v2.u32 {{w{j}_{r}, f{j}_{r}}}, [at{j} + {sources[r]}];"
         for j in each
-        for r in peers
+        for r in waits
     ]
     lines.append("setp.ne.u32 p, polls, polls;")
-    lines += [f"setp.ne.or.u32 p, f{j}_{r}, {arg(3, j)}, p;" for j in each for r in peers]
+    lines += [f"setp.ne.or.u32 p, f{j}_{r}, {arg(3, j)}, p;" for j in each for r in waits]
     lines.append(f"@!p bra ALL; add.u32 polls, polls, 1; setp.lt.u32 p, polls, {POLLS};")
     lines += ["@p bra WAIT;", "trap;", "ALL:"]
     for j in each:
+        if len(sources) == 1:
+            lines.append(f"mov.u32 ${j}, w{j}_0;")
+            continue
         lines.append("mov.f32 low, 0f80000000; mov.f32 high, 0f80000000;")  # -0 + x is x
-        for r in peers:
-            lines.append(f"and.b32 f{j}_{r}, w{j}_{r}, 0xffff0000;")
-            lines.append(f"shl.b32 w{j}_{r}, w{j}_{r}, 16; mov.b32 x, w{j}_{r};")
-            lines.append(f"add.rn.f32 low, low, x; mov.b32 x, f{j}_{r}; add.rn.f32 high, high, x;")
+        for r in waits:
+            lines.append(f"and.b32 f{j}_{r}, w{j}_{r}, 0xffff0000; shl.b32 w{j}_{r}, w{j}_{r}, 16;")
+            lines.append(f"mov.b32 x, w{j}_{r}; add.rn.f32 low, low, x;")
+            lines.append(f"mov.b32 x, f{j}_{r}; add.rn.f32 high, high, x;")
         lines.append(f"cvt.rn.bf16x2.f32 ${j}, high, low;")
     return "\n".join([*lines, "}"])
 
