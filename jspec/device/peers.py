@@ -19,6 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.device.pytree import pytree, static
 
 MAX_ROWS = 256
+TURNS = 3  # places of a row
+NOTHING = -1  # a word where nothing has arrived; as two bfloat16 numbers, both not a number
+LEAST_WIDTH = 256  # of a row: eight numbers for each thread of a warp
 HEADER = 3  # words of a table before the addresses: this device's number, its address
 
 
@@ -35,13 +38,14 @@ class Area(IntEnum):
 class Peers:
     """The addresses of the buffers of a tensor axis.
 
-    An area of a buffer, in units of 8 bytes (a number and a flag of 4 bytes each):
+    An area of a buffer:
 
-        [MAX_ROWS counters | even turns: rows from device 0, from device 1, ... | odd turns: same]
+        [MAX_ROWS words: each row's last turn | turn 0: rows from device 0, from device 1, ... |
+         turn 1: the same | turn 2: the same]
     """
 
     table: Any  # i32[HEADER + 2 * devices]: number, own address, addresses, low words first
-    width: int = static()  # of the widest row, in numbers of 2 bytes
+    width: int = static()  # room of a row, in numbers of 2 bytes; a power of two
     area: Area = static(default=Area.TARGET)
 
     @property
@@ -49,20 +53,24 @@ class Peers:
         return int(self.table.size - HEADER) // 2
 
     @property
-    def first_unit(self) -> int:
-        return self.area * area_units(self.num_devices, self.width)
+    def first_byte(self) -> int:
+        return self.area * area_bytes(self.num_devices, self.width)
+
+    @property
+    def most_words(self) -> int:
+        return MAX_ROWS * self.width // 2
 
     def of(self, area: Area) -> Peers:
         return replace(self, area=area)
 
     def serve(self, x: jax.Array) -> bool:
         """Return whether the kernel adds such rows."""
-        fits = x.ndim == 2 and x.shape[0] <= MAX_ROWS and x.shape[1] <= self.width
-        return fits and x.dtype == jnp.bfloat16 and x.shape[1] % 2 == 0
+        fits = x.ndim == 2 and x.shape[0] <= MAX_ROWS and LEAST_WIDTH <= x.shape[1] <= self.width
+        return fits and x.dtype == jnp.bfloat16
 
 
-def area_units(num_devices: int, width: int) -> int:
-    return MAX_ROWS + 2 * num_devices * MAX_ROWS * (width // 2)
+def area_bytes(num_devices: int, width: int) -> int:
+    return 4 * MAX_ROWS + TURNS * num_devices * MAX_ROWS * 2 * width
 
 
 class Exchange:
@@ -70,7 +78,7 @@ class Exchange:
 
     def __init__(self, mesh: Mesh, *, width: int) -> None:
         self._mesh = mesh
-        self._width = width
+        self._width = 1 << (width - 1).bit_length()  # as a kernel's row: threads past its end write
         self._buffers: jax.Array | None = None
 
     @classmethod
@@ -87,13 +95,13 @@ class Exchange:
         return Peers(table=table, width=self._width)
 
     def renew(self) -> Peers:
-        """Make zeroed buffers, and drop those before: after a failed step their counters differ."""
+        """Make empty buffers, and drop those before: after a failed step their counters differ."""
         shape = self._mesh.devices.shape
         placed = NamedSharding(self._mesh, PartitionSpec(*self._mesh.axis_names))
-        words = (*shape, 2 * len(Area) * area_units(shape[-1], self._width))
+        words = (*shape, len(Area) * area_bytes(shape[-1], self._width) // 4)
         self._buffers = None  # free them before the next ones are allocated
-        zeros = jax.jit(lambda: jnp.zeros(words, jnp.int32), out_shardings=placed)
-        self._buffers = jax.block_until_ready(zeros())
+        empty = jax.jit(lambda: jnp.full(words, NOTHING, jnp.int32), out_shardings=placed)
+        self._buffers = jax.block_until_ready(empty())
         at = {x.device: x.data.unsafe_buffer_pointer() for x in self._buffers.addressable_shards}
         tables = np.zeros(self.abstract.table.shape, np.int32)
         for index in np.ndindex(*shape):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.device.fp8 import FP8Weight
-from jspec.device.peers import MAX_ROWS, Area, Peers
+from jspec.device.peers import Area, Peers
 from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
@@ -126,7 +126,7 @@ def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tupl
     if shard.axis is None or shard.size == 1:
         return tuple(x[None] for x in arrays)
     words = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays])
-    if shard.peers is not None and words.size <= MAX_ROWS * shard.peers.width // 2:
+    if shard.peers is not None and words.size <= shard.peers.most_words:
         flat = gather_over_peers(words.reshape(-1), shard.peers.of(area))
         found = flat.reshape(shard.size, *words.shape).swapaxes(0, 1)
     else:

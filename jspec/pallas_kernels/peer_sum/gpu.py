@@ -1,13 +1,13 @@
 """The sum of rows over the GPUs of one host, in one launch (Triton): each writes its rows into the
 memory of all, and adds what it received in the order of the devices.
 
-Two bfloat16 numbers travel with a flag in one store of 8 bytes, so a number that has arrived is
-known without a fence: one crossing of the link. A row's flag counts its sums. Every device adds the
-same numbers in the same order, so all have the same bits.
+A number that has arrived is known by itself: before, its place held NOTHING. So there is no flag,
+no fence and no second crossing of the link. All devices add the same numbers in the same order, in
+float32, and have the same bits.
 
-A row's two slots take turns: who sends the sum n + 2 has received n + 1 from all, which they sent
-after they had read n. So the sums of a row must follow one another, as they do along the residual
-stream; two at once would mix.
+A row has three places that take turns. Who sends the row's sum n + 3 has received n + 2 from all,
+which they sent after they had read n and emptied its place (in n + 1). So the sums of a row must
+follow one another, as they do along the residual stream (`Area`); two at once would mix.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Int
 
-from jspec.device.peers import HEADER, MAX_ROWS, Peers
+from jspec.device.peers import HEADER, MAX_ROWS, TURNS, Peers
 
-LANES = 32
-FEW_ROWS, WARPS_OF_FEW, WARPS_OF_MANY = 64, 32, 8  # a row of a few shall arrive at once
+LANES, MAX_WARPS = 32, 32
+VECTOR = 8  # bfloat16 numbers of a thread, in one access of 16 bytes
 POLLS = 1 << 27  # half a minute or more; then the peer is dead, and a trap ends the wait
 
-# $1: unit of 8 bytes; $2, $3: the buffer's address. Volatile loads and stores reach the L2.
-_ADDRESS = ".reg .u64 a, b; mov.b64 b, {$2, $3}; mul.wide.u32 a, $1, 8; add.u64 a, a, b;"
+# $1: bytes from the buffer's address, $2 and $3. Volatile accesses reach the L2.
+_ADDRESS = ".reg .u64 a, b; mov.b64 b, {$2, $3}; cvt.u64.u32 a, $1; add.u64 a, a, b;"
 _READ = f"{{ {_ADDRESS} ld.volatile.global.u32 $0, [a]; }}"
 _WRITE = f"{{ {_ADDRESS} st.volatile.global.u32 [a], $4; mov.u32 $0, 0; }}"
 _SECOND = "xor.b32 $0, $1, $1; add.u32 $0, $0, $2;"  # $2, once $1 is there
 
 
 def sum_over_peers(x: BFloat16[Array, "T E"], peers: Peers) -> BFloat16[Array, "T E"]:
-    """Return the sum of all devices' x, rounded once. T <= MAX_ROWS, E <= peers.width, even."""
+    """Return the sum of all devices' x, rounded once. peers.serve(x) must hold."""
     (total,) = _launch(_sum_body, "peer_sum_gpu", [x], peers, num_outputs=1)
     return total
 
@@ -57,35 +57,17 @@ def sum_add_and_norm(
 
 
 def gather_over_peers(words: Int[Array, "n"], peers: Peers) -> Int[Array, "D n"]:
-    """Return all devices' numbers of 32 bits. n <= MAX_ROWS * peers.width / 2."""
+    """Return all devices' words. NOTHING becomes the largest number; n <= peers.most_words."""
     (num,), most = words.shape, peers.width // 2
+    width = min(pl.next_power_of_2(max(num, LANES)), most)
+    warps = min(MAX_WARPS, width // LANES)
+    row = Row(size=min(num, most), width=width, pack=width // (warps * LANES), peers=_Where(peers))
+    out = jax.ShapeDtypeStruct((peers.num_devices, num), jnp.int32)
     count = -(-num // most)
-    width = min(pl.next_power_of_2(max(num, LANES)), pl.next_power_of_2(most))
-    warps = min(WARPS_OF_MANY, width // LANES)
-    row = Row(
-        size=2 * min(num, most),
-        width=width,
-        stride=most,
-        pack=width // (warps * LANES),
-        num_peers=peers.num_devices,
-        first_unit=peers.first_unit,
+    (found,) = _call(
+        partial(_gather_body, row), "peer_gather_gpu", [words], peers, [out], count, warps
     )
-
-    def launched(*refs: Any) -> None:
-        _gather_body(row, *refs)
-
-    found: Any = pl.pallas_call(
-        launched,
-        grid=(count,),
-        out_shape=(
-            jax.ShapeDtypeStruct((peers.num_devices, num), jnp.int32),
-            jax.ShapeDtypeStruct((count,), jnp.int32),  # of the counters' stores
-        ),
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
-        name="peer_gather_gpu",
-    )(words, peers.table.reshape(-1))
-    gathered: jax.Array = found[0]
-    return gathered
+    return found
 
 
 def _launch(
@@ -96,96 +78,117 @@ def _launch(
     outs = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)] * num_outputs
     if num == 0:
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
-    width = pl.next_power_of_2(size // 2)
-    warps = WARPS_OF_FEW if num <= FEW_ROWS else WARPS_OF_MANY
-    warps = min(warps, max(width // LANES, 1))
-    row = Row(
-        size=size,
-        width=width,
-        stride=peers.width // 2,
-        pack=max(width // (warps * LANES), 1),
-        num_peers=peers.num_devices,
-        first_unit=peers.first_unit,
-    )
+    width = pl.next_power_of_2(size)
+    warps = min(width // VECTOR // LANES, MAX_WARPS)
+    row = Row(size=size, width=width, pack=width // (warps * LANES), peers=_Where(peers))
+    return _call(partial(body, row), name, arrays, peers, outs, num, warps)
 
+
+def _call(
+    body: Callable[..., None],
+    name: str,
+    arrays: list[jax.Array],
+    peers: Peers,
+    outs: list[Any],
+    count: int,
+    warps: int,
+) -> list[jax.Array]:
     def launched(*refs: Any) -> None:
-        body(row, *refs)
+        body(*refs)
 
     found: Any = pl.pallas_call(
         launched,
-        grid=(num,),
-        out_shape=(*outs, jax.ShapeDtypeStruct((num,), jnp.int32)),  # of the counters' stores
+        grid=(count,),
+        out_shape=(*outs, jax.ShapeDtypeStruct((count,), jnp.int32)),  # of the turns' stores
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         name=name,
     )(*arrays, peers.table.reshape(-1))
     return list(found[:-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Byte offsets of an area's places in a buffer: [turn, device, row, number]."""
+
+    peers: Peers
+
+    @property
+    def num(self) -> int:
+        return self.peers.num_devices
+
+    @property
+    def row(self) -> int:
+        return 2 * self.peers.width
+
+    @property
+    def device(self) -> int:
+        return MAX_ROWS * self.row
+
+    def turn_of(self, row: jax.Array) -> jax.Array:
+        return 4 * row + self.peers.first_byte
+
+    def place(self, turn: jax.Array, row: jax.Array) -> jax.Array:
+        """Return that of device 0."""
+        first = self.peers.first_byte + 4 * MAX_ROWS
+        return turn * (self.num * self.device) + row * self.row + first
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A program's row: E numbers, as `width` pairs, a power of two, `pack` of them a thread."""
+    """A program's row: `size` numbers in `width` lanes, a power of two, `pack` of them a thread."""
 
     size: int
     width: int
-    stride: int  # pairs from one row of a buffer to the next
     pack: int
-    num_peers: int
-    first_unit: int  # of the area
+    peers: _Where
 
     @property
-    def pair(self) -> jax.Array:
+    def lane(self) -> jax.Array:
         return jnp.arange(self.width, dtype=jnp.int32)
 
     @property
     def mask(self) -> jax.Array | None:
-        return None if 2 * self.width == self.size else 2 * self.pair < self.size
+        return None if self.width == self.size else self.lane < self.size
 
-    def load(self, ref: Any, *index: Any) -> list[jax.Array]:
-        """Return the first numbers of all pairs, and the second ones."""
+    def load(self, ref: Any, *index: Any) -> jax.Array:
         mask, other = self.mask, None if self.mask is None else 0.0
-        columns = (2 * self.pair, 2 * self.pair + 1)
-        return [plt.load(ref.at[(*index, at)], mask=mask, other=other) for at in columns]
+        loaded: jax.Array = plt.load(ref.at[(*index, self.lane)], mask=mask, other=other)
+        return loaded
 
-    def store(self, ref: Any, index: Any, pairs: list[jax.Array]) -> None:
-        for column, x in zip((2 * self.pair, 2 * self.pair + 1), pairs, strict=True):
-            plt.store(ref.at[index, column], x, mask=self.mask)
-
-    def summed(self, ref: Any, table_ref: Any, done_ref: Any) -> list[jax.Array]:
-        number = _joined(*self.load(ref, pl.program_id(0)))
-        (total,) = self.exchanged(number, table_ref, done_ref, adds=True)
-        return _parts(total)
+    def store(self, ref: Any, index: Any, x: jax.Array) -> None:
+        plt.store(ref.at[index, self.lane], x, mask=self.mask)
 
     def exchanged(
-        self, number: jax.Array, table_ref: Any, done_ref: Any, *, adds: bool
+        self, x: jax.Array, table_ref: Any, done_ref: Any, *, adds: bool
     ) -> list[jax.Array]:
-        """Send numbers to all, and return those of every device or their sum; count the turn."""
-        index, zero = pl.program_id(0), jnp.zeros_like(self.pair)
-        words = [zero + table_ref[i] for i in range(HEADER + 2 * self.num_peers)]
+        """Send x to all devices; return the sum of theirs or, of words, each one's."""
+        index, zero, where = pl.program_id(0), jnp.zeros_like(self.lane), self.peers
+        words = [zero + table_ref[i] for i in range(HEADER + 2 * where.num)]
         rank, own, others = words[0], words[1:HEADER], words[HEADER:]
-        counter = self.first_unit + index
-        count = _asm(_READ, [zero + counter, *own]) + 1
-        turn = (count & 1) * self.num_peers
-        first = self.first_unit + MAX_ROWS
-        reads = first + (turn * MAX_ROWS + index) * self.stride + self.pair
-        sends = reads + rank * (MAX_ROWS * self.stride)
-        text = partial(_exchange, self.pack, num_peers=self.num_peers)
-        step, flag = 8 * MAX_ROWS * self.stride, count
+        last = _asm(_READ, [zero + where.turn_of(index), *own])
+        turn = jnp.where(last >= TURNS - 1, 0, last + 1)
+        before = jnp.where(turn == 0, TURNS - 1, turn - 1)
+        reads, clears = where.place(turn, index), where.place(before, index)
+        sends = reads + rank * where.device
         found: list[jax.Array] = []
-        for sources in [range(self.num_peers)] if adds else [[r] for r in range(self.num_peers)]:
-            asm = text(sources=[r * step for r in sources], sends=not found)
-            args = [number, sends, reads, flag, *own, *others]
-            found.append(_asm(asm, args, pack=self.pack))
-            flag = _asm(_SECOND, [found[-1], flag])
-        # A reduction over the block: all of its threads have read the counter before it is written.
-        count = jnp.max(flag)
+        lane, devices = self.lane, [r * where.device for r in range(where.num)]
+        for sources in [devices] if adds else [[device] for device in devices]:
+            text = _exchange(self.pack, devices, sources, halves=adds, sends=not found)
+            args = [x, lane, sends, reads, clears, *own, *others]
+            found.append(_asm(text, args, pack=self.pack, halves=adds))
+            lane = _asm(_SECOND, [_bits(found[-1]), lane])
+        # A reduction over the block: all of its threads have read the turn before it is written.
+        last = jnp.max(_asm(_SECOND, [lane, turn]))
         one = jnp.zeros((1,), jnp.int32)
-        at = [one + counter, *(one + table_ref[i] for i in range(1, HEADER))]
-        plt.store(done_ref.at[index], jnp.max(_asm(_WRITE, [*at, one + count])))
+        at = [one + where.turn_of(index), *(one + table_ref[i] for i in range(1, HEADER))]
+        plt.store(done_ref.at[index], jnp.max(_asm(_WRITE, [*at, one + last])))
         return found
 
 
 def _sum_body(row: Row, x_ref: Any, table_ref: Any, total_ref: Any, done_ref: Any) -> None:
-    row.store(total_ref, pl.program_id(0), row.summed(x_ref, table_ref, done_ref))
+    index = pl.program_id(0)
+    (total,) = row.exchanged(row.load(x_ref, index), table_ref, done_ref, adds=True)
+    row.store(total_ref, index, total)
 
 
 def _norm_body(
@@ -201,89 +204,127 @@ def _norm_body(
     eps: float,
 ) -> None:
     index = pl.program_id(0)
-    x, scales = row.load(x_ref, index), row.load(scale_ref)
-    delta = row.summed(delta_ref, table_ref, done_ref)
-    total = [a + b for a, b in zip(x, delta, strict=True)]
+    x, scale = row.load(x_ref, index), row.load(scale_ref)
+    (delta,) = row.exchanged(row.load(delta_ref, index), table_ref, done_ref, adds=True)
+    total = x + delta
     row.store(total_ref, index, total)
-    wide = [a.astype(jnp.float32) for a in total]
-    mean_square = jnp.sum(wide[0] * wide[0] + wide[1] * wide[1]) / row.size
-    factor = jax.lax.rsqrt(mean_square + eps)
-    normed = [a * factor * b.astype(jnp.float32) for a, b in zip(wide, scales, strict=True)]
-    row.store(normed_ref, index, [a.astype(jnp.bfloat16) for a in normed])
+    wide = total.astype(jnp.float32)
+    mean_square = jnp.sum(wide * wide) / row.size
+    normed = wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)
+    row.store(normed_ref, index, normed.astype(total.dtype))
 
 
 def _gather_body(row: Row, words_ref: Any, table_ref: Any, found_ref: Any, done_ref: Any) -> None:
-    at = pl.program_id(0) * row.stride + row.pair
-    mask = (row.pair < row.stride) & (at < words_ref.shape[0])
-    number = plt.load(words_ref.at[at], mask=mask, other=0)
-    for i, each in enumerate(row.exchanged(number, table_ref, done_ref, adds=False)):
+    at = pl.program_id(0) * row.size + row.lane
+    mask = (row.lane < row.size) & (at < words_ref.shape[0])
+    words = plt.load(words_ref.at[at], mask=mask, other=0)
+    for i, each in enumerate(row.exchanged(words, table_ref, done_ref, adds=False)):
         plt.store(found_ref.at[i, at], each, mask=mask)
 
 
-def _exchange(pack: int, *, num_peers: int, sources: list[int], sends: bool) -> str:
-    """Return PTX that sends `pack` units of a thread to all devices, waits for others, adds these.
+def _exchange(
+    pack: int, devices: list[int], sources: list[int], *, halves: bool, sends: bool
+) -> str:
+    """Return PTX for `pack` numbers of a thread: send them to all devices and empty the places of
+    the turn before (unless an earlier call did), wait for those of `sources`, and add these.
 
-    Arguments: numbers, units to write, units to read of device 0, flag, own address, the devices'
-    addresses. sources: bytes from device 0's rows to those to wait for; a single one's numbers are
-    returned as they are. sends: False if an earlier call did.
+    Arguments: numbers, their lanes, bytes to the places to write, to read and to empty (the last
+    two of device 0), own address, the devices' addresses. devices, sources: bytes from device 0's
+    places to others. halves: the numbers are bfloat16, VECTOR of them in one access, which must be
+    neighbours; else they are words, of which a single source's are returned.
     """
+    size, group = (2, VECTOR) if halves else (4, 1)
+    words, count = (group + 1) // 2, pack // (2 if halves else 1)
+    starts, each = range(0, pack, group), range(words)
+    kind = "v4.u32" if words == 4 else "u32"
 
     def arg(number: int, j: int = 0) -> str:
-        return f"${(1 + number) * pack + j}"
+        return f"${2 * count + number * pack + j}"
 
-    each, waits = range(pack), range(len(sources))
-    lines = ["{", ".reg .pred p;", ".reg .u32 polls;", ".reg .u64 a, b;", ".reg .f32 x, low, high;"]
-    lines += [f".reg .u32 w{j}_{r}, f{j}_{r};" for j in each for r in waits]
-    lines += [f".reg .u64 at{j};" for j in each]
-    for r in range(num_peers if sends else 0):
-        lines.append(f"mov.b64 b, {{{arg(6 + 2 * r)}, {arg(7 + 2 * r)}}};")
+    def registers(name: str) -> str:
+        named = [f"{name}_{j}" for j in each]
+        return f"{{{', '.join(named)}}}" if words > 1 else named[0]
+
+    def address(number: int) -> str:
+        return f"mov.b64 b, {{{arg(number)}, {arg(number + 1)}}};"
+
+    lines = ["{", ".reg .pred p;", ".reg .u32 polls, none, t;", ".reg .u64 a, b;"]
+    lines += [".reg .f32 x, low, high;", "mov.u32 none, 0xffffffff; mov.u32 polls, 0;"]
+    for g in starts:
+        lines += [f".reg .u64 from{g}, at{g};", f"mul.wide.u32 from{g}, {arg(0, g)}, {size};"]
+        names = [f"s{g}", *(f"w{g}_{r}" for r in range(len(sources)))]
+        lines += [f".reg .u32 {name}_{j};" for name in names for j in each]
+        if group > 1:
+            lines.append(f"sub.u32 t, {arg(0, g + group - 1)}, {arg(0, g)};")
+            lines.append(f"setp.ne.u32 p, t, {group - 1}; @p trap;")
         for j in each:
-            lines.append(f"mul.wide.u32 a, {arg(1, j)}, 8; add.u64 a, a, b;")
-            lines.append(f"st.volatile.global.v2.u32 [a], {{{arg(0, j)}, {arg(3, j)}}};")
-    lines.append(f"mov.b64 b, {{{arg(4)}, {arg(5)}}}; mov.u32 polls, 0;")
-    lines += [f"mul.wide.u32 at{j}, {arg(2, j)}, 8; add.u64 at{j}, at{j}, b;" for j in each]
+            own = f"${count + g // group * words + j}"
+            lines.append(f"setp.eq.u32 p, {own}, none; selp.b32 s{g}_{j}, 0x7fffffff, {own}, p;")
+    for i in range(len(devices) if sends else 0):
+        lines.append(f"{address(6 + 2 * i)} cvt.u64.u32 a, {arg(1)}; add.u64 b, b, a;")
+        for g in starts:
+            lines.append(f"add.u64 a, b, from{g};")
+            lines.append(f"st.volatile.global.{kind} [a], {registers(f's{g}')};")
+    nothing = "{none, none, none, none}" if words > 1 else "none"
+    lines.append(f"{address(4)} cvt.u64.u32 a, {arg(3)}; add.u64 a, a, b;")
+    for g in starts if sends else ():
+        lines.append(f"add.u64 at{g}, a, from{g};")
+        lines += [f"st.global.{kind} [at{g} + {i}], {nothing};" for i in devices]
+    lines.append(f"cvt.u64.u32 a, {arg(2)}; add.u64 a, a, b;")
+    lines += [f"add.u64 at{g}, a, from{g};" for g in starts]
+    all_sources = list(enumerate(sources))
     lines.append("WAIT:")
     lines += [
-        f"ld.volatile.global.v2.u32 {{w{j}_{r}, f{j}_{r}}}, [at{j} + {sources[r]}];"
-        for j in each
-        for r in waits
+        f"ld.volatile.global.{kind} {registers(f'w{g}_{r}')}, [at{g} + {i}];"
+        for g in starts
+        for r, i in all_sources
     ]
     lines.append("setp.ne.u32 p, polls, polls;")
-    lines += [f"setp.ne.or.u32 p, f{j}_{r}, {arg(3, j)}, p;" for j in each for r in waits]
+    lines += [
+        f"setp.eq.or.u32 p, w{g}_{r}_{j}, none, p;"
+        for g in starts
+        for r, _ in all_sources
+        for j in each
+    ]
     lines.append(f"@!p bra ALL; add.u32 polls, polls, 1; setp.lt.u32 p, polls, {POLLS};")
     lines += ["@p bra WAIT;", "trap;", "ALL:"]
-    for j in each:
-        if len(sources) == 1:
-            lines.append(f"mov.u32 ${j}, w{j}_0;")
-            continue
-        lines.append("mov.f32 low, 0f80000000; mov.f32 high, 0f80000000;")  # -0 + x is x
-        for r in waits:
-            lines.append(f"and.b32 f{j}_{r}, w{j}_{r}, 0xffff0000; shl.b32 w{j}_{r}, w{j}_{r}, 16;")
-            lines.append(f"mov.b32 x, w{j}_{r}; add.rn.f32 low, low, x;")
-            lines.append(f"mov.b32 x, f{j}_{r}; add.rn.f32 high, high, x;")
-        lines.append(f"cvt.rn.bf16x2.f32 ${j}, high, low;")
+    for out, (g, j) in enumerate((g, j) for g in starts for j in each):
+        received = [f"w{g}_{r}_{j}" for r, _ in all_sources]
+        lines += (
+            _sum_of_pairs(f"${out}", received) if halves else [f"mov.u32 ${out}, {received[0]};"]
+        )
     return "\n".join([*lines, "}"])
 
 
-def _asm(text: str, args: list[jax.Array], *, pack: int = 1) -> jax.Array:
-    """Run PTX on each `pack` elements of a thread. The result shares no register with an input."""
+def _sum_of_pairs(out: str, words: list[str]) -> list[str]:
+    """Add two bfloat16 numbers a word in float32, in order, and round the sums once."""
+    lines = ["mov.f32 low, 0f80000000; mov.f32 high, 0f80000000;"]  # -0 + x is x
+    for word in words:
+        lines.append(f"and.b32 t, {word}, 0xffff0000; mov.b32 x, t; add.rn.f32 high, high, x;")
+        lines.append(f"shl.b32 t, {word}, 16; mov.b32 x, t; add.rn.f32 low, low, x;")
+    return [*lines, f"cvt.rn.bf16x2.f32 {out}, high, low;"]
+
+
+def _asm(text: str, args: list[jax.Array], *, pack: int = 1, halves: bool = False) -> jax.Array:
+    """Run PTX on each `pack` elements of a thread. The result shares no register with an input.
+
+    halves: the result and the first argument are bfloat16, two in a register; all else has 32 bits.
+    """
+    count = pack // 2 if halves else pack
+    inputs = count + pack * (len(args) - 1)
+    dtype = jnp.bfloat16 if halves else jnp.int32
     (result,) = plt.elementwise_inline_asm(
         text,
         args=args,
-        constraints=",".join(["=&r"] * pack + ["r"] * pack * len(args)),
+        constraints=",".join(["=&r"] * count + ["r"] * inputs),
         pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.int32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
     found: jax.Array = result
     return found
 
 
-def _joined(low: jax.Array, high: jax.Array) -> jax.Array:
-    bits = [jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high)]
-    return jax.lax.bitcast_convert_type(bits[0] | (bits[1] << 16), jnp.int32)
-
-
-def _parts(words: jax.Array) -> list[jax.Array]:
-    bits = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    low, high = (x.astype(jnp.uint16) for x in (bits & 0xFFFF, bits >> 16))
-    return [jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in (low, high)]
+def _bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.int32:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
