@@ -11,7 +11,8 @@ two results through scheduler and loop. Other drafters than EAGLE-3 are chains 3
 head, three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that
 drafts, lookup), and block drafters of five layers as chains and trees. The floor
 (benchmarks.floors) is what target and drafter read, or multiply where that takes longer; with
-plain, chain and tree, which also serve MoEs, it is the bytes of the target alone. --parts also
+plain, chain and tree, which also serve MoEs, it is the bytes of the target alone. Of several
+devices (--engine tp_size=2) each has its share, and what they exchange is not counted. --parts also
 times the drafter's two halves alone. A mode has one start for all of its batches.
 """
 
@@ -61,7 +62,7 @@ def floor_of(bench: Bench, batch: int) -> Cell:
     draft = draft_floor(models.drafter, draft_shape, rows)
     both = target + draft
     named = {"target": target.ms, "draft": draft.ms, **asdict(both)}
-    return {name: round(ms, 4) for name, ms in named.items()}
+    return {name: round(ms / bench.mesh.size, 4) for name, ms in named.items()}
 
 
 def measure(bench: Bench, mode: str, batch: int) -> Cell:
@@ -71,7 +72,8 @@ def measure(bench: Bench, mode: str, batch: int) -> Cell:
     if mode in DRAFTERS:
         floor = floor_of(bench, batch)
     else:
-        floor = {"ms": round(target_floor_ms(bench.workload, mode, batch), 4)}
+        ms = target_floor_ms(bench.workload, mode, batch) / bench.mesh.size
+        floor = {"ms": round(ms, 4)}
     accepted = bench.program.draft_shape.simulate_acceptance or 1.0
     return {
         "device_ms": round(device, 4),

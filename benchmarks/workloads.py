@@ -1,7 +1,7 @@
 """The workloads of the H200 table: model shapes as config.json files, engine arguments, batch
 sizes.
 
-Llama-3.1-8B, Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and
+Llama-3.1-8B and 70B, Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head, and
 tiny pairs for a smoke test on a CPU; for Llama-3.1-8B also the other drafters, with Llama-3.2-1B's
 shapes for STANDALONE, and for it and Qwen3-8B block drafters of five layers. Weights are random
 (load_format "dummy"): no checkpoint is needed.
@@ -493,6 +493,7 @@ WORKLOADS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
         _published("llama-3.1-8b", LLAMA_8B, drafters=tuple(DRAFTERS), small=LLAMA_1B),
+        _published("llama-3.1-70b", LLAMA_70B),
         _published("qwen3-8b", QWEN3_8B, drafters=BLOCK_MODES),
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),

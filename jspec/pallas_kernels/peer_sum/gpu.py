@@ -5,6 +5,9 @@ A number that has arrived is known by itself: before, its place held NOTHING. So
 no fence and no second crossing of the link. All devices add the same numbers in the same order, in
 float32, and have the same bits.
 
+Many rows over more than two devices are each added by one device, their owner, which returns the
+sum: two crossings, but of less (with four devices half the bytes).
+
 A row has three places that take turns. Who sends the row's sum n + 3 has received n + 2 from all,
 which they sent after they had read n and emptied its place (in n + 1). So the sums of a row must
 follow one another, as they do along the residual stream (`Area`); two at once would mix.
@@ -26,6 +29,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 from jspec.device.peers import HEADER, MAX_ROWS, TURNS, Peers
 
 LANES, MAX_WARPS = 32, 32
+OWNED_FROM = 32  # rows, over more than two devices
 VECTOR = 8  # bfloat16 numbers of a thread, in one access of 16 bytes
 POLLS = 1 << 27  # half a minute or more; then the peer is dead, and a trap ends the wait
 
@@ -80,7 +84,13 @@ def _launch(
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
     width = pl.next_power_of_2(size)
     warps = min(width // VECTOR // LANES, MAX_WARPS)
-    row = Row(size=size, width=width, pack=width // (warps * LANES), peers=_Where(peers))
+    row = Row(
+        size=size,
+        width=width,
+        pack=width // (warps * LANES),
+        peers=_Where(peers),
+        is_owned=num >= OWNED_FROM and peers.num_devices > 2,
+    )
     return _call(partial(body, row), name, arrays, peers, outs, num, warps)
 
 
@@ -141,6 +151,7 @@ class Row:
     width: int
     pack: int
     peers: _Where
+    is_owned: bool = False
 
     @property
     def lane(self) -> jax.Array:
@@ -170,10 +181,13 @@ class Row:
         before = jnp.where(turn == 0, TURNS - 1, turn - 1)
         reads, clears = where.place(turn, index), where.place(before, index)
         sends = reads + rank * where.device
+        if self.is_owned:
+            others += self._of_owner(index, zero, words)
         found: list[jax.Array] = []
         lane, devices = self.lane, [r * where.device for r in range(where.num)]
         for sources in [devices] if adds else [[device] for device in devices]:
-            text = _exchange(self.pack, devices, sources, halves=adds, sends=not found)
+            how: Any = {"halves": adds, "sends": not found, "is_owned": self.is_owned}
+            text = _exchange(self.pack, devices, sources, **how)
             args = [x, lane, sends, reads, clears, *own, *others]
             found.append(_asm(text, args, pack=self.pack, halves=adds))
             lane = _asm(_SECOND, [_bits(found[-1]), lane])
@@ -183,6 +197,19 @@ class Row:
         at = [one + where.turn_of(index), *(one + table_ref[i] for i in range(1, HEADER))]
         plt.store(done_ref.at[index], jnp.max(_asm(_WRITE, [*at, one + last])))
         return found
+
+    def _of_owner(
+        self, index: jax.Array, zero: jax.Array, words: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Return of the row's owner: whether it is this device, its address, bytes to its place."""
+        owner = index % self.peers.num
+        others = words[HEADER:]
+        low, high = zero, zero
+        for r in range(self.peers.num):
+            low = jnp.where(owner == r, others[2 * r], low)
+            high = jnp.where(owner == r, others[2 * r + 1], high)
+        is_own = jnp.where(words[0] == owner, 1, 0)
+        return [is_own, low, high, zero + owner * self.peers.device]
 
 
 def _sum_body(row: Row, x_ref: Any, table_ref: Any, total_ref: Any, done_ref: Any) -> None:
@@ -223,77 +250,141 @@ def _gather_body(row: Row, words_ref: Any, table_ref: Any, found_ref: Any, done_
 
 
 def _exchange(
-    pack: int, devices: list[int], sources: list[int], *, halves: bool, sends: bool
+    pack: int,
+    devices: list[int],
+    sources: list[int],
+    *,
+    halves: bool,
+    sends: bool,
+    is_owned: bool = False,
 ) -> str:
     """Return PTX for `pack` numbers of a thread: send them to all devices and empty the places of
     the turn before (unless an earlier call did), wait for those of `sources`, and add these.
 
     Arguments: numbers, their lanes, bytes to the places to write, to read and to empty (the last
-    two of device 0), own address, the devices' addresses. devices, sources: bytes from device 0's
-    places to others. halves: the numbers are bfloat16, VECTOR of them in one access, which must be
-    neighbours; else they are words, of which a single source's are returned.
+    two of device 0), own address, the devices' addresses, and if is_owned those of `_of_owner`.
+    devices, sources: bytes from device 0's places to others. halves: the numbers are bfloat16,
+    VECTOR of them in one access, which must be neighbours; else they are words, of which a single
+    source's are returned.
     """
-    size, group = (2, VECTOR) if halves else (4, 1)
-    words, count = (group + 1) // 2, pack // (2 if halves else 1)
-    starts, each = range(0, pack, group), range(words)
-    kind = "v4.u32" if words == 4 else "u32"
+    ptx = _Ptx(pack=pack, halves=halves)
+    first = 6 + 2 * len(devices)  # of the owner's arguments
+    targets = [first + 1] if is_owned else [6 + 2 * i for i in range(len(devices))]
+    lines = ptx.begin(len(sources))
+    for target in targets if sends else []:
+        lines += ptx.send(target, "s")
+    if sends:
+        lines += [f"{ptx.address(4)} cvt.u64.u32 a, {ptx.arg(3)}; add.u64 a, a, b;"]
+        lines += ptx.empty(devices)
+    lines += [f"{ptx.address(4)} cvt.u64.u32 a, {ptx.arg(2)}; add.u64 a, a, b;"]
+    if not is_owned:
+        return "\n".join([*lines, *ptx.wait(sources, "ALL"), *ptx.results(len(sources)), "}"])
+    lines += [f"setp.eq.u32 q, {ptx.arg(first)}, 0;", "@q bra OTHER;"]
+    lines += [*ptx.wait(sources, "OWN"), *ptx.results(len(sources)), *ptx.copy_results()]
+    for i in range(len(devices)):
+        lines += ptx.send(6 + 2 * i, "s")
+    lines += ["bra DONE;", "OTHER:", f"cvt.u64.u32 b, {ptx.arg(first + 3)}; add.u64 a, a, b;"]
+    return "\n".join([*lines, *ptx.wait([0], "SUM"), *ptx.results(1), "DONE:", "}"])
 
-    def arg(number: int, j: int = 0) -> str:
-        return f"${2 * count + number * pack + j}"
 
-    def registers(name: str) -> str:
-        named = [f"{name}_{j}" for j in each]
-        return f"{{{', '.join(named)}}}" if words > 1 else named[0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ptx:
+    """Pieces of PTX. Registers: s the numbers to send, w those received; a, b, at addresses."""
 
-    def address(number: int) -> str:
-        return f"mov.b64 b, {{{arg(number)}, {arg(number + 1)}}};"
+    pack: int
+    halves: bool
 
-    lines = ["{", ".reg .pred p;", ".reg .u32 polls, none, t;", ".reg .u64 a, b;"]
-    lines += [".reg .f32 x, low, high;", "mov.u32 none, 0xffffffff; mov.u32 polls, 0;"]
-    for g in starts:
-        lines += [f".reg .u64 from{g}, at{g};", f"mul.wide.u32 from{g}, {arg(0, g)}, {size};"]
-        names = [f"s{g}", *(f"w{g}_{r}" for r in range(len(sources)))]
-        lines += [f".reg .u32 {name}_{j};" for name in names for j in each]
-        if group > 1:
-            lines.append(f"sub.u32 t, {arg(0, g + group - 1)}, {arg(0, g)};")
-            lines.append(f"setp.ne.u32 p, t, {group - 1}; @p trap;")
-        for j in each:
-            own = f"${count + g // group * words + j}"
+    @property
+    def count(self) -> int:
+        """Registers of the numbers, and of the result."""
+        return self.pack // (2 if self.halves else 1)
+
+    @property
+    def words(self) -> int:
+        return VECTOR // 2 if self.halves else 1
+
+    @property
+    def starts(self) -> range:
+        """The first of the numbers of each access."""
+        return range(0, self.pack, VECTOR if self.halves else 1)
+
+    @property
+    def kind(self) -> str:
+        return "v4.u32" if self.halves else "u32"
+
+    @property
+    def outs(self) -> list[tuple[int, int, str]]:
+        each = [(g, j) for g in self.starts for j in range(self.words)]
+        return [(g, j, f"${i}") for i, (g, j) in enumerate(each)]
+
+    def arg(self, number: int, j: int = 0) -> str:
+        return f"${2 * self.count + number * self.pack + j}"
+
+    def address(self, number: int) -> str:
+        return f"mov.b64 b, {{{self.arg(number)}, {self.arg(number + 1)}}};"
+
+    def group(self, name: str) -> str:
+        named = [f"{name}_{j}" for j in range(self.words)]
+        return f"{{{', '.join(named)}}}" if self.halves else named[0]
+
+    def begin(self, num_sources: int) -> list[str]:
+        size = 2 if self.halves else 4
+        lines = ["{", ".reg .pred p, q;", ".reg .u32 polls, none, t;", ".reg .u64 a, b;"]
+        lines += [".reg .f32 x, low, high;", "mov.u32 none, 0xffffffff;"]
+        for g in self.starts:
+            lines.append(
+                f".reg .u64 from{g}, at{g}; mul.wide.u32 from{g}, {self.arg(0, g)}, {size};"
+            )
+            names = [f"s{g}", *(f"w{g}_{r}" for r in range(num_sources))]
+            lines += [f".reg .u32 {name}_{j};" for name in names for j in range(self.words)]
+            if self.halves:
+                lines.append(f"sub.u32 t, {self.arg(0, g + VECTOR - 1)}, {self.arg(0, g)};")
+                lines.append(f"setp.ne.u32 p, t, {VECTOR - 1}; @p trap;")
+        for (g, j, _), i in zip(self.outs, range(self.count), strict=True):
+            own = f"${self.count + i}"
             lines.append(f"setp.eq.u32 p, {own}, none; selp.b32 s{g}_{j}, 0x7fffffff, {own}, p;")
-    for i in range(len(devices) if sends else 0):
-        lines.append(f"{address(6 + 2 * i)} cvt.u64.u32 a, {arg(1)}; add.u64 b, b, a;")
-        for g in starts:
+        return lines
+
+    def send(self, target: int, name: str) -> list[str]:
+        lines = [f"{self.address(target)} cvt.u64.u32 a, {self.arg(1)}; add.u64 b, b, a;"]
+        for g in self.starts:
             lines.append(f"add.u64 a, b, from{g};")
-            lines.append(f"st.volatile.global.{kind} [a], {registers(f's{g}')};")
-    nothing = "{none, none, none, none}" if words > 1 else "none"
-    lines.append(f"{address(4)} cvt.u64.u32 a, {arg(3)}; add.u64 a, a, b;")
-    for g in starts if sends else ():
-        lines.append(f"add.u64 at{g}, a, from{g};")
-        lines += [f"st.global.{kind} [at{g} + {i}], {nothing};" for i in devices]
-    lines.append(f"cvt.u64.u32 a, {arg(2)}; add.u64 a, a, b;")
-    lines += [f"add.u64 at{g}, a, from{g};" for g in starts]
-    all_sources = list(enumerate(sources))
-    lines.append("WAIT:")
-    lines += [
-        f"ld.volatile.global.{kind} {registers(f'w{g}_{r}')}, [at{g} + {i}];"
-        for g in starts
-        for r, i in all_sources
-    ]
-    lines.append("setp.ne.u32 p, polls, polls;")
-    lines += [
-        f"setp.eq.or.u32 p, w{g}_{r}_{j}, none, p;"
-        for g in starts
-        for r, _ in all_sources
-        for j in each
-    ]
-    lines.append(f"@!p bra ALL; add.u32 polls, polls, 1; setp.lt.u32 p, polls, {POLLS};")
-    lines += ["@p bra WAIT;", "trap;", "ALL:"]
-    for out, (g, j) in enumerate((g, j) for g in starts for j in each):
-        received = [f"w{g}_{r}_{j}" for r, _ in all_sources]
-        lines += (
-            _sum_of_pairs(f"${out}", received) if halves else [f"mov.u32 ${out}, {received[0]};"]
-        )
-    return "\n".join([*lines, "}"])
+            lines.append(f"st.volatile.global.{self.kind} [a], {self.group(f'{name}{g}')};")
+        return lines
+
+    def empty(self, devices: list[int]) -> list[str]:
+        nothing = "{none, none, none, none}" if self.halves else "none"
+        lines = []
+        for g in self.starts:
+            lines.append(f"add.u64 at{g}, a, from{g};")
+            lines += [f"st.global.{self.kind} [at{g} + {i}], {nothing};" for i in devices]
+        return lines
+
+    def wait(self, sources: list[int], label: str) -> list[str]:
+        """Wait for the places at a + sources."""
+        pairs = [(g, r) for g in self.starts for r in range(len(sources))]
+        lines = [f"add.u64 at{g}, a, from{g};" for g in self.starts]
+        lines += ["mov.u32 polls, 0;", f"WAIT_{label}:"]
+        for g, r in pairs:
+            received, at = self.group(f"w{g}_{r}"), f"[at{g} + {sources[r]}]"
+            lines.append(f"ld.volatile.global.{self.kind} {received}, {at};")
+        lines.append("setp.ne.u32 p, polls, polls;")
+        every = [f"w{g}_{r}_{j}" for g, r in pairs for j in range(self.words)]
+        lines += [f"setp.eq.or.u32 p, {word}, none, p;" for word in every]
+        lines.append(f"@!p bra {label}; add.u32 polls, polls, 1; setp.lt.u32 p, polls, {POLLS};")
+        return [*lines, f"@p bra WAIT_{label};", "trap;", f"{label}:"]
+
+    def results(self, num_sources: int) -> list[str]:
+        """Write the result: the sum of what was received, or the only one as it is."""
+        lines = []
+        for g, j, out in self.outs:
+            received = [f"w{g}_{r}_{j}" for r in range(num_sources)]
+            is_sum = num_sources > 1
+            lines += _sum_of_pairs(out, received) if is_sum else [f"mov.u32 {out}, {received[0]};"]
+        return lines
+
+    def copy_results(self) -> list[str]:
+        return [f"mov.u32 s{g}_{j}, {out};" for g, j, out in self.outs]
 
 
 def _sum_of_pairs(out: str, words: list[str]) -> list[str]:
