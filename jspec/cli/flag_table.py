@@ -173,7 +173,6 @@ _OTHER_MEMORY = (
         _SWITCH,
         "a seed fixes the text only in float32; in bfloat16 rounding depends on the batch",
     ),
-    _warns("--disable-custom-all-reduce", _SWITCH, "XLA chooses the collectives"),
     _warns(
         "--watchdog-timeout", _FLOAT, "if the loop fails, its streams end with an error at once"
     ),

@@ -120,6 +120,11 @@ class EngineArgs:
         aliases=("--tp", "--tensor-parallel-size"),
         low=1,
     )
+    disable_custom_all_reduce: bool = argument(
+        False,
+        "Add over the devices by collectives alone, not by GPU kernels that write peers' memory",
+        _MODEL,
+    )
     random_seed: int | None = argument(
         None,
         "Base seed that makes requests without a seed reproducible in arrival order",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
@@ -18,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.device.pytree import pytree, static
 
-MAX_ROWS = 256
 TURNS = 3  # places of a row
 NOTHING = -1  # a word where nothing has arrived; as two bfloat16 numbers, both not a number
 LEAST_WIDTH = 256  # of a row: eight numbers for each thread of a warp
@@ -33,6 +33,10 @@ class Area(IntEnum):
     CHOICE = 2  # the best of each shard of a vocabulary
     MASS = 3  # their largest scores and sums, which not every step needs
 
+    @property
+    def num_rows(self) -> int:
+        return {Area.TARGET: 1024, Area.DRAFT: 512}.get(self, 64)
+
 
 @pytree
 class Peers:
@@ -40,7 +44,7 @@ class Peers:
 
     An area of a buffer:
 
-        [MAX_ROWS words: each row's last turn | turn 0: rows from device 0, from device 1, ... |
+        [a word for each row: its last turn | turn 0: rows from device 0, from device 1, ... |
          turn 1: the same | turn 2: the same]
     """
 
@@ -54,23 +58,26 @@ class Peers:
 
     @property
     def first_byte(self) -> int:
-        return self.area * area_bytes(self.num_devices, self.width)
+        return buffer_bytes(
+            [area for area in Area if area < self.area], self.num_devices, self.width
+        )
 
     @property
     def most_words(self) -> int:
-        return MAX_ROWS * self.width // 2
+        return self.area.num_rows * self.width // 2
 
     def of(self, area: Area) -> Peers:
         return replace(self, area=area)
 
     def serve(self, x: jax.Array) -> bool:
         """Return whether the kernel adds such rows."""
-        fits = x.ndim == 2 and x.shape[0] <= MAX_ROWS and LEAST_WIDTH <= x.shape[1] <= self.width
-        return fits and x.dtype == jnp.bfloat16
+        if x.ndim != 2 or x.dtype != jnp.bfloat16:
+            return False
+        return x.shape[0] <= self.area.num_rows and LEAST_WIDTH <= x.shape[1] <= self.width
 
 
-def area_bytes(num_devices: int, width: int) -> int:
-    return 4 * MAX_ROWS + TURNS * num_devices * MAX_ROWS * 2 * width
+def buffer_bytes(areas: Iterable[Area], num_devices: int, width: int) -> int:
+    return sum(area.num_rows for area in areas) * (4 + TURNS * num_devices * 2 * width)
 
 
 class Exchange:
@@ -98,7 +105,7 @@ class Exchange:
         """Make empty buffers, and drop those before: after a failed step their counters differ."""
         shape = self._mesh.devices.shape
         placed = NamedSharding(self._mesh, PartitionSpec(*self._mesh.axis_names))
-        words = (*shape, len(Area) * area_bytes(shape[-1], self._width) // 4)
+        words = (*shape, buffer_bytes(Area, shape[-1], self._width) // 4)
         self._buffers = None  # free them before the next ones are allocated
         empty = jax.jit(lambda: jnp.full(words, NOTHING, jnp.int32), out_shardings=placed)
         self._buffers = jax.block_until_ready(empty())

@@ -26,7 +26,7 @@ from jspec.engine.programs.program_growth import ProgramGrowth, maker_of
 from jspec.engine.programs.program_keys import later_programs, program_keys, programs_at_start
 from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.programs.trusted_files import distrust
-from jspec.engine.runner import DeviceRunner
+from jspec.engine.runner import DeviceRunner, exchange_of
 from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, clear_frames
@@ -98,6 +98,7 @@ def _build_runner(
         progress=progress,
         first=programs_at_start(limits, config.compile_at_start),
         store=store,
+        exchange=None if args.disable_custom_all_reduce else exchange_of(program, mesh),
     )
     if least_memory(devices) is not None:
         check_scratch_fits(

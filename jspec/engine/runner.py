@@ -90,9 +90,10 @@ class DeviceRunner(PlanRunner):
         progress: Progress | None = None,
         first: tuple[ProgramKey, ...] | None = None,
         store: ProgramStore | None = None,
+        exchange: Exchange | None = None,
     ) -> DeviceRunner:
         """Allocate the state; load stored programs and compile the others, or only `first`."""
-        how: Any = {"mesh": mesh, "kv_dtype": kv_dtype, "exchange": exchange_of(program, mesh)}
+        how: Any = {"mesh": mesh, "kv_dtype": kv_dtype, "exchange": exchange}
         make_state = partial(new_state, program, limits, **how)
         state = make_state()
         executables = compile_all(

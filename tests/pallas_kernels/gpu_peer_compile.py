@@ -54,4 +54,4 @@ if __name__ == "__main__":
     report(2, 1, 4096)
     report(2, 256, 2880)
     report(4, 4, 8192)
-    report(4, 256, 8192)
+    report(4, 1024, 8192)

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Int
 
-from jspec.device.peers import HEADER, MAX_ROWS, TURNS, Peers
+from jspec.device.peers import HEADER, TURNS, Peers
 
 LANES, MAX_WARPS = 32, 32
 OWNED_FROM = 32  # rows, over more than two devices
@@ -132,14 +132,14 @@ class _Where:
 
     @property
     def device(self) -> int:
-        return MAX_ROWS * self.row
+        return self.peers.area.num_rows * self.row
 
     def turn_of(self, row: jax.Array) -> jax.Array:
         return 4 * row + self.peers.first_byte
 
     def place(self, turn: jax.Array, row: jax.Array) -> jax.Array:
         """Return that of device 0."""
-        first = self.peers.first_byte + 4 * MAX_ROWS
+        first = self.peers.first_byte + 4 * self.peers.area.num_rows
         return turn * (self.num * self.device) + row * self.row + first
 
 
