@@ -147,10 +147,15 @@ def empty_rows(
     *,
     pages_per_row: int,
     vocab_size: int,
+    num_columns: int | None = None,
     windows: tuple[int, ...] = (),
     has_loras: bool = False,
 ) -> RowState:
-    """Return the state without requests; num_slots includes the dummy slot 0."""
+    """Return the state without requests; num_slots includes the dummy slot 0.
+
+    num_columns: of all shards' logits; None: vocab_size.
+    """
+    seen = (num_slots, vocab_size if num_columns is None else num_columns)
     table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
     return RowState(
         root_ids=jnp.zeros((num_slots,), jnp.int32),
@@ -159,10 +164,7 @@ def empty_rows(
         page_table=table,
         window_tables={window: jnp.zeros_like(table) for window in windows},
         sampling=empty_sampling(num_slots, vocab_size=vocab_size),
-        seen=Seen(
-            output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
-            prompt_marks=jnp.zeros((num_slots, vocab_size), jnp.int8),
-        ),
+        seen=Seen(output_counts=jnp.zeros(seen, jnp.int32), prompt_marks=jnp.zeros(seen, jnp.int8)),
         lora_slots=jnp.zeros((num_slots,), jnp.int32) if has_loras else None,
     )
 

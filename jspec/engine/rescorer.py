@@ -25,6 +25,7 @@ from jspec.messages.sampling_fields import (
 )
 from jspec.models import placement
 from jspec.models.decoder import Decoder
+from jspec.models.params import padded
 from jspec.sampling.margin import margin
 from jspec.spec import indexing
 from jspec.spec.cache_entry import CacheLayout, Unit
@@ -113,7 +114,8 @@ class Rescorer:
             )
         prompt_len = len(request.prompt_ids)
         rows = self._sampling(request)
-        seen = _Counts(ids, prompt_len, self.vocab_size)
+        shards = Parallel.of(self._mesh).tensor
+        seen = _Counts(ids, prompt_len, padded(self.vocab_size, shards))
         found, differences = [], _Differences(request, ids)
         start, size = 0, min(first_chunk or self._chunk_size, self._chunk_size)
         while start < len(ids):
@@ -211,14 +213,14 @@ class Rescorer:
 
 
 class _Counts:
-    def __init__(self, ids: np.ndarray, prompt_len: int, vocab_size: int) -> None:
-        self._ids, self._prompt_len, self._vocab_size = ids, prompt_len, vocab_size
-        self._marks: Any = np.zeros((1, vocab_size), np.int8)
+    def __init__(self, ids: np.ndarray, prompt_len: int, num_columns: int) -> None:
+        self._ids, self._prompt_len, self._num_columns = ids, prompt_len, num_columns
+        self._marks: Any = np.zeros((1, num_columns), np.int8)
         self._marks[0, ids[:prompt_len]] = 1
 
     def before(self, start: int) -> Seen:
         emitted = self._ids[self._prompt_len : start]
-        counts: Any = np.bincount(emitted, minlength=self._vocab_size).astype(np.int32)
+        counts: Any = np.bincount(emitted, minlength=self._num_columns).astype(np.int32)
         return Seen(output_counts=counts[None], prompt_marks=self._marks)
 
 

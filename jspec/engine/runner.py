@@ -34,6 +34,7 @@ from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import layout_of
 from jspec.errors import EngineClosedError, InvariantError
 from jspec.messages.step_options import PLAIN, SAMPLING
+from jspec.models.params import padded
 from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 from jspec.speculative.drafters.pending import empty_pending
@@ -324,6 +325,7 @@ def init_state(
             num_slots,
             pages_per_row=limits.pages_per_row,
             vocab_size=target.vocab_size,
+            num_columns=padded(target.vocab_size, shards),
             windows=tuple(space.window for space in limits.pool.windows),
             has_loras=limits.programs.has_loras,
         ),

@@ -28,7 +28,7 @@ from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_for, norm_of_sum
 from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
 from jspec.models.lora_params import lora_params
-from jspec.models.params import ParamTable, with_formats
+from jspec.models.params import ParamTable, padded, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
@@ -399,7 +399,10 @@ class Decoder:
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
         logits, cap = logits_of(hidden, params["lm_head"]["kernel"]), self.spec.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        if self.vocab_size % self.shard.size:  # columns of no token
+            logits = jnp.where(self.token_ids() < self.vocab_size, logits, -jnp.inf)
+        return logits
 
     def token_ids(self) -> Int[Array, "V"]:
         return shard_ids(self.spec.vocab_size, self.shard)
@@ -431,7 +434,10 @@ def trunk(
 
 
 def shard_ids(size: int, shard: Shard) -> Int[Array, "V"]:
-    """Return the ids of this device's columns when `size` ids are split evenly and in order."""
-    local = size // shard.size
+    """Return the ids of this device's columns when `size` ids are split evenly and in order.
+
+    The last columns may have ids from `size` on, which are no tokens.
+    """
+    local = padded(size, shard.size) // shard.size
     first = 0 if shard.axis is None else jax.lax.axis_index(shard.axis) * local
     return first + jnp.arange(local, dtype=jnp.int32)

@@ -303,7 +303,9 @@ def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
 
 def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:
     """Declare lm_head [E, V], sharded by vocabulary; tied: the transposed embedding table."""
-    part = Part(name=name, shape=(vocab_size, size), size=vocab_size, num_blocks=vocab_size)
+    part = Part(
+        name=name, shape=(vocab_size, size), size=vocab_size, num_blocks=vocab_size, pads=True
+    )
     return ParamSpec(
         path=("lm_head", "kernel"),
         shape=(size, vocab_size),

@@ -55,6 +55,7 @@ class Part:
     size: int  # number of entries
     num_blocks: int = 1
     repeats: bool = False  # allow fewer blocks than shards, each repeated on several shards
+    pads: bool = False  # allow any number of blocks: the last shards have columns of zeros
     first: int = 0
     step: int = 1
     stride: int = 0  # distance between the first entries of two blocks; 0: contiguous
@@ -121,11 +122,19 @@ class ParamSpec:
         """Return the shape over all tensor shards, repeated blocks included."""
         if not self.layouts:
             return self.shape
-        columns = sum(n for _, _, n in shard_columns(self.layouts[0], self.column_shards(shards)))
+        shards = self.column_shards(shards)
+        columns = sum(n for _, _, n in shard_columns(self.layouts[0], shards))
+        if any(part.pads for part in self.layouts[0]):
+            columns = padded(columns, shards)
         return (*self.shape[:-1], columns)
 
 
 ParamTable = tuple[ParamSpec, ...]
+
+
+def padded(size: int, shards: int) -> int:
+    """Return the least multiple of `shards` from `size` on."""
+    return -(-size // shards) * shards
 
 
 def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
@@ -144,6 +153,8 @@ def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, i
     Raise ConfigError if a part's blocks can be neither divided among nor repeated over the shards.
     """
     for part in parts:
+        if part.pads:
+            continue
         if part.num_blocks % shards and not (part.repeats and shards % part.num_blocks == 0):
             raise ConfigError(
                 f"tp_size is {shards}; expected a divisor{' or a multiple' * part.repeats} of "
@@ -152,6 +163,11 @@ def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, i
     for shard in range(shards):
         for i, part in enumerate(parts):
             size = part.size // part.num_blocks
+            if part.pads:  # of the only part
+                each = padded(part.num_blocks, shards) // shards
+                first = min(shard * each, part.num_blocks)
+                yield i, first * size, min(each, part.num_blocks - first) * size
+                continue
             count = max(part.num_blocks // shards, 1)
             yield i, shard * part.num_blocks // shards * size, count * size
 

@@ -267,7 +267,7 @@ def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
     """Raise ConfigError naming the first size that the shards of its axis do not divide."""
     for layer in dict.fromkeys(spec.layers):
         mixer = layer.attention
-        sizes: list[tuple[Axis, str, int]] = [("vocab", "vocab_size", spec.vocab_size)]
+        sizes: list[tuple[Axis, str, int]] = []
         if isinstance(mixer, DeltaNetSpec):
             sizes.append(("heads", "linear_num_value_heads", mixer.num_heads))
             sizes.append(("heads", "linear_num_key_heads", mixer.num_key_heads))

@@ -122,7 +122,7 @@ class _Flow:
         value = each.read()
         self.placed[each.spec.path] = self._put(each.spec, value)
         if each.tied is not None:
-            self.placed[each.tied.path] = self._put(each.tied, value.T)
+            self.placed[each.tied.path] = self._put(each.tied, each.tied_value(value))
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done` or stopped. Raises KeyboardInterrupt, also one that was lost."""

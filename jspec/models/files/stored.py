@@ -85,6 +85,11 @@ class ParamRead:
     # CheckpointError names the tensor.
     read: Callable[[], Weight]
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
+    tied_width: int = 0  # its columns, padding included
+
+    def tied_value(self, value: Weight) -> Weight:
+        missing = self.tied_width - len(value)
+        return np.pad(value.T, ((0, 0), (0, missing))) if missing > 0 else value.T
 
 
 Place = Callable[[Sequence[ParamRead]], Mapping[ParamPath, Any]]  # reads the weights somewhere
@@ -103,6 +108,7 @@ def param_reads(
         ParamRead(
             spec=spec,
             tied=tied.get(spec.path),
+            tied_width=tied[spec.path].physical_shape(shards)[-1] if spec.path in tied else 0,
             host_bytes=_host_bytes(tensors, spec, dtype=dtype, shards=shards),
             read=partial(_read, tensors, spec, tied.get(spec.path), dtype=dtype, shards=shards),
         )
@@ -116,7 +122,7 @@ def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
     for each in reads:
         values[each.spec.path] = value = each.read()
         if each.tied is not None:
-            values[each.tied.path] = value.T
+            values[each.tied.path] = each.tied_value(value)
     return values
 
 
@@ -196,6 +202,8 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
     for i, first, count in shard_columns(layout, spec.column_shards(shards)):
         pieces[i].append((range(first, first + count), slice(column, column + count)))
         column += count
+    if column < spec.physical_shape(shards)[-1]:
+        out[..., column:] = 0
     for i, part in enumerate(layout):
         if _is_by_rows(part):
             for index, name in enumerate(part.names):
