@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,8 @@ def sharing(part: T, peers: Peers | None) -> T:
     own = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
     new = {name: sharing(value, peers) for name, value in own.items()}
     changed = {name: value for name, value in new.items() if value is not own[name]}
-    return replace(part, **changed) if changed else part
+    whole: Any = part
+    return cast(T, replace(whole, **changed)) if changed else part
 
 
 def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tuple[jax.Array, ...]:
