@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.device import noise
 from jspec.device.fp8 import FP8Weight
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.add_norm import reference as add_norm
@@ -341,14 +340,15 @@ class Ops:
 
         threshold: the least logit to choose. is_split: token_ids is a vocabulary shard's range.
         """
-        del is_split
-        logits = without_nan(logits)
-        seeds = jnp.broadcast_to(seed[:, None, :], (*positions.shape, 2))
-        perturbed = logits + temperature[:, None, None] * noise.gumbel(seeds, positions, token_ids)
-        if threshold is not None:
-            perturbed = jnp.where(logits >= threshold[..., None], perturbed, -jnp.inf)
-        best = jnp.argmax(perturbed, axis=-1)
-        return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")
+        values, ids = sample.sample(
+            logits.reshape(-1, logits.shape[-1]),
+            temperature,
+            seed,
+            positions.reshape(-1),
+            None if threshold is None else threshold.reshape(-1),
+            first_id=token_ids[0] if is_split else 0,
+        )
+        return values.reshape(positions.shape), ids.reshape(positions.shape)
 
     def rank_one(
         self,
@@ -391,8 +391,3 @@ class ReferenceOps(Ops):
         how: Any = {"sinks": sinks, "queries_per_row": call.queries_per_row, **call.settings}
         out = reference.attend(scaled_queries(q, scales), pages, rows, **how)
         return scaled_outputs(out, scales, q.dtype)
-
-
-def without_nan(logits: jax.Array) -> jax.Array:
-    """Replace NaN by -inf, so that it is chosen only if every logit is NaN or -inf."""
-    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)

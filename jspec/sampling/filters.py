@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jspec.device import noise
 from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.ops import without_nan
+from jspec.pallas_kernels.sample.reference import without_nan
 
 _LOWEST = -3.4e38  # excludes -inf
 
