@@ -64,9 +64,17 @@ def choose(
     )
     if not is_split:
         return ids
-    values, chosen = gathered(shard, value, ids)  # [shards, B, N], lowest ids first
-    winner = jnp.argmax(values, axis=0)
-    return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
+    return best_of_shards(value, ids, shard=shard)[1]
+
+
+def best_of_shards(
+    value: Float[Array, "*b"], ids: Int[Array, "*b"], *, shard: Shard
+) -> tuple[Float[Array, "*b"], Int[Array, "*b"]]:
+    """Return the largest value and its id; the first shard wins ties."""
+    values, found = gathered(shard, value, ids)
+    shards = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    is_best = shards == jnp.argmax(values, axis=0)
+    return jnp.max(values, axis=0), jnp.sum(jnp.where(is_best, found, 0), axis=0)
 
 
 def _stored(logits: jax.Array) -> jax.Array:

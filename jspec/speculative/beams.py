@@ -233,6 +233,14 @@ def _rows_of_beams(
 def _best_beams(
     level: Level, ancestors: jax.Array, carried: Any, *, topk: int, first: int
 ) -> _Beams:
+    if topk == 1:  # a chain: the only candidate, under the only beam
+        return _Beams(
+            ids=level.ids,
+            scores=level.scores,
+            carried=carried,
+            ancestors=_with_itself(ancestors),
+            pool_idx=jnp.full_like(level.ids, first),
+        )
     scores, idx = jax.lax.top_k(level.scores, topk)
     parent = (idx // topk)[:, :, None]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
@@ -47,6 +48,27 @@ def test_only_a_tpu_goes_by_rounds(platform: str, *, has_top_k: bool) -> None:
     ids = jax.ShapeDtypeStruct((500,), jnp.int32)
     text = jax.jit(best).trace(scaled, ids).lower(lowering_platforms=(platform,)).as_text()
     assert ("top_k" in text) == has_top_k
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_shards_find_what_one_device_finds_with_two_collectives(topk: int) -> None:
+    """Few values, so that most places are ties; one shard has fewer columns than candidates."""
+    logits = jnp.asarray(np.random.default_rng(0).integers(0, 4, (3, 2, 8)), jnp.float32)
+    ids = jnp.arange(20, 28)
+    best = jax.jit(
+        jax.shard_map(
+            partial(top_candidates, topk=topk, shard=Shard(4, "tensor")),
+            mesh=Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)),
+            in_specs=(PartitionSpec(None, None, "tensor"), PartitionSpec("tensor")),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+    assert str(jax.make_jaxpr(best)(logits, ids)).count("all_gather[") == 2
+    found, terms = best(logits, ids)
+    expected, expected_terms = top_candidates(logits, ids, topk=topk, shard=Shard())
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(terms, expected_terms, rtol=1e-5)
 
 
 BAD = st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0])
