@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.layers.embedding import embed
-from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.linear import Shard, all_columns, linear, logits_of
 from jspec.layers.norm import Residual, norm
 from jspec.models.decoder import (
     KVPool,
@@ -138,7 +138,7 @@ class FeatureHead:
             given = jnp.concatenate(
                 [norm(norms[f"norm_{i}"], x, eps=eps) for i, x in enumerate(each)], axis=-1
             )
-        return linear(params["fc"], given, ops=self.ops)
+        return all_columns(self.shard, linear(params["fc"], given, ops=self.ops))
 
     @property
     def mask_token_id(self) -> int:

@@ -28,6 +28,7 @@ from jspec.models.params import (
     or_fused,
     prefixed,
 )
+from jspec.spec.axes import Axes
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, Join
 from jspec.spec.model_spec import LayerSpec
 
@@ -140,8 +141,9 @@ def _feature_params(spec: HeadSpec) -> ParamTable:
     elif spec.feature_norm is FeatureNorm.EACH:
         each = (norm(f"norm_{i}", f"fc_norm.{i}", size) for i in range(count))
         norms = prefixed(each, path=("feature_norms",), stored="")
-    parts = (("fc", spec.layer.hidden_size, 1),)
-    return (*norms, *product(("fc",), count * size, parts, bias=spec.fc_bias))
+    parts = (("fc", spec.layer.hidden_size, spec.layer.hidden_size),)
+    axes: Axes = (None, "mlp")  # its columns are gathered
+    return (*norms, *product(("fc",), count * size, parts, axes=axes, bias=spec.fc_bias))
 
 
 def _mask_params(spec: HeadSpec) -> ParamTable:
