@@ -149,6 +149,10 @@ def linear(
     params may have `adapters` (layers/lora.py), whose product is added.
     """
     kernel = params["kernel"]
+    if reduce is not None and "adapters" not in params and ops.sums_halves(kernel, reduce.size):
+        halves = jnp.split(kernel, 2, axis=1)
+        y = jnp.concatenate([reduce.sum(numbers_of(x) @ half) for half in halves], axis=-1)
+        return y + params["bias"] if "bias" in params else y
     y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else numbers_of(x) @ kernel
     if "adapters" in params:
         y = y + params["adapters"].product(numbers_of(x))

@@ -61,6 +61,11 @@ class Ops:
         """True if weights marked `column_major` are stored column-major, as [out, in]."""
         return False
 
+    def on(self, device_kind: str) -> Ops:
+        """Return this bundle for devices of a kind, in jax's words."""
+        del device_kind
+        return self
+
     def with_columns(self, columns: bool) -> Ops:
         """Return this bundle for column-major weights, or not, if its kernels can read them."""
         del columns
@@ -83,6 +88,12 @@ class Ops:
         """
         del decode_tokens, fp8_prompt_tokens
         return {}
+
+    def sums_halves(self, kernel: Weight, shards: int) -> bool:
+        """Return whether a row-parallel product is summed over shards in two halves of columns, of
+        which the first can be in flight during the product of the second."""
+        del kernel, shards
+        return False
 
     def write_kv(
         self,

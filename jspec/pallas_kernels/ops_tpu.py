@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
+from jspec.device.weights import Weight
 from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
@@ -21,12 +22,29 @@ from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import Gate
 
+# XLA fuses a sum over shards with an independent product that is scheduled after its start. The
+# last one keeps sums apart that could follow one another. Newer compilers refuse this on other
+# chips than v5e, where results could be wrong.
+ASYNC_SUMS = {
+    "xla_enable_async_all_reduce": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+    "xla_jf_crs_combiner_threshold_count": 1,
+}
+V5E = "TPU v5 lite"
+# Bytes of a shard's weights. Reading half of them takes longer than one more sum's latency.
+LEAST_HALVED = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TpuOps(Ops):
-    """The TPU implementation of `Ops`. interpret: run anywhere, thousands of times slower."""
+    """The TPU implementation of `Ops`.
+
+    interpret: run anywhere, thousands of times slower. async_sums: sum large products in halves.
+    """
 
     interpret: bool = False
+    async_sums: bool = False
 
     name: ClassVar[str] = "tpu"
     default_page_size: ClassVar[int] = 64  # one DMA per page; large, as page tables are in SMEM
@@ -34,6 +52,20 @@ class TpuOps(Ops):
 
     def xla_for_fp8(self) -> tuple[str, ...]:
         return ("attention of prompts", "attention of decodes", "compaction of trees")
+
+    def on(self, device_kind: str) -> TpuOps:
+        return replace(self, async_sums=device_kind == V5E)
+
+    def compiler_options(
+        self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0
+    ) -> dict[str, Any]:
+        del decode_tokens, fp8_prompt_tokens
+        return dict(ASYNC_SUMS) if self.async_sums else {}
+
+    def sums_halves(self, kernel: Weight, shards: int) -> bool:
+        if not (self.async_sums and shards > 1 and isinstance(kernel, jax.Array)):
+            return False
+        return kernel.size * kernel.dtype.itemsize >= LEAST_HALVED
 
     def attend(
         self,

@@ -181,6 +181,7 @@ def make_case(
     """Build one model with S/K/N and as many pages as a chip's memory allows."""
     devices = list(devices_of(topology))
     mesh = Parallel(tensor=len(devices)).mesh(devices)
+    ops = ops.on(devices[0].device_kind)
     program, params = make_program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = flat_limits(
         draft_shape=program.draft_shape,

@@ -88,6 +88,18 @@ def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
     assert compiler_options(key, limits_of("0/1/1"), platform=platform, ops=OPS["xla"]) == {}
 
 
+@pytest.mark.parametrize(
+    ("device_kind", "is_async"), [("TPU v5 lite", True), ("TPU v6 lite", False)]
+)
+def test_only_a_v5e_sums_while_it_multiplies(device_kind: str, *, is_async: bool) -> None:
+    """Newer compilers refuse the option on other chips, and then no program would compile."""
+    key, ops = ProgramKey(StepKind.DECODE, 64, PLAIN), OPS["tpu"].on(device_kind)
+    options = compiler_options(key, limits_of("0/1/1"), platform="tpu", ops=ops)
+    assert ("xla_tpu_enable_async_collective_fusion" in options) == is_async
+    down = jnp.zeros((3584, 4096), jnp.bfloat16)
+    assert [ops.sums_halves(down, shards) for shards in (1, 4)] == [False, is_async]
+
+
 @pytest.mark.parametrize("is_recurrent", [False, True])
 def test_a_gpu_without_the_kernels_keeps_its_products(is_recurrent: bool) -> None:
     key = ProgramKey(StepKind.DECODE, 64, PLAIN)

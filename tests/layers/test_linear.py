@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from jspec.device.weights import Weight
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.mlp import gated_mlp
@@ -32,17 +33,23 @@ def test_linear_multiplies_and_adds() -> None:
     )
 
 
+class HalvedOps(Ops):
+    def sums_halves(self, kernel: Weight, shards: int) -> bool:
+        return isinstance(kernel, jax.Array) and shards > 1
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_row_parallel_sums_once_and_adds_its_bias_once(bias: bool) -> None:
+@pytest.mark.parametrize("ops", [Ops(), HalvedOps()], ids=lambda ops: type(ops).__name__)
+def test_row_parallel_sums_once_and_adds_its_bias_once(bias: bool, ops: Ops) -> None:
     rng = np.random.default_rng(1)
-    kernel = rng.normal(size=(8, 5)).astype(np.float32)
-    offset = np.arange(5, dtype=np.float32)
+    kernel = rng.normal(size=(8, 6)).astype(np.float32)
+    offset = np.arange(6, dtype=np.float32)
     x = rng.normal(size=(3, 8)).astype(np.float32)
     shard = Shard(2, "tensor")
 
     def half(x: jax.Array, kernel: jax.Array) -> jax.Array:
         params = {"kernel": kernel, **({"bias": jnp.asarray(offset)} if bias else {})}
-        return linear(params, x, ops=Ops(), reduce=shard)[None]
+        return linear(params, x, ops=ops, reduce=shard)[None]
 
     both = jax.jit(
         jax.shard_map(

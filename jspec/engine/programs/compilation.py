@@ -146,13 +146,15 @@ def compiler_options(
     every step (of a delta net's three 101 MB, 53 us of 270). Plus the kernels' own.
     has_fp8: some weights are in fp8. is_recurrent: some of the target's layers are.
     """
-    if platform != "gpu":
+    if platform == "cpu":
         return {}
     is_decode = STEPS[key.kind].is_decode
     draft_shape = key.shape or limits.draft_shape
     tokens = key.bucket * draft_shape.num_draft_tokens if is_decode else None
     prompt_tokens = key.bucket if has_fp8 and not is_decode else 0
     options = ops.compiler_options(decode_tokens=tokens, fp8_prompt_tokens=prompt_tokens)
+    if platform != "gpu":
+        return options
     passes = ["rematerialization"]
     if is_decode:
         passes += ["dot-strength-reduction", *(["dot-merger"] if is_recurrent else [])]

@@ -146,7 +146,7 @@ def _place_models(
 ) -> LoadedModels:
     spec = request.target
     shard = Shard(request.shards, TENSOR)
-    ops = ops_of(config)
+    ops = ops_of(config).on(mesh.devices.flat[0].device_kind)
     if request.kv_dtype == FP8 and ops.xla_for_fp8():
         log.info("XLA reads and writes the KV cache in FP8 for %s", ", ".join(ops.xla_for_fp8()))
     has_files = config.load_format != "dummy"
