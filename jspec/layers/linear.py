@@ -166,7 +166,7 @@ def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Floa
     return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
 
 
-def all_columns(shard: Shard, x: Float[Array, "*b O"]) -> Float[Array, "*b O"]:
+def all_columns(shard: Shard, x: Float[Array, "*b o"]) -> Float[Array, "*b O"]:
     """Return the whole of a column-parallel product, of which each shard has some columns."""
     return (
         x if shard.axis is None else jax.lax.all_gather(x, shard.axis, axis=x.ndim - 1, tiled=True)
