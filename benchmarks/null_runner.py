@@ -84,7 +84,7 @@ class NullRunner:
         )
         size = STEPS[plan.kind].size(plan, plan.runs[-1])
         key = ProgramKey(plan.kind, indexing.bucket(size, buckets), ALL)
-        self._packer.pack(plan, plan.runs[-1], key)
+        self._packer.pack((plan,), -1, key)
         self.pack_seconds += time.thread_time() - began
         now = time.monotonic()
         idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
@@ -109,7 +109,7 @@ class NullRunner:
             output = output.copy()
             is_final = [chunk.is_final for chunk in plan.chunks]
             output[: len(is_final), 0] = is_final
-        result = unpack_result(plan, output, self._limits)
+        result = unpack_result(plan, output[None], self._limits)
         self.unpack_seconds += time.thread_time() - began
         self.num_steps += 1
         return result

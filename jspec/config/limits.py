@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jspec.config.drafting import Algorithm as Algorithm
@@ -48,19 +49,46 @@ class PriorityOrder(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    num_slots: int  # rows, without the dummy slot 0
-    num_pages: int  # of the full space, without the dummy page 0
+    num_slots: int  # rows of a data rank, without its dummy slot
+    num_pages: int  # of the full space of a data rank, without its dummy page
     page_size: int
     context_length: int
     windows: tuple[WindowSpace, ...] = ()  # by ascending window
     snapshots: SnapshotLimits | None = None  # None: no recurrent layer, or no prefix cache
+    num_ranks: int = 1  # data ranks: each has all slots and pages above for itself
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
+        for name in ("page_size", "num_ranks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
         windows = [space.window for space in self.windows]
         if windows != sorted(set(windows)) or not all(window >= 1 for window in windows):
             raise ConfigError(f"the windows of page spaces are {windows}; expected them to ascend")
+
+    @property
+    def max_rows(self) -> int:
+        return self.num_ranks * self.num_slots
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all ranks, dummies included: rank r has the r-th equal part of them."""
+        return self.num_ranks * (self.num_slots + 1)
+
+    def first_slot(self, rank: int) -> int:
+        """Return the dummy slot of a rank; its other slots follow."""
+        return rank * (self.num_slots + 1)
+
+    def rank_of(self, slot: int) -> int:
+        return slot // (self.num_slots + 1)
+
+    def by_rank(self, slots: Iterable[int], counts: Sequence[int]) -> list[int]:
+        """Return for each rank the sum of the counts of its slots."""
+        if self.num_ranks == 1:
+            return [sum(counts)]
+        found = [0] * self.num_ranks
+        for slot, count in zip(slots, counts, strict=True):
+            found[self.rank_of(slot)] += count
+        return found
 
     def pages_of(self, window: int | None) -> int:
         """Usable pages of layers with this window: of its space, or else the full space."""

@@ -1,7 +1,8 @@
 """Device state between two steps: immutable pytrees, donated from step to step.
 
 Row 0 of every per-slot array is the dummy slot, which padding rows read and write. Page 0 of every
-pool is the dummy page. No result depends on their contents.
+pool is the dummy page. No result depends on their contents. Every array begins with slots or pages,
+which are sharded over data ranks: a step sees those of its own rank.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jspec.device.parallel import partition_spec
 from jspec.device.peers import Peers
@@ -59,7 +60,7 @@ class Seen:
     prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
 
 
-SEEN_SPEC = partition_spec((None, "vocab"))
+SEEN_SPEC = partition_spec(("units", "vocab"))
 
 
 @pytree
@@ -94,12 +95,21 @@ def empty_caches(
     *,
     layout: CacheLayout,
     num_units: Callable[[CacheGroup], int],
+    mesh: Mesh | None = None,
 ) -> Caches:
-    """Return zeroed caches, one a layer. num_units: of a group, dummies included."""
+    """Return zeroed caches, one a layer. num_units: of a group, dummies included.
+
+    mesh: places them, so that no device has to hold more than its part; None: on one device.
+    """
 
     def empty(group: CacheGroup) -> Any:
         arrays = group.entry.arrays(num_units(group), layout)
-        return _cache_of({name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items()})
+        places = dict.fromkeys(arrays)
+        if mesh is not None:
+            places = {n: NamedSharding(mesh, partition_spec(x.axes)) for n, x in arrays.items()}
+        return _cache_of(
+            {n: jnp.zeros(x.shape, x.dtype, device=places[n]) for n, x in arrays.items()}
+        )
 
     return tuple(empty(group) for group in groups for _ in range(group.num_layers))
 
@@ -121,7 +131,7 @@ def state_specs(
     state: EngineState, groups: tuple[CacheGroup, ...], draft_groups: tuple[CacheGroup, ...]
 ) -> EngineState:
     """Return the PartitionSpec of every array. groups, draft_groups: of target and drafter."""
-    specs = jax.tree.map(lambda _: PartitionSpec(), state)
+    specs = jax.tree.map(lambda _: partition_spec(("units",)), state)
     seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
     return dataclasses.replace(
         specs,

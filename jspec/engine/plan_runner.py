@@ -1,13 +1,13 @@
 """The device-independent half of a runner: one packed array per step to the programs, one back.
 
-Both have a leading axis with one entry for each data rank, of which there is one.
+Both have a leading axis with one entry for each data rank.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.engine.programs.program_keys import nearest_program, ready_shapes
+from jspec.engine.rank_plans import plans_by_rank
 from jspec.engine.steps.decode import with_sharing
 from jspec.engine.steps.step_def import Host, ProgramKey
 from jspec.engine.steps.table import STEPS
@@ -30,12 +31,14 @@ class Dispatched(NamedTuple):
 
 
 def programs_for(
-    plan: StepPlan,
+    plans: Sequence[StepPlan],
     limits: ServeLimits,
     nearest: Callable[[ProgramKey], ProgramKey],
     ready: Container[ProgramKey],
 ) -> list[ProgramKey]:
-    """Return the ready program of each run of a plan. nearest: `nearest_program` or a cached one.
+    """Return the ready program of each run of a plan, as large as its largest part needs.
+
+    plans: the plan's parts by data rank. nearest: `nearest_program` or a cached one.
 
     The last runs choose first: a program whose output another one takes has the size and the
     options of that one. If rows share prefixes, prefer the variant that reads them once, if it is
@@ -43,13 +46,15 @@ def programs_for(
     """
     keys: list[ProgramKey] = []
     takers: dict[StepKind, ProgramKey] = {}
-    for run in reversed(plan.runs):
+    options_of_plan = plans[0].options
+    for runs in reversed(list(zip(*[plan.runs for plan in plans], strict=True))):
+        run = runs[0]
         step, taker = STEPS[run.kind], takers.get(run.kind)
-        size = step.size(plan, run) if taker is None else taker.bucket
-        options = (plan.options if taker is None else taker.options).within(step.options)
+        size = max(map(step.size, plans, runs)) if taker is None else taker.bucket
+        options = (options_of_plan if taker is None else taker.options).within(step.options)
         shape = None if run.shape == limits.draft_shape else run.shape
         key = nearest(ProgramKey(run.kind, size, options, shape))
-        if plan.shared and StepOption.SHARED in step.options:
+        if StepOption.SHARED in step.options and any(plan.shared for plan in plans):
             sharing = key._replace(options=with_sharing(key.options))
             key = sharing if sharing in ready else key
         takers.update(dict.fromkeys(step.takes, key))
@@ -221,16 +226,17 @@ class PlanRunner(ABC):
         """
         self._check_open()
         programs = self._programs
-        keys = programs_for(plan, self._limits, programs.nearest, programs.executables)
+        plans = plans_by_rank(plan, self._limits.pool)
+        keys = programs_for(plans, self._limits, programs.nearest, programs.executables)
         outputs: dict[StepKind, Any] = {}
         kept: list[Any] = []
         uses = uses_of(tuple([run.kind for run in plan.runs]))
-        for run, key, use in zip(plan.runs, keys, uses, strict=True):
+        for i, (run, key, use) in enumerate(zip(plan.runs, keys, uses, strict=True)):
             step = STEPS[run.kind]
-            read = None if step.reads is None else self._read(outputs[step.reads])[0]
+            read = None if step.reads is None else self._read(outputs[step.reads])
             output = self._enqueue(
                 key,
-                self._packer.pack(plan, run, key, read)[None],
+                self._packer.pack(plans, i, key, read),
                 *[outputs[kind] for kind in step.takes],
                 is_read=use.is_read,
                 is_kept=use.is_kept,
@@ -245,7 +251,7 @@ class PlanRunner(ABC):
 
     def collect(self, dispatched: Dispatched) -> StepResult:
         plan, key, output = dispatched
-        (own,) = self._read(output)
+        found = self._read(output)
         if not STEPS[key.kind].emits:
             return StepResult(step=plan.step, rounds=())
-        return unpack_result(plan, own, self._limits, options=key.options)
+        return unpack_result(plan, found, self._limits, options=key.options)

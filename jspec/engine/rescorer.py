@@ -81,6 +81,7 @@ class Rescorer:
         self._most_tokens = most_tokens
         self._num_pages = indexing.num_pages(most_tokens, PAGE_SIZE)
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._num_ranks = Parallel.of(self._mesh).data  # each scores the same text
         self._kv = self._empty_caches()
         self._run = self._program()
 
@@ -151,7 +152,8 @@ class Rescorer:
         )
         params = {"target": self._served.params["target"]}
         put = jax.device_put(chunk, self._replicated)
-        self._kv, logits, scores = self._run(params, self._kv, seen.before(start), put)
+        counts = jax.tree.map(lambda x: np.repeat(x, self._num_ranks, axis=0), seen.before(start))
+        self._kv, logits, scores = self._run(params, self._kv, counts, put)
         return logits, scores
 
     def _sampling(self, request: Request) -> SamplingBatch:
@@ -175,10 +177,12 @@ class Rescorer:
         )
         groups = self._target.cache_groups
         units = {Unit.PAGE: self._num_pages + 1, Unit.SLOT: 2}
-        caches = empty_caches(
-            groups, layout=layout, num_units=lambda group: units[group.entry.unit]
+        return empty_caches(
+            groups,
+            layout=layout,
+            num_units=lambda group: self._num_ranks * units[group.entry.unit],
+            mesh=self._mesh,
         )
-        return jax.device_put(caches, shardings(self._mesh, cache_specs(groups)))
 
     def _program(self) -> Any:
         """Jit (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""

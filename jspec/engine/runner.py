@@ -153,7 +153,8 @@ class DeviceRunner(PlanRunner):
         is_chosen = STEPS[key.kind].is_timed and key.options in (PLAIN, SAMPLING)
         if not (is_chosen and self._limits.other_shapes):
             return None
-        batch = np.zeros((1, layout_of(key, self._limits).size), np.int32)
+        num_ranks = self._limits.pool.num_ranks
+        batch = np.zeros((num_ranks, layout_of(key, self._limits).size), np.int32)
         found = []
         try:
             for _ in range(1 + TIMED_PAIRS):  # the first two runs are slower, and wait for others
@@ -282,11 +283,19 @@ class DeviceRunner(PlanRunner):
 
 
 def init_state(
-    program: StepProgram, limits: ServeLimits, *, shards: int, kv_dtype: Any
+    program: StepProgram,
+    limits: ServeLimits,
+    *,
+    shards: int,
+    kv_dtype: Any,
+    mesh: Mesh | None = None,
 ) -> EngineState:
-    """Return zeroed state for all slots and pages, dummies included."""
+    """Return zeroed state for all slots and pages of all data ranks, dummies included.
+
+    mesh: places the caches; None: everything is on one device.
+    """
     target, drafter = program.target, program.drafter
-    num_slots = limits.pool.num_slots + 1
+    num_slots = limits.pool.all_slots
     layout = CacheLayout(
         page_size=limits.pool.page_size,
         dtype=jnp.dtype(kv_dtype).name,
@@ -303,10 +312,12 @@ def init_state(
 
     def num_units(group: CacheGroup) -> int:
         if group.entry.unit is Unit.PAGE:
-            return limits.pool.pages_of(group.window) + 1
-        return num_slots if group.entry.unit is Unit.SLOT else num_snapshots
+            return limits.pool.num_ranks * (limits.pool.pages_of(group.window) + 1)
+        if group.entry.unit is Unit.SLOT:
+            return num_slots
+        return limits.pool.num_ranks * num_snapshots
 
-    caches = partial(empty_caches, layout=layout, num_units=num_units)
+    caches = partial(empty_caches, layout=layout, num_units=num_units, mesh=mesh)
     return EngineState(
         kv=caches(target.cache_groups),
         snapshots=caches(of_states) if num_snapshots else (),
@@ -348,7 +359,8 @@ def new_state(
     exchange: Exchange | None,
 ) -> EngineState:
     """Return zeroed state on the mesh, and renew the exchange that it has the addresses of."""
-    made = init_state(program, limits, shards=Parallel.of(mesh).tensor, kv_dtype=kv_dtype)
+    shards = Parallel.of(mesh).tensor
+    made = init_state(program, limits, shards=shards, kv_dtype=kv_dtype, mesh=mesh)
     peers = None if exchange is None else exchange.renew()
     return place_state(dataclasses.replace(made, peers=peers), program, mesh)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jspec.config.limits import ServeLimits
 from jspec.engine.steps.step_def import Host, Part, ProgramKey, ProgramShape
 from jspec.engine.steps.table import STEPS
 from jspec.messages.layout import PackedLayout, output_columns
-from jspec.messages.plan import RoundResult, StepLogprobs, StepPlan, StepResult, StepRun
+from jspec.messages.plan import RoundResult, StepLogprobs, StepPlan, StepResult
 from jspec.messages.request import SAMPLING_FIELDS
 from jspec.messages.sampling_fields import SamplingTable
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
@@ -20,20 +22,27 @@ class Packer:
         self._blank: dict[ProgramKey, tuple[PackedLayout, np.ndarray]] = {}
 
     def pack(
-        self, plan: StepPlan, run: StepRun, key: ProgramKey, read: np.ndarray | None = None
+        self, plans: Sequence[StepPlan], at: int, key: ProgramKey, read: np.ndarray | None = None
     ) -> np.ndarray:
-        """Pack a run for `key`, i32[layout size]. read: output that its kind reads."""
+        """Pack run `at` of each data rank's plan for `key`, i32[ranks, layout size].
+
+        read: output that its kind reads, [ranks, ...].
+        """
         packed, blank = self._blank.get(key) or self._add(key)
         flat = blank.copy()
-        STEPS[key.kind].write(packed.unpack(flat), Part(plan, run, self._host, read))
+        for rank, plan in enumerate(plans):
+            own = None if read is None else read[rank]
+            part = Part(plan, plan.runs[at], self._host, own)
+            STEPS[key.kind].write(packed.unpack(flat[rank]), part)
         return flat
 
     def _add(self, key: ProgramKey) -> tuple[PackedLayout, np.ndarray]:
         step = STEPS[key.kind]
         packed = step.layout(key, self._host)
-        flat = np.zeros(packed.size, np.int32)
+        flat = np.zeros((self._host.limits.pool.num_ranks, packed.size), np.int32)
         if step.blank is not None:
-            step.blank(packed.unpack(flat), self._host)
+            for own in flat:
+                step.blank(packed.unpack(own), self._host)
         self._blank[key] = packed, flat
         return packed, flat
 
@@ -63,7 +72,7 @@ def unpack_result(
 ) -> StepResult:
     """Unpack the output of a step that emits for the scheduler, without padding rows.
 
-    output: i32[rounds * bucket, columns], the batch's rows once per round; in a prefill with
+    output: i32[ranks, rounds * bucket, columns], the batch's rows once per round; in a prefill with
     log-probabilities or hidden states, one entry per packed token follows.
     options: of the program that ran. Raises ValueError if the number of columns does not match.
     """
@@ -71,16 +80,18 @@ def unpack_result(
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted
     columns = output_columns(max_emitted, options, hidden_words=words)
     num_rounds = plan.num_rounds(limits.scheduling)
-    rows = output.reshape(num_rounds, -1, output.shape[1])
-    fields = columns.unpack(rows[:, : len(plan.row_refs)])
+    ranks = output.reshape(len(output), num_rounds, -1, output.shape[-1])
+    slots = [row.slot for row in plan.row_refs]
+    fields = columns.unpack(_joined(ranks, limits.pool.by_rank(slots, [1] * len(slots))))
     is_asked, of_prompts = StepOption.LOGPROBS in plan.options, None
     hidden, prompt_hidden = [None] * num_rounds, None
     asks_hidden = limits.programs.hidden if StepOption.HIDDEN in plan.options else None
     if asks_hidden is not None:
         hidden = list(asks_hidden.floats(fields["hidden"]))
     if plan.is_prefill and (is_asked or asks_hidden is not None):
-        first, num_tokens = limits.programs.prefill_rows, plan.num_prefill_tokens
-        of_tokens = columns.unpack(rows[:, first : first + num_tokens])
+        first = limits.programs.prefill_rows
+        counts = plan.prefill_tokens_by_rank(limits.pool)
+        of_tokens = columns.unpack(_joined(ranks[:, :, first:], counts))
         of_prompts = _logprobs(of_tokens, round_idx=0) if is_asked else None
         if asks_hidden is not None:
             prompt_hidden = asks_hidden.floats(of_tokens["hidden"][0, :, 0])
@@ -99,6 +110,15 @@ def unpack_result(
             for i, (counts, ids) in enumerate(of_rounds)
         ),
     )
+
+
+def _joined(ranks: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Join the first counts[r] entries of each rank, as a plan orders its rows.
+
+    ranks: [ranks, rounds, entries, columns]. Returns [rounds, sum of counts, columns].
+    """
+    parts = [own[:, :count] for own, count in zip(ranks, counts, strict=True)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def _logprobs(fields: dict[str, np.ndarray], *, round_idx: int) -> StepLogprobs:

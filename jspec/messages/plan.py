@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.config.limits import SchedulingLimits, SpeculativeConfig
+from jspec.config.limits import PoolLimits, SchedulingLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import SharedPrefix
 from jspec.messages.grammar import Constraint
 from jspec.messages.request import Request, SamplingParams, TokenLogprob
@@ -110,6 +110,8 @@ class StepRun:
 class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
+    Rows and chunks of data rank 0 come first, then those of rank 1, and so on.
+
     runs: programs in order; the output of the last one that emits is the result
     options: union of the options that the rows need
     grants: of all spaces; in a prefill those of the full space are for admitted rows, from 0 on
@@ -149,6 +151,10 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    def prefill_tokens_by_rank(self, pool: PoolLimits) -> list[int]:
+        slots = [chunk.row.slot for chunk in self.chunks]
+        return pool.by_rank(slots, [len(chunk.token_ids) for chunk in self.chunks])
 
     def decode_rounds(self, scheduling: SchedulingLimits) -> tuple[int, int]:
         """Return (verifications, most tokens that a row can emit in them); (0, 0) for a prefill."""

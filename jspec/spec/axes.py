@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-Axis = Literal["rank", "embed", "heads", "kv_heads", "mlp", "experts", "vocab", "latent"]
+Axis = Literal["rank", "units", "embed", "heads", "kv_heads", "mlp", "experts", "vocab", "latent"]
 Axes = tuple[Axis | None, ...]  # one a dimension; None: replicated
 
 DATA, EXPERT, TENSOR = MESH = "data", "expert", "tensor"
 
 MESH_AXES: Mapping[Axis, str | None] = {
     "rank": DATA,  # of the packed batch and of a step's output: one entry a data rank
+    "units": DATA,  # slots and pages: those of rank 0, then of rank 1, ...; each with its dummy
     "experts": EXPERT,
     "heads": TENSOR,
     "kv_heads": TENSOR,

@@ -53,7 +53,7 @@ class CacheEntry(Protocol):
     def unit(self) -> Unit: ...
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
-        """Return the arrays for `num_units` pages or slots, the dummy included."""
+        """Return the arrays for `num_units` pages or slots, dummies included."""
         ...
 
 
@@ -85,7 +85,7 @@ class KV:
         heads = kv_heads_per_shard(self.num_heads, layout.shards) * layout.shards
         shape = (num_units, layout.page_size, 2 * heads, layout.width(self.qk_dim))
         dtype = self.dtype or layout.dtype
-        return {"kv": CacheArray(shape, dtype, (None, None, "kv_heads", None))}
+        return {"kv": CacheArray(shape, dtype, ("units", None, "kv_heads", None))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Latent:
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
         shape = (num_units, layout.page_size, layout.width(self.rank + self.rope_dim))
-        return {"latent": CacheArray(shape, self.dtype or layout.dtype, (None, None, "latent"))}
+        return {"latent": CacheArray(shape, self.dtype or layout.dtype, ("units", None, "latent"))}
 
 
 class Record(NamedTuple):
@@ -144,8 +144,8 @@ class State:
         pending = (num_units, layout.num_nodes, self.pending_size)
         return {
             **self.snapshot.arrays(num_units, layout),
-            "pending": CacheArray(pending, "float32", (None, None, "heads")),
-            "path": CacheArray((num_units, layout.num_path), "int32", (None, None)),
+            "pending": CacheArray(pending, "float32", ("units", None, "heads")),
+            "path": CacheArray((num_units, layout.num_path), "int32", ("units", None)),
         }
 
 
@@ -161,7 +161,7 @@ class Snapshot:
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
         return {
-            name: CacheArray((num_units, *shape), dtype or layout.dtype, (None, *axes))
+            name: CacheArray((num_units, *shape), dtype or layout.dtype, ("units", *axes))
             for name, shape, axes, dtype in self.carried
         }
 

@@ -29,17 +29,17 @@ def test_dimensions_are_sharded_by_their_axes() -> None:
     assert partition_spec(()) == PartitionSpec()
 
 
-def test_the_pools_heads_and_the_ids_seen_are_sharded_and_nothing_else() -> None:
+def test_all_state_is_sharded_over_ranks_and_the_pools_heads_and_the_ids_seen_over_shards() -> None:
     groups = (CacheGroup("a", 2, KV(2, 8, 8)),)
     draft = (CacheGroup("b", 1, KV(2, 8, 8)),)
     rows = empty_rows(2, pages_per_row=1, vocab_size=8, windows=(4,))
     state = EngineState(kv=(jnp.zeros(1),) * 2, draft_kv=(jnp.zeros(1),), draft={}, rows=rows)
     specs = state_specs(state, groups, draft)
-    pool, by_id = PartitionSpec(None, None, "tensor", None), PartitionSpec(None, "tensor")
+    pool, by_id = PartitionSpec(DATA, None, TENSOR, None), PartitionSpec(DATA, TENSOR)
     assert (specs.kv, specs.draft_kv) == ((pool, pool), (pool,))
     assert specs.rows.seen.output_counts == specs.rows.seen.prompt_marks == by_id
     others = {spec for spec in jax.tree.leaves(specs) if spec not in (pool, by_id)}
-    assert others == {PartitionSpec()}
+    assert others == {PartitionSpec(DATA)}
 
 
 def test_snapshots_are_sharded_as_the_states() -> None:
@@ -50,7 +50,7 @@ def test_snapshots_are_sharded_as_the_states() -> None:
     assert state_specs(state, groups, ()).snapshots == ()
     state = dataclasses.replace(state, snapshots=(jnp.zeros(1),) * 2)
     specs = state_specs(state, groups, ())
-    assert specs.snapshots == (PartitionSpec(None, "tensor", None),) * 2
+    assert specs.snapshots == (PartitionSpec(DATA, TENSOR, None),) * 2
     assert [own["state"] for own in specs.kv[1:]] == [*specs.snapshots]
 
 

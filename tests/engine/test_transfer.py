@@ -260,12 +260,12 @@ def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
 def by_round(
     plan: StepPlan, output: np.ndarray, limits: ServeLimits = LIMITS
 ) -> list[tuple[tuple[int, ...], ...]]:
-    return [of_round.emitted_ids for of_round in unpack_result(plan, output, limits).rounds]
+    return [of_round.emitted_ids for of_round in unpack_result(plan, output[None], limits).rounds]
 
 
 def test_an_output_of_other_columns_is_refused() -> None:
     with pytest.raises(ValueError, match=r"output is \(1, 2, 2\); expected 5 columns"):
-        unpack_result(replace(DECODE, rows=DECODE.rows[:2]), np.zeros((2, 2), np.int32), LIMITS)
+        unpack_result(replace(DECODE, rows=DECODE.rows[:2]), np.zeros((1, 2, 2), np.int32), LIMITS)
 
 
 def test_results_come_back_by_row() -> None:

@@ -110,7 +110,7 @@ def test_one_more_line_is_checked_packed_and_unpacked() -> None:
     )
     (key,) = programs_of(plan, LIMITS)
     packer = Packer(Host(LIMITS, V, TOY_TABLE))
-    flat = jnp.asarray(packer.pack(plan, plan.runs[0], key))
+    flat = jnp.asarray(packer.pack((plan,), 0, key)[0])
     layout = layout_of(key, LIMITS, table=TOY_TABLE)
     rows = jax.jit(lambda x: sampling_rows(layout.unpack(x), table=TOY_TABLE))(flat)
     assert set(rows) == {*rows_of(SAMPLING_FIELDS), "toys"}

@@ -30,7 +30,7 @@ def test_k_and_v_share_a_pool_of_whole_lanes() -> None:
     layout = CacheLayout(page_size=16, dtype="bfloat16", shards=4, lanes=128)
     (pool,) = entry.arrays(5, layout).values()
     assert (pool.shape, pool.dtype) == ((5, 16, 8, 128), "bfloat16")
-    assert axes_of(entry) == {"kv": (None, None, "kv_heads", None)}
+    assert axes_of(entry) == {"kv": ("units", None, "kv_heads", None)}
     assert entry.unit is Unit.PAGE
     assert bytes_per_unit(entry, layout) == 16 * 8 * 128 * 2
 
@@ -40,7 +40,7 @@ def test_a_latent_is_one_record_that_every_shard_holds() -> None:
     entry = Latent(rank=512, rope_dim=64)
     (pool,) = entry.arrays(5, layout).values()
     assert pool.shape == (5, 16, 640)
-    assert axes_of(entry) == {"latent": (None, None, "latent")}
+    assert axes_of(entry) == {"latent": ("units", None, "latent")}
     assert bytes_per_unit(entry, layout) == 4 * 16 * 640 * 2
 
 
@@ -59,7 +59,7 @@ def test_a_state_has_a_record_a_row_and_one_for_each_node() -> None:
     (snapshot,) = entry.snapshot.arrays(9, layout).items()
     assert snapshot == ("state", entry.arrays(9, layout)["state"])
     assert entry.snapshot.unit is Unit.SNAPSHOT
-    assert axes_of(entry)["pending"] == (None, None, "heads")
+    assert axes_of(entry)["pending"] == ("units", None, "heads")
     assert entry.unit is Unit.SLOT
     assert bytes_per_unit(entry, layout) == 8 * 4 + 7 * 6 * 4 + 2 * 3 * 4
 

@@ -19,11 +19,11 @@ def programs_of(
 ) -> list[ProgramKey]:
     """The program of each run; ready: all that an engine builds by itself."""
     every = program_keys(limits) if ready is None else ready
-    return programs_for(plan, limits, lambda needed: nearest_program(needed, every), every)
+    return programs_for((plan,), limits, lambda needed: nearest_program(needed, every), every)
 
 
 def packed(
     plan: StepPlan, key: ProgramKey, limits: ServeLimits, *, vocab_size: int, run: int = -1
 ) -> np.ndarray:
     """One run of a plan for the program `key`."""
-    return Packer(Host(limits, vocab_size)).pack(plan, plan.runs[run], key)
+    return Packer(Host(limits, vocab_size)).pack((plan,), run, key)[0]

@@ -14,7 +14,6 @@ from typing import IO
 
 import jax
 
-from jspec.device.parallel import Parallel
 from jspec.engine.gc_control import collect_seldom
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_growth import BuildTask
@@ -32,7 +31,7 @@ def build(task: BuildTask, *, told: IO[str]) -> None:
     missing = [i for i in task.device_ids if i not in devices]
     if missing:
         raise ConfigError(f"devices {missing} are not among {sorted(devices)} here")
-    mesh = Parallel(tensor=len(task.device_ids)).mesh([devices[i] for i in task.device_ids])
+    mesh = task.parallel.mesh([devices[i] for i in task.device_ids])
     store = ProgramStore.open(task.directory, task.bucket)
     recipe, keys = task.recipe, tuple(task.paths)
     if recipe.paths(keys, mesh=mesh, store=store) != task.paths:

@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from jspec.device.parallel import Parallel
 from jspec.engine.programs.compilation import Recipe, compile_all
 from jspec.engine.programs.program_bucket import ProgramBucket
 from jspec.engine.programs.program_store import SETTINGS, ProgramStore
@@ -124,6 +125,7 @@ def maker_of(
         paths=paths,
         directory=store.directory,
         bucket=store.bucket,
+        parallel=Parallel.of(mesh),
         device_ids=tuple(device.id for device in mesh.devices.flat),
         settings=settings_of((*SETTINGS, *PLATFORM_SETTINGS)),
     )
@@ -184,6 +186,7 @@ class BuildTask:
     paths: dict[ProgramKey, Path]
     directory: Path
     bucket: ProgramBucket | None
+    parallel: Parallel
     device_ids: tuple[int, ...]
     settings: dict[str, Any]
 

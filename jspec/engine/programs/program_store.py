@@ -160,6 +160,7 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "flags": {flag: os.environ.get(flag, "") for flag in FLAGS},
         "settings": {name: getattr(jax.config, name, None) for name in SETTINGS},
         "platform": (client.platform, client.platform_version),
+        "mesh": dict(mesh.shape),
         "devices": [(device.device_kind, device.id) for device in devices],
         "processor": _processor() if client.platform == "cpu" else "",
     }
