@@ -6,6 +6,7 @@ rows are planned one by one in claim order, since each may make another row wait
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -19,9 +20,9 @@ from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blame
 from jspec.scheduler.pages.prefix_sharing import PrefixSharing
+from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, StepRows
 from jspec.scheduler.row_table import Ints
-from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 
@@ -30,12 +31,12 @@ CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class DecodePlanner:
-    """Plans decode steps over the rows of `seats`, to which it grants pages."""
+    """Plans decode steps over the rows of all ranks, to which it grants pages."""
 
     def __init__(
         self,
         limits: ServeLimits,
-        seats: Seats,
+        ranks: Ranks,
         *,
         retract: Callable[[Sequence], None],
         shapes: ShapeChooser,
@@ -47,14 +48,13 @@ class DecodePlanner:
         sharing = limits.programs.sharing
         self._sharing = None if sharing is None else PrefixSharing(limits.pool, sharing)
         self.num_shared_keys = 0  # keys that rows skip because another row reads them
-        self.use(seats)
+        self.use(ranks)
 
-    def use(self, seats: Seats) -> None:
-        self._seats = seats
-        self._table = seats.table
-        self._pages = seats.pages
+    def use(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._table = ranks.table
         self._running_step: StepRows | None = None  # all running rows; None: stale
-        self._num_changes = seats.num_changes  # at which `_running_step` was made
+        self._num_changes = ranks.num_changes  # at which `_running_step` was made
 
     def plan(self, *, step: int) -> Flight | None:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
@@ -69,7 +69,7 @@ class DecodePlanner:
             return None
         missing = self._table.pages_missing(step_rows.slots, self._limits).tolist()
         grants: list[PageGrant] = []
-        if sum(missing) > self._pages.num_free:
+        if self._is_short(step_rows.slots, missing):
             step_rows = StepRows.of(self._choose_short_of_pages(step_rows, grants))
             constraints = self._masked(step_rows)
         else:
@@ -80,7 +80,9 @@ class DecodePlanner:
             return None
         options, shape = step_rows.options_with(constraints), self._limits.draft_shape
         if not constraints:  # programs with grammars exist in one shape only
-            shape = self._shapes.choose(num_rows=len(step_rows.rows), options=options)
+            slots = step_rows.slots
+            num_rows = max(self._limits.pool.by_rank(slots, [1] * len(slots)))
+            shape = self._shapes.choose(num_rows=num_rows, options=options)
         pending = self._pending(step_rows.slots, shape)
         plan = StepPlan(
             step=step,
@@ -143,12 +145,17 @@ class DecodePlanner:
         return tuple(pending.tolist()) if pending.max() > room else ()
 
     def _running_rows(self) -> StepRows:
-        if self._running_step is None or self._num_changes != self._seats.num_changes:
-            self._num_changes = self._seats.num_changes
-            self._running_step = StepRows.of(s.active_tenancy for s in self._seats.running.values())
+        if self._running_step is None or self._num_changes != self._ranks.num_changes:
+            self._num_changes = self._ranks.num_changes
+            self._running_step = StepRows.of(each.active_tenancy for each in self._ranks.running)
             if self._sharing is not None:
                 self._sharing.regroup(self._running_step.tenancies)
         return self._running_step
+
+    def _is_short(self, slots: Ints, missing: list[int]) -> bool:
+        """Return whether the rows of a rank miss more pages than it has."""
+        needed = self._limits.pool.by_rank(slots, missing)
+        return any(map(operator.gt, needed, [seats.pages.num_free for seats in self._ranks.all]))
 
     def _choose_short_of_pages(self, step_rows: StepRows, grants: list[PageGrant]) -> list[Tenancy]:
         chosen: list[Tenancy] = []
@@ -159,11 +166,11 @@ class DecodePlanner:
                 continue
             num_missing = self._make_room(sequence, sequence.tenancy)
             tenancy = sequence.tenancy
-            if tenancy is None or num_missing > self._pages.num_free:
+            if tenancy is None or num_missing > self._ranks.of(tenancy).pages.num_free:
                 continue
             grants += self._grant(tenancy, num_missing)
             chosen.append(tenancy)
-        return chosen
+        return sorted(chosen, key=self._ranks.number_of)
 
     def _make_room(self, sequence: Sequence, tenancy: Tenancy) -> int:
         """Return how many pages the row lacks for its next decode, after any necessary retractions.
@@ -173,14 +180,15 @@ class DecodePlanner:
         """
         unread = tenancy.rounds_in_flight
         (num_missing,) = self._table.pages_missing(np.array([tenancy.row.slot]), self._limits)
-        running = self._seats.running
-        while num_missing > self._pages.num_free and sequence.tenancy is not None:
-            if unread or any(other.ended for other in self._seats.tenancies.values()):
+        seats = self._ranks.of(tenancy)
+        running, pages = seats.running, seats.pages
+        while num_missing > pages.num_free and sequence.tenancy is not None:
+            if unread or any(other.ended for other in seats.tenancies.values()):
                 break
             if len(running) == 1:
                 error = InvariantError(
                     f"the only running sequence misses {num_missing} pages and "
-                    f"{self._pages.num_free} are free; expected submit to have bounded it"
+                    f"{pages.num_free} are free; expected submit to have bounded it"
                 )
                 blame(error, sequence)
             self._retract(policy.choose_victim(self._limits.scheduling, running.values()))
@@ -188,6 +196,6 @@ class DecodePlanner:
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
         try:
-            return self._pages.grow(tenancy, len(tenancy.page_ids) + num_pages)
+            return self._ranks.of(tenancy).pages.grow(tenancy, len(tenancy.page_ids) + num_pages)
         except Exception as error:
             blame(error, tenancy.sequence)

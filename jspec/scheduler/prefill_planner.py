@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -20,8 +22,8 @@ from jspec.messages.step_options import StepOption
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
 from jspec.scheduler.prefilling import Prefilling
+from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, StepRows
-from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Tenancy
 from jspec.scheduler.waiting import WaitingQueue
 from jspec.spec import indexing as shapes
@@ -29,43 +31,52 @@ from jspec.spec import indexing as shapes
 
 class PrefillPlanner:
     def __init__(
-        self, limits: ServeLimits, prefilling: Prefilling, seats: Seats, waiting: WaitingQueue
+        self, limits: ServeLimits, prefilling: Prefilling, ranks: Ranks, waiting: WaitingQueue
     ) -> None:
         self._limits = limits
         self._prefilling = prefilling
-        self._seats = seats
+        self._ranks = ranks
         self._waiting = waiting
 
     def plan(self, packer: policy.ChunkPacker, *, step: int) -> Flight | None:
-        """Return the next prefill, or None if there is no chunk or no room for one."""
+        """Return the next prefill, or None if there is no chunk or no room for one.
+
+        Each data rank packs with a copy of `packer`.
+        """
+        packers = [replace(packer) for _ in self._ranks.all]
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
         restores: list[SnapshotCopy] = []
         saves: list[SnapshotCopy] = []
-        pages = self._seats.pages
         for tenancy in self._prefilling.tenancies:
+            rank = self._ranks.number_of(tenancy)
+            packer, pages = packers[rank], self._ranks.all[rank].pages
             if packer.has_room:
                 with blaming(tenancy.sequence):
                     chunks.append(packer.pack(tenancy, cut=pages.chunk_end))
                     grants += self._grant_for_chunk(tenancy, chunks[-1])
                     saves += pages.save(tenancy, chunks[-1])
-        while packer.has_room and self._waiting and self._seats.free_slots:
+        while self._waiting:
             newcomer = self._waiting.head
+            has_room = [packer.has_room for packer in packers]
             with blaming(newcomer):
-                hit = self._seats.hit_of(newcomer)
-                if hit is None:
+                place = self._ranks.place(newcomer, has_room)
+                if place is None:
                     break
-                tenancy, first_grants = self._seats.admit(self._waiting.pop(), hit)
+                rank, hit = place
+                seats, pages = self._ranks.all[rank], self._ranks.all[rank].pages
+                tenancy, first_grants = seats.admit(self._waiting.pop(), hit)
                 admissions.append(tenancy.admission)
-                chunks.append(packer.pack(tenancy, cut=pages.chunk_end))
+                chunks.append(packers[rank].pack(tenancy, cut=pages.chunk_end))
                 restores += pages.restore(tenancy)
                 saves += pages.save(tenancy, chunks[-1])
                 grants += first_grants
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
-        step_rows = StepRows.of(self._seats.tenancies[chunk.row] for chunk in chunks)
+        chunks.sort(key=lambda chunk: self._limits.pool.rank_of(chunk.row.slot))
+        step_rows = StepRows.of(self._ranks.tenancy_of(chunk.row) for chunk in chunks)
         constraints = step_rows.masked(np.ones(len(chunks), np.int64))
         kinds = [
             *([StepKind.RESTORE] if restores else []),
@@ -96,16 +107,29 @@ class PrefillPlanner:
         )
         # A row that only its prefill extends has no page for the root, which goes to page 0.
         num_pages = min(shapes.num_pages(end, self._limits.pool.page_size), len(tenancy.page_ids))
-        return self._seats.pages.grow(tenancy, num_pages)
+        return self._ranks.of(tenancy).pages.grow(tenancy, num_pages)
 
 
 def cached_draft_prefills(
-    limits: ServeLimits, admissions: Iterable[Admission]
+    limits: ServeLimits, admissions: Sequence[Admission]
 ) -> tuple[StepRun, ...]:
     """Return the draft prefills of cached tokens that admissions need; mostly none.
 
     They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
     """
+    rank_of, ranks = limits.pool.rank_of, range(limits.pool.num_ranks)
+    own = [[each for each in admissions if rank_of(each.row.slot) == rank] for rank in ranks]
+    runs = zip_longest(*[_cached_pieces(limits, each) for each in own], fillvalue=())
+    return tuple(
+        StepRun(StepKind.CACHED_DRAFT_PREFILL, limits.draft_shape, tuple(chain(*chunks)))
+        for chunks in runs
+    )
+
+
+def _cached_pieces(
+    limits: ServeLimits, admissions: Sequence[Admission]
+) -> list[list[PrefillChunk]]:
+    """Return the pieces of each run, of the admissions of one rank."""
     keeps_ids = limits.draft_shape.keeps_ids
     runs: list[list[PrefillChunk]] = []
     room = 0
@@ -127,6 +151,4 @@ def cached_draft_prefills(
                 )
             )
             start, room = stop, room - (stop - start)
-    return tuple(
-        StepRun(StepKind.CACHED_DRAFT_PREFILL, limits.draft_shape, tuple(chunks)) for chunks in runs
-    )
+    return runs

@@ -37,16 +37,23 @@ class Prefilling:
     def packers(
         self, waiting: Iterable[Sequence], *, num_running: int, num_free_slots: int
     ) -> tuple[policy.ChunkPacker, policy.ChunkPacker]:
-        """Return the packers to try before a decode step, and after it if none could run."""
+        """Return the packers to try before a decode step, and after it if none could run.
+
+        They are of one data rank; each rank packs with a copy.
+        """
         tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
         tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
         if not tokens:
             return self._nothing, self._nothing
-        unfilled = policy.Unfilled(num_rows=len(tokens), num_tokens=sum(tokens))
+        # All ranks run together, so a step takes from each what an average one has.
+        num_ranks = self._limits.pool.num_ranks
+        unfilled = policy.Unfilled(
+            num_rows=-(-len(tokens) // num_ranks), num_tokens=-(-sum(tokens) // num_ranks)
+        )
         room = policy.prefill_room(
             self._limits,
             unfilled,
-            num_decoding=num_running - len(self._rows),
+            num_decoding=-(-(num_running - len(self._rows)) // num_ranks),
             since_decode=self._since_decode,
             timed=self._timed_budget(),
         )
@@ -63,7 +70,7 @@ class Prefilling:
     def count(self, plan: StepPlan) -> None:
         if not plan.is_prefill:
             self._since_decode = 0
-        num_tokens = plan.num_prefill_tokens
+        num_tokens = self._longest(plan)
         if (
             num_tokens and self._limits.scheduling.prefill_seconds is not None
         ):  # padding takes time, too
@@ -72,7 +79,11 @@ class Prefilling:
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
         if plan.is_prefill and self._limits.scheduling.prefill_seconds is not None:
-            self._pace.see(plan.num_prefill_tokens, seconds)
+            self._pace.see(self._longest(plan), seconds)
+
+    def _longest(self, plan: StepPlan) -> int:
+        """Return the most prompt tokens of a data rank, which decide how long a step takes."""
+        return max(plan.prefill_tokens_by_rank(self._limits.pool))
 
     def _timed_budget(self) -> int | None:
         """Return the tokens that fit the time limit, if any; prefill_budget until measured."""

@@ -1,4 +1,4 @@
-"""Per-row numbers that change with every step, as columns indexed by slot (slot 0 is the dummy).
+"""Per-row numbers that change with every step, as columns indexed by slot, over all data ranks.
 
 A step is planned and committed by a few operations on whole columns; Python touches only the rows
 that end, grow, or have a stop string. The table makes no decisions beyond sums and comparisons.
@@ -51,7 +51,7 @@ class RowTable:
 
     @classmethod
     def empty(cls, limits: ServeLimits) -> RowTable:
-        rows = limits.pool.num_slots + 1
+        rows = limits.pool.all_slots
         # np.empty: memory is committed only as far as rows write.
         out_ids = np.empty(
             (rows, limits.pool.context_length + limits.draft_shape.max_emitted), np.int32

@@ -28,8 +28,8 @@ from jspec.scheduler.outputs.token_history import Piece, Tally
 from jspec.scheduler.pages import budget
 from jspec.scheduler.prefill_planner import PrefillPlanner
 from jspec.scheduler.prefilling import Prefilling
+from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, RoundReader, check_result, text_failure
-from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, SequenceState
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
@@ -56,7 +56,7 @@ class Scheduler:
         self._deferred_tokens = limits.max_pending
         self._shapes = shapes or FixedShape(limits.draft_shape)
         self._make_stream = make_stream
-        self._epochs = [0] * (limits.pool.num_slots + 1)
+        self._epochs = [0] * limits.pool.all_slots
         self._waiting = WaitingQueue(limits)
         self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
@@ -66,19 +66,17 @@ class Scheduler:
         self._pieces: list[Piece] = []  # of the result being read
         self._num_lost = 0  # steps in flight whose results will be dropped
         self._is_stuck = False
-        seats = Seats(limits, self._totals, self._prefilling, epochs=self._epochs)
-        self._decodes = DecodePlanner(limits, seats, retract=self._retract, shapes=self._shapes)
-        self._use(seats)
+        ranks = Ranks(limits, self._totals, self._prefilling, epochs=self._epochs)
+        self._decodes = DecodePlanner(limits, ranks, retract=self._retract, shapes=self._shapes)
+        self._use(ranks)
 
-    def _use(self, seats: Seats) -> None:
-        self._seats, self._table = seats, seats.table
-        self._pages = seats.pages
-        self._running, self._tenancies = seats.running, seats.tenancies
-        self._prefills = PrefillPlanner(self._limits, self._prefilling, seats, self._waiting)
+    def _use(self, ranks: Ranks) -> None:
+        self._ranks, self._table = ranks, ranks.table
+        self._prefills = PrefillPlanner(self._limits, self._prefilling, ranks, self._waiting)
         self._reader = RoundReader(
-            seats.table, self._totals, own=self._limits.draft_shape, finish=self._finish
+            ranks.table, self._totals, own=self._limits.draft_shape, finish=self._finish
         )
-        self._decodes.use(seats)
+        self._decodes.use(ranks)
 
     @property
     def limits(self) -> ServeLimits:
@@ -91,25 +89,19 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Exact between turns. Another thread may read it, possibly in the middle of a turn."""
-        full, *windows = self._pages.spaces
-        running = by_lora(self._running.values())
+        running = by_lora(self._ranks.running)
         return SchedulerStats(
-            num_running=len(self._running),
             num_queued=self.num_queued,
             num_callers_waiting=self._waiting.num_callers,
             most_rows_of_a_caller=self._waiting.most_rows,
             running_by_lora=running,
             waiting_by_lora=by_lora(self._sequences.values()) - running,
-            num_pages=full.num_pages,
-            num_free_pages=full.num_free,
-            num_cached_pages=full.num_cached,
-            num_leaked_pages=self._seats.num_leaked,
-            num_free_window_pages=tuple(space.num_free for space in windows),
-            num_cached_window_pages=tuple(space.num_cached for space in windows),
+            num_leaked_pages=self._ranks.num_leaked,
             num_steps_in_flight=len(self._in_flight) + self._num_lost,
             num_steps=self._num_steps - len(self._in_flight) - self._num_lost,
             shapes=self._shapes.totals,
             num_shared_keys=self._decodes.num_shared_keys,
+            **self._ranks.counts(),
             **self._totals.by_name(),
         )
 
@@ -181,13 +173,14 @@ class Scheduler:
         """Drop the steps in flight and the pages that they wrote, and requeue all rows."""
         try:
             if self._in_flight:
-                self._pages.withdraw(self._in_flight[0].plan.step)
+                for seats in self._ranks.all:
+                    seats.pages.withdraw(self._in_flight[0].plan.step)
             self._in_flight.clear()
             self._table.unread[:] = 0
-            for tenancy in tuple(self._tenancies.values()):
+            for tenancy in self._ranks.tenancies:
                 if tenancy.ended:
-                    self._seats.release(tenancy)
-            for sequence in reversed(tuple(self._running.values())):
+                    self._ranks.of(tenancy).release(tenancy)
+            for sequence in reversed(self._ranks.running):
                 self._retract(sequence, keeps_pages=False)
         except Exception:  # the bookkeeping is inconsistent and no longer needed: reset it
             LOGGER.exception("internal error; no request ends")
@@ -205,7 +198,7 @@ class Scheduler:
         }
         self.fail()
         self._num_lost = 0
-        self._pages.flush()
+        self._ranks.flush()
         self._totals.num_restarts += 1
         for sequence in lost.values():
             sequence.num_losses += 1
@@ -217,12 +210,12 @@ class Scheduler:
         """Empty the prefix cache; return False, without effect, while there are requests."""
         if self._sequences:
             return False
-        self._pages.flush()
+        self._ranks.flush()
         return True
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
         """Use only cached pages of these weights from now on. renames: same weights, new name."""
-        self._pages.set_weight_version(version, renames=renames)
+        self._ranks.set_weight_version(version, renames=renames)
         for sequence in () if renames else self._waiting:
             sequence.forget_prompt()
 
@@ -238,8 +231,8 @@ class Scheduler:
             return None
         first, last = self._prefilling.packers(
             self._waiting,
-            num_running=len(self._running),
-            num_free_slots=len(self._seats.free_slots),
+            num_running=self._ranks.num_running,
+            num_free_slots=self._ranks.num_free_slots,
         )
         step = self._num_steps + 1
         flight = (
@@ -252,7 +245,7 @@ class Scheduler:
             return flight.plan
         if self._sequences and not self._in_flight:
             raise InvariantError(
-                f"nothing is in flight and nothing can be planned for {len(self._running)} "
+                f"nothing is in flight and nothing can be planned for {self._ranks.num_running} "
                 f"running and {len(self._waiting)} waiting sequences; expected progress"
             )
         return None
@@ -264,7 +257,7 @@ class Scheduler:
         for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
             with blaming(tenancy.sequence):
                 self._prefilling.advance(tenancy, chunk)
-                self._pages.publish(tenancy, step=plan.step)
+                self._ranks.of(tenancy).pages.publish(tenancy, step=plan.step)
                 table.decodes[chunk.row.slot] = chunk.is_final
         rounds, tokens = plan.decode_rounds(self._limits.scheduling)
         table.dispatched(slots, rounds=rounds, tokens=tokens)
@@ -299,7 +292,7 @@ class Scheduler:
             tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
-                self._seats.release(flight.tenancies[i])
+                self._ranks.of(flight.tenancies[i]).release(flight.tenancies[i])
         pieces = self._pieces
         for of_round in result.rounds:
             self._reader.read_round(flight, of_round, pieces)
@@ -312,7 +305,7 @@ class Scheduler:
         for tenancy in flight.tenancies:
             try:
                 if not tenancy.ended:
-                    self._pages.trim(tenancy, step=self._num_steps)
+                    self._ranks.of(tenancy).pages.trim(tenancy, step=self._num_steps)
             except Exception as error:
                 blame(error, tenancy.sequence)
 
@@ -324,7 +317,7 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
         self._waiting.leave(sequence)
-        self._seats.end(sequence, step=self._num_steps, keeps_pages=keeps_pages)
+        self._ranks.end(sequence, step=self._num_steps, keeps_pages=keeps_pages)
         self._wait_again(sequence)
         self._waiting.push_back(sequence)
 
@@ -336,7 +329,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         if sequence.tenancy is not None:
             self._waiting.leave(sequence)
-        self._seats.end(sequence, step=self._num_steps)
+        self._ranks.end(sequence, step=self._num_steps)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request.request_id]
 
@@ -377,7 +370,7 @@ class Scheduler:
         """Return the sequences that may have caused an error, and whether this is certain."""
         if isinstance(error, SequenceError):
             sequence = self._sequences.get(error.request_id)
-            return ([] if sequence is None else [sequence]), not self._seats.is_leaking
+            return ([] if sequence is None else [sequence]), not self._ranks.is_leaking
         alive = list(self._sequences.values())
         return [each for each in alive if each.tenancy is not None] or alive[:1], False
 
@@ -399,11 +392,11 @@ class Scheduler:
             self._waiting.push_back(sequence)
         self._num_lost += len(self._in_flight)
         self._in_flight.clear()
-        seats = Seats(
+        ranks = Ranks(
             self._limits,
             self._totals,
             self._prefilling,
             epochs=self._epochs,
-            weight_version=self._pages.weight_version,
+            weight_version=self._ranks.weight_version,
         )
-        self._use(seats)
+        self._use(ranks)

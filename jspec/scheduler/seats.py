@@ -1,4 +1,4 @@
-"""Slots, and which sequences have them: admission, end, and release.
+"""Slots of a data rank, and which sequences have them: admission, end, and release.
 
 A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
 has been collected. If its bookkeeping proves wrong, `Scheduler.contain` replaces it as a whole.
@@ -21,9 +21,9 @@ from jspec.scheduler.stats import Totals
 
 
 class Seats:
-    """The slots of one engine.
+    """The slots and pages of one data rank.
 
-    epochs: by slot, the last epoch assigned.
+    table, epochs: of all ranks, by slot; an epoch is the last one assigned.
     running: sequences with a slot, in order of arrival.
     tenancies: all tenancies that still occupy a slot, ended ones included.
     num_changes: counts sequences that start or stop running.
@@ -35,6 +35,8 @@ class Seats:
         totals: Totals,
         prefilling: Prefilling,
         *,
+        rank: int,
+        table: RowTable,
         epochs: list[int],
         weight_version: str = DEFAULT_VERSION,
     ) -> None:
@@ -43,8 +45,10 @@ class Seats:
         self._prefilling = prefilling
         self._epochs = epochs
         self.pages = CacheSpaces(limits, weight_version=weight_version)
-        self.table = RowTable.empty(limits)
-        self.free_slots = list(range(1, limits.pool.num_slots + 1))  # a heap: lowest slot first
+        self.table = table
+        first = limits.pool.first_slot(rank) + 1
+        # a heap: lowest slot first
+        self.free_slots = list(range(first, first + limits.pool.num_slots))
         self.running: dict[str, Sequence] = {}
         self.tenancies: dict[RowRef, Tenancy] = {}
         self.num_changes = 0
@@ -53,19 +57,13 @@ class Seats:
     def num_leaked(self) -> int:
         return self.pages.num_leaked(tuple(self.tenancies.values()))
 
-    @property
-    def is_leaking(self) -> bool:
-        try:
-            return self.num_leaked != 0
-        except Exception:
-            return True
-
     def hit_of(self, newcomer: Sequence) -> Hit | None:
         """Return the cached prefix of the head of the queue if it may be admitted, else None."""
         hit = self.pages.find(newcomer)
         if not self.pages.may_admit(newcomer, hit, tuple(self.running.values())):
             return None
-        return None if self.pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
+        writers = [each for each in self._prefilling.tenancies if each.row in self.tenancies]
+        return None if self.pages.waits(newcomer, hit, writers) else hit
 
     def admit(self, sequence: Sequence, hit: Hit) -> tuple[Tenancy, list[PageGrant]]:
         """Assign the lowest free slot and the pages of the fill and the first decode."""
@@ -85,15 +83,13 @@ class Seats:
         return tenancy, grants
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """End the tenancy of a sequence, if any. step: the last one dispatched."""
-        if sequence.tenancy is None:
-            return
+        """End the tenancy of a sequence that runs here. step: the last one dispatched."""
         with blaming(sequence):
             del self.running[sequence.request.request_id]
             self.num_changes += 1
             self._prefilling.drop(sequence)
             if keeps_pages:
-                self.pages.keep(sequence.tenancy, step=step)
+                self.pages.keep(sequence.active_tenancy, step=step)
             tenancy = sequence.leave()
             self.table.ended[tenancy.row.slot] = True
             self.table.decodes[tenancy.row.slot] = False

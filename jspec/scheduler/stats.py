@@ -11,9 +11,16 @@ from jspec.scheduler.outputs.token_history import Tally
 from jspec.scheduler.shapes.shape_choice import NO_SHAPES, ShapeTotals
 
 
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    num_running: int
+    num_used_pages: int  # of the full space
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot for metrics. Totals are since the start and count committed ids only.
+    """A snapshot for metrics, over all data ranks. Totals are since the start and count committed
+    ids only.
 
     Page counts without `window` are of the full space. Free pages include unused cached ones.
     """
@@ -46,6 +53,7 @@ class SchedulerStats:
     num_faults: int = 0  # broken invariants, after which slots and pages were reset
     num_shared_keys: int = 0  # planned key reads saved by rows that share a prefix
     shapes: ShapeTotals = NO_SHAPES  # if shapes are adaptive
+    by_rank: tuple[RankStats, ...] = ()  # of each data rank
 
     @property
     def num_used_pages(self) -> int:

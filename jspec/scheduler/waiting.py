@@ -169,7 +169,7 @@ class WaitingQueue:
 
     @property
     def _patience(self) -> int:
-        return PATIENCE * self._limits.pool.num_slots
+        return PATIENCE * self._limits.pool.max_rows
 
 
 def _add(counts: Counter[Hashable], caller: Hashable, number: int) -> None:

@@ -178,7 +178,7 @@ def test_pages_that_are_lost_are_found_again_and_nobody_ends(num_lost: int, dept
         limits = with_limits(LIMITS, overlap_depth=depth)
         scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         loop = EngineLoop(scheduler, FakeRunner(limits))
-        scheduler._pages.spaces[0].allocate(num_lost)
+        scheduler._ranks.all[0].pages.spaces[0].allocate(num_lost)
         assert loop.stats.num_leaked_pages == num_lost
         requests = [make_request(name, prompt_len=40, max_new_tokens=80) for name in "abc"]
         found = await outcomes(loop, requests)

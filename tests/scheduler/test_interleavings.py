@@ -19,8 +19,8 @@ from jspec.scheduler.outputs.token_history import Tally
 from jspec.scheduler.pages.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import check_rows_have_slots
-from tests.support.failing_runner import FailingRunner
-from tests.support.fake_runner import Handle, hash_token, random_acceptance, small_limits
+from tests.support.fake_ranks import FakeRanks, Handles
+from tests.support.fake_runner import hash_token, random_acceptance, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output, text_of
 from tests.support.flat_limits import with_limits
 from tests.support.random_shapes import RandomShapes
@@ -50,7 +50,11 @@ def with_windows(limits: ServeLimits, windows: list[int], *, spare_pages: int) -
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Pools of 64 to 192 tokens and requests of up to 90 tokens: pages are always short."""
+    """Pools of 64 to 192 tokens and requests of up to 90 tokens: pages are always short.
+
+    Each data rank has a fake runner with such a pool, so that a row of one never has pages of
+    another.
+    """
 
     @initialize(
         spec=st.sampled_from(SPECS),
@@ -70,6 +74,7 @@ class Interleavings(RuleBasedStateMachine):
         snapshots=st.none() | st.builds(SnapshotLimits, st.integers(1, 5), st.integers(1, 3)),
         shapes_seed=st.none() | st.integers(0, 9),
         order=st.sampled_from(PriorityOrder),
+        num_ranks=st.sampled_from([1, 2, 3]),
     )
     def start(
         self,
@@ -90,6 +95,7 @@ class Interleavings(RuleBasedStateMachine):
         snapshots: SnapshotLimits | None,
         shapes_seed: int | None,
         order: PriorityOrder,
+        num_ranks: int,
     ) -> None:
         roomy = small_limits(
             steps_topk_nodes=spec,
@@ -110,16 +116,17 @@ class Interleavings(RuleBasedStateMachine):
             page_size
         )
         full = with_limits(roomy, num_pages=num_pages, priority_order=order, snapshots=snapshots)
+        full = with_limits(full, num_ranks=num_ranks)
         self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
-        self.runner = FailingRunner(self.limits, accepted_at=self.accepted_at)
+        self.runner = FakeRanks(self.limits, accepted_at=self.accepted_at)
         self.scheduler = Scheduler(
             self.limits,
             make_stream=FakeTextStream.for_request,
             shapes=None if shapes_seed is None else RandomShapes(self.limits, seed=shapes_seed),
         )
         self.in_flight: deque[StepPlan] = deque()
-        self.handles: deque[Handle] = deque()
+        self.handles: deque[Handles] = deque()
         self.requests: dict[str, Request] = {}
         self.chunks: dict[str, list[StreamChunk]] = {}
         self.live: set[str] = set()
@@ -309,7 +316,8 @@ class Interleavings(RuleBasedStateMachine):
             self.collect()
         stats = self.scheduler.stats
         assert stats.num_free_pages == stats.num_pages
-        sizes = tuple(space.num_pages for space in self.limits.pool.windows)
+        pool = self.limits.pool
+        sizes = tuple(pool.num_ranks * space.num_pages for space in pool.windows)
         assert stats.num_free_window_pages == sizes
         assert (stats.num_running, stats.num_queued) == (0, 0)
         for name in self.requests:

@@ -36,7 +36,7 @@ def hash_seed(name: str) -> int:
 def check_rows_have_slots(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check that each row of a step has its slot and pages: none was retracted meanwhile."""
     for row in plan.rows:
-        assert not scheduler._tenancies[row].ended, row
+        assert not scheduler._ranks.tenancy_of(row).ended, row
 
 
 class Bench:
@@ -284,7 +284,7 @@ def test_stats_may_be_read_while_rows_come_and_go() -> None:
     cannot do reliably.
     """
     scheduler = Bench(small_limits()).scheduler
-    tenancies: dict[Any, Any] = scheduler._tenancies
+    tenancies: dict[Any, Any] = scheduler._ranks.all[0].tenancies
 
     class Arriving:
         pending_snapshots: ClassVar[dict[int, int]] = {}

@@ -107,7 +107,7 @@ def test_a_failed_step_takes_its_snapshots_with_it() -> None:
     plans = [bench.must_dispatch(StepKind.PREFILL) for _ in range(2)]
     assert [plan.saves for plan in plans] == [(SnapshotCopy(1, 1),), (SnapshotCopy(1, 2),)]
     bench.scheduler.fail()
-    snapshots = bench.scheduler._pages.snapshots
+    snapshots = bench.scheduler._ranks.all[0].pages.snapshots
     assert snapshots is not None
     assert (snapshots.num_cached, bench.scheduler.stats.num_leaked_pages) == (0, 0)
 

@@ -202,7 +202,7 @@ def test_what_a_row_computes_again_takes_the_place_of_what_was_cached() -> None:
     while bench.dispatch() is not None:
         bench.collect()
         stats = bench.scheduler.stats
-        own = sum(len(row.page_ids) for row in bench.scheduler._tenancies.values())
+        own = sum(len(row.page_ids) for row in bench.scheduler._ranks.tenancies)
         assert stats.num_used_pages == own
         assert stats.num_leaked_pages == 0
     assert len(bench.output("again")) == 8

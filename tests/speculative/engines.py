@@ -108,7 +108,12 @@ def tiny_params() -> tuple[Params, Params]:
 
 
 def limits_of(
-    draft_shape: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200, num_rounds: int = 1
+    draft_shape: SpeculativeConfig,
+    *,
+    page_size: int,
+    num_tokens: int = 3200,
+    num_rounds: int = 1,
+    num_ranks: int = 1,
 ) -> ServeLimits:
     return flat_limits(
         draft_shape=draft_shape,
@@ -121,6 +126,7 @@ def limits_of(
         prefill_rows=4,
         overlap_depth=2,
         num_rounds=num_rounds,
+        num_ranks=num_ranks,
     )
 
 
@@ -133,17 +139,21 @@ class Compiled:
     params: dict[str, Any]
     executables: dict[Any, Any]
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return mesh_of(self.program.target.shard.size, self.limits.pool.num_ranks)
+
     def runner(self, *, dial: Params | None = None, draft: Params | None = None) -> DeviceRunner:
         """Return a runner with fresh state; `dial` replaces the dial's tables, `draft` the
         draft's params."""
-        mesh = mesh_of(self.program.target.shard.size)
+        mesh, shards = self.mesh, self.program.target.shard.size
         params = self.params
         if draft is not None:
             params = {**params, **place(mesh, {}, {"draft": draft})}
         if dial is not None:
             placed = place(mesh, {}, {"draft": {"dial": dial}})["draft"]["dial"]
             params = {**params, "draft": {**params["draft"], "dial": placed}}
-        state = init_state(self.program, self.limits, shards=mesh.size, kv_dtype=jnp.float32)
+        state = init_state(self.program, self.limits, shards=shards, kv_dtype=jnp.float32)
         return DeviceRunner(
             limits=self.limits,
             params=params,
@@ -154,11 +164,12 @@ class Compiled:
         )
 
 
-def mesh_of(shards: int) -> jax.sharding.Mesh:
+def mesh_of(shards: int, ranks: int = 1) -> jax.sharding.Mesh:
     """Return a mesh of the default device, or of fake CPU devices (tests/conftest.py makes
     four)."""
-    devices = jax.devices() if shards <= jax.device_count() else jax.devices("cpu")
-    return Parallel(tensor=shards).mesh(devices[:shards])
+    count = shards * ranks
+    devices = jax.devices() if count <= jax.device_count() else jax.devices("cpu")
+    return Parallel(data=ranks, tensor=shards).mesh(devices[:count])
 
 
 def build(
@@ -167,6 +178,7 @@ def build(
     page_size: int,
     dial: bool = True,
     shards: int = 1,
+    ranks: int = 1,
     params: tuple[Params, Params] | None = None,
     variants: tuple[StepOptions, ...] = (StepOptions(), SAMPLING),
     num_rounds: int = 1,
@@ -192,7 +204,7 @@ def build(
     weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
-    mesh, shard = mesh_of(shards), Shard(shards, TENSOR)
+    mesh, shard = mesh_of(shards, ranks), Shard(shards, TENSOR)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3
     ops = ops or Ops()
@@ -217,7 +229,7 @@ def build(
     if make is not None:
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, draft_shape=draft_shape)
-    limits = limits_of(draft_shape, page_size=page_size, num_rounds=num_rounds)
+    limits = limits_of(draft_shape, page_size=page_size, num_rounds=num_rounds, num_ranks=ranks)
     limits = with_limits(
         limits,
         logprobs=ALL in variants,
@@ -249,8 +261,8 @@ def build(
 def with_prefix_cache(compiled: Compiled) -> Compiled:
     """Add a prefix cache, which takes one small program more."""
     limits = with_limits(compiled.limits, prefix_cache=True)
-    mesh = mesh_of(compiled.program.target.shard.size)
-    state = init_state(compiled.program, limits, shards=mesh.size, kv_dtype=jnp.float32)
+    mesh, shards = compiled.mesh, compiled.program.target.shard.size
+    state = init_state(compiled.program, limits, shards=shards, kv_dtype=jnp.float32)
     cached = compile_all(
         compiled.program,
         limits,

@@ -20,7 +20,6 @@ from tests.speculative.engines import (
     Compiled,
     build,
     make_request,
-    mesh_of,
     plain_engine,
     serve,
     tiny_params,
@@ -42,11 +41,13 @@ class Setting:
     rounds: int = 1
     shards: int = 1
     others: tuple[tuple[int, int, int], ...] = ()
+    ranks: int = 1
 
     @property
     def name(self) -> str:
         s, k, n = self.shape
-        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
+        dp = f"_dp{self.ranks}" * (self.ranks > 1)
+        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}{dp}"
 
 
 OF_SHAPES = Setting("recurrent", (2, 1, 3), 4, others=((0, 1, 1), (1, 1, 2)))
@@ -100,6 +101,7 @@ def _engine(setting: Setting) -> Compiled:
         variants=(SAMPLING,),
         num_rounds=setting.rounds,
         shards=setting.shards,
+        ranks=setting.ranks,
         make=lambda ops, shard: ScriptedDrafter(
             kind.make(spec, ops, shard), spec, TARGET.vocab_size
         ),
@@ -126,7 +128,7 @@ def with_script(
     """Replace the guesses; own, target: other weights, sharded."""
     params = {"target": target or compiled.params["target"]}
     params["draft"] = {"own": own or compiled.params["draft"]["own"], "script": script}
-    placed = place(mesh_of(compiled.program.target.shard.size), compiled.program.tables, params)
+    placed = place(compiled.mesh, compiled.program.tables, params)
     return dataclasses.replace(compiled, params=placed)
 
 

@@ -134,7 +134,7 @@ def resume(
     cached = with_prefix_cache(dataclasses.replace(compiled, params=dialled))
     session = Session(cached, overlap_depth=0, chunk_size=chunk)
     if lookahead is not None:
-        session.scheduler._pages._cache._lookahead = lookahead
+        session.scheduler._ranks.all[0].pages._cache._lookahead = lookahead
     served = session.serve(requests, retract_after=after)
     assert [ids_of(chunks) for chunks in served] == expected
     counts = {len(chunk.new_ids) for chunks in served for chunk in chunks}

@@ -179,7 +179,7 @@ class Session:
         num_steps = len(self.view.steps)
         while True:
             if len(self.view.steps) - num_steps == retract_after and not steps:
-                for sequence in reversed(tuple(self.scheduler._running.values())):
+                for sequence in reversed(self.scheduler._ranks.running):
                     self.scheduler._retract(sequence)
                 retract_after = None
             plan = self.scheduler.plan()
@@ -392,7 +392,7 @@ def test_a_cached_page_of_another_text_would_be_seen(monkeypatch: pytest.MonkeyP
     """Mutation: keys without lookahead. The draft's rows are then another text's."""
     compiled = engine("chain")
     session, cold = Session(compiled), Session(compiled, prefix_cache=False)
-    cache = session.scheduler._pages._cache
+    cache = session.scheduler._ranks.all[0].pages._cache
     monkeypatch.setattr(cache, "_lookahead", 0)
     first = make_request(0, prompt_len=30, seed=8, max_new_tokens=1)
     session.serve([first])

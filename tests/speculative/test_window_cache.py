@@ -281,7 +281,7 @@ def test_a_window_that_is_not_there_would_be_seen() -> None:
     """
     compiled = engine("chain")
     session, cold = session_of(compiled), session_of(compiled, prefix_cache=False)
-    _, space = session.scheduler._pages.spaces
+    _, space = session.scheduler._ranks.all[0].pages.spaces
     space.tail = 0
     first = make_request(0, prompt_len=60, seed=8, max_new_tokens=30, temperature=0.0)
     again = next_turn(first, ids_of(session.serve([first])[0]), turn=0)

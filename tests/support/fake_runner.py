@@ -30,7 +30,7 @@ from jspec.messages.plan import (
 )
 from jspec.messages.request import Request
 from jspec.messages.seeds import MAX_SEED, split_mix
-from jspec.messages.step_options import PLAIN
+from jspec.messages.step_options import PLAIN, StepOptions
 from jspec.scheduler.pages import budget
 from tests.support.fake_limits import small_limits as small_limits
 from tests.support.fake_pages import FakePages
@@ -160,6 +160,13 @@ class FakeRunner:
         self.plans.append(plan)
         return self._in_flight[-1]
 
+    def idle(self, plan: StepPlan) -> Handle:
+        """Run a step that no row takes part in."""
+        require(not plan.grants and not plan.admissions, f"grants {plan.grants} without a row")
+        self._last_step = plan.step
+        self._in_flight.append((plan, StepResult(step=plan.step, rounds=())))
+        return self._in_flight[-1]
+
     def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
         """Return one round's result; a subclass may add what else a step reports."""
         del plan
@@ -227,10 +234,15 @@ class FakeRunner:
             require(
                 len(slots) <= limits.programs.decode_buckets[-1], f"{len(slots)} rows of a decode"
             )
-        new = {admission.row: admission.request for admission in plan.admissions}
-        requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
-        needed = PLAIN.union(request.sampling.options for request in requests)
+        needed = self.options_of(plan)
         require(plan.options == needed, f"options are {plan.options}; expected {needed}")
+
+    def options_of(self, plan: StepPlan) -> StepOptions:
+        """Return the options that the rows of a plan need."""
+        new = {admission.row: admission.request for admission in plan.admissions}
+        refs = plan.row_refs
+        requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
+        return PLAIN.union(request.sampling.options for request in requests)
 
     def _row(self, ref: RowRef) -> FakeRow:
         row = self._rows.get(ref.slot)

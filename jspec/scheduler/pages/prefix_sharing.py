@@ -68,18 +68,19 @@ class PrefixSharing:
     """The groups of the running rows, by slot; call `regroup` when a row starts or ends."""
 
     def __init__(self, pool: PoolLimits, sharing: SharingLimits) -> None:
-        self._page_size = pool.page_size
+        self._pool = pool
         self._sharing = sharing
-        self._group = np.zeros(pool.num_slots + 1, np.int64)
-        self._keys = np.zeros(pool.num_slots + 1, np.int64)
+        self._group = np.zeros(pool.all_slots, np.int64)
+        self._keys = np.zeros(pool.all_slots, np.int64)
         self._found: tuple[Ints, Shared] | None = None  # of a decode, mostly the next one's
 
     def regroup(self, tenancies: Collection[Tenancy]) -> None:
         self._keys[:], self._found = 0, None
         unit = self._sharing.unit
-        by_first: dict[int, list[Tenancy]] = {}
+        by_first: dict[tuple[int, int], list[Tenancy]] = {}
         for tenancy in tenancies:
-            by_first.setdefault(tenancy.page_ids[0], []).append(tenancy)
+            first = self._pool.rank_of(tenancy.row.slot), tenancy.page_ids[0]
+            by_first.setdefault(first, []).append(tenancy)
         group = 0
         for family in by_first.values():
             if len(family) == 1:
@@ -90,7 +91,7 @@ class PrefixSharing:
                 group += 1
                 slots = [tenancy.row.slot for tenancy in family[begin:end]]
                 self._group[slots] = group
-                self._keys[slots] = pages * self._page_size // unit * unit
+                self._keys[slots] = pages * self._pool.page_size // unit * unit
 
     def among(self, slots: Ints) -> Shared:
         """Return (each row's shared prefix, keys saved). Keep `slots` unchanged afterwards."""
