@@ -120,6 +120,19 @@ class EngineArgs:
         aliases=("--tp", "--tensor-parallel-size"),
         low=1,
     )
+    dp_size: int = argument(
+        1,
+        "Number of data ranks: each has slots, pages and a prefix cache of its own on --tp-size "
+        "devices, and all run the same step at once. Weights are copied to each",
+        _MODEL,
+        aliases=("--data-parallel-size",),
+        low=1,
+    )
+    enable_dp_attention: bool = argument(
+        False,
+        "Split the --tp-size devices into --dp-size data ranks, instead of multiplying both",
+        _MODEL,
+    )
     disable_custom_all_reduce: bool = argument(
         False,
         "Add over the devices by collectives alone, not by GPU kernels that write peers' memory",
@@ -272,7 +285,7 @@ class EngineArgs:
     )
     max_total_tokens: int | None = argument(
         None,
-        "Size of the KV pool in tokens, drafts not counted; unset: as memory allows",
+        "Size of the KV pool of a data rank in tokens, drafts not counted; unset: as memory allows",
         _MEMORY,
         low=1,
     )
@@ -280,7 +293,11 @@ class EngineArgs:
         None, "Tokens per KV page (64 with a TPU's or Hopper's kernels, else 16)", _MEMORY, low=1
     )
     max_running_requests: int | None = argument(
-        None, "Maximum sequences decoded together (8 on a CPU, else 48)", _MEMORY, low=1
+        None,
+        "Maximum sequences decoded together, rounded up to equal parts for the data ranks (of each "
+        "8 on a CPU, else 48)",
+        _MEMORY,
+        low=1,
     )
     max_queued_requests: int | None = argument(
         None,
@@ -379,6 +396,11 @@ class EngineArgs:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
         self._check_loras()
+        if self.enable_dp_attention and self.tp_size % self.dp_size:
+            raise ConfigError(
+                f"tp_size is {self.tp_size}; expected a multiple of dp_size {self.dp_size} with "
+                "enable_dp_attention, which splits tp_size devices into dp_size data ranks"
+            )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
                 "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
@@ -437,6 +459,11 @@ class EngineArgs:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
+
+    @property
+    def rank_size(self) -> int:
+        """Devices of one data rank, over which it is tensor-parallel."""
+        return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
     @property
     def algorithm(self) -> Algorithm:

@@ -57,12 +57,17 @@ class Parallel:
 
     def check_served(self) -> None:
         """Raise ConfigError for a degree that no engine serves yet."""
-        for name in ("data", "expert", "hosts"):
+        for name in ("expert", "hosts"):
             if getattr(self, name) > 1:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; expected 1: an engine runs on one host and "
-                    "shards over tensor alone"
+                    "shards over data and tensor alone"
                 )
+
+
+def devices_of_rank(mesh: Mesh) -> list[jax.Device]:
+    """Return the devices of the first data rank; the others have the same on theirs."""
+    return list(mesh.devices[0].flat)
 
 
 def partition_spec(axes: Axes) -> PartitionSpec:

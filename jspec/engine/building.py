@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.device.parallel import Parallel
+from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.engine import interrupts
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.memory.memory_report import check_scratch_fits, held_bytes, scratch_bytes
@@ -62,9 +62,10 @@ def _build_runner(
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     args = replace(args, compilation_cache_dir=_kept_in(store))
-    devices = _devices(args.tp_size)
+    parallel = Parallel(data=args.dp_size, tensor=args.rank_size)
+    mesh = parallel.mesh(_devices(args))
+    devices = devices_of_rank(mesh)  # each rank has the same on them
     interrupts.check()
-    mesh = Parallel(tensor=args.tp_size).mesh(devices)
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups
@@ -118,14 +119,19 @@ def _build_runner(
     return runner, config, weights
 
 
-def _devices(tp_size: int) -> list[jax.Device]:
+def _devices(args: EngineArgs) -> list[jax.Device]:
     available = jax.devices()
-    if tp_size > len(available):
+    needed = args.dp_size * args.rank_size
+    if needed > len(available):
+        multiplied = args.dp_size > 1 and not args.enable_dp_attention
+        found = f"tp_size is {args.tp_size}"
+        if multiplied:
+            found = f"dp_size {args.dp_size} times tp_size {args.tp_size} is {needed}"
         raise ConfigError(
-            f"tp_size is {tp_size}; expected at most {len(available)}, the number of "
+            f"{found}; expected at most {len(available)}, the number of "
             f"{available[0].platform} devices"
         )
-    return available[:tp_size]
+    return available[:needed]
 
 
 def _open_store(named: str | None) -> ProgramStore | None:

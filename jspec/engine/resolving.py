@@ -71,7 +71,10 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         dtype = "float32" if is_cpu else "bfloat16"
     ops = _kernels(args, checkpoint, device, dtype=dtype)
     speculation = args.speculative
-    num_slots = args.max_running_requests or (8 if is_cpu else 48)
+    num_slots = 8 if is_cpu else 48  # of a data rank
+    if args.max_running_requests is not None:
+        num_slots = -(-args.max_running_requests // args.dp_size)
+    max_rows = num_slots * args.dp_size
     chunk = args.chunked_prefill_size or _default_chunk(device, ops)
     given: dict[str, Any] = {name: getattr(args, name) for name in EngineArgs.names()}
     resolved: dict[str, Any] = {
@@ -88,8 +91,8 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "speculative_eagle_topk": speculation.topk,
         "speculative_num_draft_tokens": speculation.num_draft_tokens,
         "page_size": args.page_size or ops.default_page_size,
-        "max_running_requests": num_slots,
-        "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
+        "max_running_requests": max_rows,
+        "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, max_rows),
         "chunked_prefill_size": chunk,
         "prefill_budget_tokens": _prefill_budget(args, chunk, is_cpu=is_cpu),
     }

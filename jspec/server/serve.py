@@ -180,7 +180,7 @@ def describe(engine: Engine) -> str:
     if draft_shape.simulate_acceptance is not None:
         shape += f" with SIMULATED acceptance {draft_shape.simulate_acceptance:g}"
     return (
-        f"{engine.config.speculative_algorithm}{shape}, {limits.pool.num_slots} slots, "
+        f"{engine.config.speculative_algorithm}{shape}, {limits.pool.max_rows} slots, "
         f"context {limits.pool.context_length}, KV pool {limits.max_total_tokens} tokens"
     )
 

@@ -71,7 +71,6 @@ def test_a_mesh_has_the_degrees_in_their_order() -> None:
             lambda: Parallel(data=2).mesh(jax.devices("cpu")[:1]),
             r"devices is 1; expected data 2 \* expert 1 \* tensor 1",
         ),
-        (lambda: Parallel(data=2).check_served(), "data is 2; expected 1"),
         (lambda: Parallel(expert=4, tensor=2).check_served(), "expert is 4; expected 1"),
         (lambda: Parallel(tensor=2, hosts=2).check_served(), "hosts is 2; expected 1"),
     ],
@@ -81,5 +80,5 @@ def test_a_wrong_degree_is_named(make: typing.Callable[[], object], message: str
         make()
 
 
-def test_tensor_alone_is_served() -> None:
-    Parallel(1, 1, 8, 1).check_served()
+def test_data_and_tensor_are_served() -> None:
+    Parallel(4, 1, 2, 1).check_served()

@@ -1,12 +1,15 @@
-"""The directory of compiled programs: an unusable one is an error, or a warning without it."""
+"""The devices of an engine, and the directory of compiled programs: an unusable one is an error, or
+a warning without a name for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
+from jspec.config.engine_args import EngineArgs
 from jspec.engine import building
 from jspec.errors import ConfigError
 
@@ -68,3 +71,33 @@ def test_a_folder_that_others_may_write_keeps_nothing(
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"neither read nor kept: {tmp_path / name} may be written by all users" in line
     assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ({"tp_size": 2}, 2),
+        ({"dp_size": 2}, 2),
+        ({"dp_size": 2, "tp_size": 2}, 4),
+        ({"dp_size": 2, "tp_size": 4, "enable_dp_attention": True}, 4),
+    ],
+)
+def test_devices_are_ranks_times_shards_unless_ranks_share_them(
+    arguments: dict[str, Any], count: int
+) -> None:
+    args = EngineArgs(**arguments)
+    assert len(building._devices(args)) == count == args.dp_size * args.rank_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"tp_size": 99}, "tp_size is 99"),
+        ({"dp_size": 99, "tp_size": 2}, "dp_size 99 times tp_size 2 is 198"),
+        ({"dp_size": 9, "tp_size": 99, "enable_dp_attention": True}, "tp_size is 99"),
+    ],
+)
+def test_too_few_devices_are_one_line(arguments: dict[str, Any], found: str) -> None:
+    count = len(jax.devices())
+    with pytest.raises(ConfigError, match=f"^{found}; expected at most {count}, the number of"):
+        building._devices(EngineArgs(**arguments))

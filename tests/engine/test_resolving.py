@@ -291,3 +291,16 @@ def test_shapes_are_chosen_only_where_acceptance_says_something(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(checkpoint=DRAFTED, **arguments)
+
+
+def test_rows_are_divided_among_data_ranks_and_rounded_up() -> None:
+    config = resolved(dp_size=4, max_running_requests=30)
+    assert (config.max_running_requests, config.decode_buckets) == (32, (1, 4, 8))
+    config = resolved(dp_size=2, tp_size=4, enable_dp_attention=True)
+    assert (config.max_running_requests, config.decode_buckets, config.rank_size) == (
+        16,
+        (1, 4, 8),
+        2,
+    )
+    with pytest.raises(ConfigError, match="tp_size is 4; expected a multiple of dp_size 3 with"):
+        resolved(dp_size=3, tp_size=4, enable_dp_attention=True)

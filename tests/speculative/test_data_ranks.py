@@ -105,13 +105,15 @@ def test_a_rank_without_a_row_changes_nothing(setting: Setting) -> None:
 
     def filled(leaf: jax.Array) -> jax.Array:
         value = rng.integers(0, 3, leaf.shape).astype(leaf.dtype)
-        by_rank = value.reshape(setting.ranks, -1, *leaf.shape[1:])
-        by_rank[0], by_rank[:, 0] = np.asarray(leaf)[: by_rank.shape[1]], 0
+        first, *others = np.split(value, setting.ranks)
+        first[:] = np.asarray(leaf)[: len(first)]
+        for other in others:
+            other[0] = 0  # the dummy row has no length and no pages
         return jax.device_put(value, leaf.sharding)
 
     def of_others() -> list[np.ndarray]:
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(runner.state)]
-        return [x.reshape(setting.ranks, -1, *x.shape[1:])[1:, 1:] for x in leaves]
+        leaves = [np.split(np.asarray(x), setting.ranks) for x in jax.tree.leaves(runner.state)]
+        return [own[1:] for ranks in leaves for own in ranks[1:]]
 
     runner.replace_state(jax.tree.map(filled, runner.state))
     before = of_others()

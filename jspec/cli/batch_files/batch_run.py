@@ -42,7 +42,7 @@ class BatchSettings:
 def window_of(engine: Engine) -> int:
     """Return enough lines to keep all slots busy, and no more than the queue takes."""
     limits = engine.limits
-    return max(1, min(2 * limits.pool.num_slots + 16, limits.scheduling.max_queued_requests))
+    return max(1, min(2 * limits.pool.max_rows + 16, limits.scheduling.max_queued_requests))
 
 
 async def run_batch(

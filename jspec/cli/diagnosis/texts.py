@@ -40,9 +40,7 @@ def make_texts(
 ) -> list[Text]:
     """Generate texts in the requests' order, at most `at_once` at a time, with TOP `logprobs`."""
     order = list(range(len(requests)))[:: -1 if reverse else 1]
-    most = min(
-        at_once or engine.limits.pool.num_slots, engine.limits.scheduling.max_queued_requests
-    )
+    most = min(at_once or engine.limits.pool.max_rows, engine.limits.scheduling.max_queued_requests)
 
     found: dict[int, Text] = {}
 

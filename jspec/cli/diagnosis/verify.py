@@ -129,7 +129,7 @@ def verify(
     with Engine(**checking_arguments(arguments)) as engine:
         say("the same texts, twice")
         plain = make_texts(engine, cases)
-        company = max(1, engine.limits.pool.num_slots // 2)
+        company = max(1, engine.limits.pool.max_rows // 2)
         other = make_texts(engine, cases, at_once=company, reverse=True, logprobs=True)
         say("rescoring")
         most = max(len(text.request.prompt_ids) + len(text.ids) for text in (*texts, *plain))

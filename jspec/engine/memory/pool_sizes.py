@@ -61,10 +61,10 @@ def size_pool(
 ) -> ServeLimits:
     """Return the engine's static sizes, with as many pages as the loaded weights leave.
 
-    groups: what target and drafter cache per token. weights: byte counts for `no_pool_error`.
-    Raises ConfigError if one request does not fit.
+    devices: those of one data rank. groups: what target and drafter cache per token. weights: byte
+    counts for `no_pool_error`. Raises ConfigError if one request does not fit.
     """
-    page_size, num_slots = config.page_size, config.max_running_requests
+    page_size, num_slots = config.page_size, config.max_running_requests // config.dp_size
     limits = ServeLimits(
         draft_shape=config.speculative,
         other_shapes=config.other_shapes,
@@ -73,6 +73,7 @@ def size_pool(
             num_pages=num_slots * _pages_of_context(config),
             page_size=page_size,
             context_length=config.context_length,
+            num_ranks=config.dp_size,
         ),
         programs=ProgramLimits(
             decode_buckets=config.decode_buckets,
@@ -95,7 +96,7 @@ def size_pool(
     layout = CacheLayout(
         page_size=page_size,
         dtype=config.dtype,
-        shards=config.tp_size,
+        shards=config.rank_size,
         lanes=ops.lanes,
         num_nodes=limits.draft_shape.num_draft_tokens,
         num_path=limits.draft_shape.max_emitted,
@@ -204,7 +205,7 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
     is_off |= any(own.has_kv_scales for own in full)  # not measured
     if is_off or ops.sharing_pays_from is None or not full:
         return None
-    shards, token = config.tp_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)
+    shards, token = config.rank_size, CacheLayout(page_size=1, dtype=config.dtype, lanes=ops.lanes)
     packs, num_bytes = [], []
     for attention in full:
         heads = kv_heads_per_shard(attention.num_kv_heads, shards)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
-from jspec.device.parallel import Parallel
+from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weights.adapters import lora_spec, no_adapters
@@ -151,7 +151,7 @@ def _place_models(
         log.info("XLA reads and writes the KV cache in FP8 for %s", ", ".join(ops.xla_for_fp8()))
     has_files = config.load_format != "dummy"
     wanted = Wanted(
-        value=config.quantization, bundle=ops.name, dtype=config.dtype, shards=mesh.size
+        value=config.quantization, bundle=ops.name, dtype=config.dtype, shards=request.shards
     )
     formats = resident_formats(request.target_path, table_of(spec), wanted, has_files=has_files)
     lora = lora_spec(config, table_of(spec))
@@ -248,7 +248,7 @@ def _draft_params(
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
     abstract = abstract_params(table, dtype=dtype, shards=Parallel.of(mesh).tensor)
     check_weights_fit(
-        list(mesh.devices.flat),
+        devices_of_rank(mesh),
         sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
         f"{name} {str(path)!r}",
     )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jspec.device.parallel import Parallel
+from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.device.weights import Weight
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.weights.adapters import AdapterSlots, Placed
@@ -244,7 +244,7 @@ class ServedWeights:
 
     def _is_half_of_free(self, needed: int) -> bool:
         """Leave the other half to steps that run meanwhile. A CPU has no limit."""
-        devices = list(self._mesh.devices.flat)
+        devices = devices_of_rank(self._mesh)
         memory = least_memory(devices)
         return memory is None or 2 * math.ceil(needed / len(devices)) <= memory.free
 

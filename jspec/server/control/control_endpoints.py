@@ -88,13 +88,18 @@ class ControlEndpoints:
     async def get_load(self, _: Request) -> Response:
         """GET /get_load: requests and tokens now, as SGLang lists them for its router."""
         stats = self.service.engine.stats
-        load = {
-            "dp_rank": 0,
-            "num_reqs": stats.num_running + stats.num_queued,
-            "num_waiting_reqs": stats.num_queued,
-            "num_tokens": stats.num_used_pages * self.service.engine.limits.pool.page_size,
-        }
-        return JSONResponse([load])
+        queued = [stats.num_queued, *[0] * (len(stats.by_rank) - 1)]  # no rank has a queue
+        return JSONResponse(
+            [
+                {
+                    "dp_rank": rank,
+                    "num_reqs": own.num_running + num_queued,
+                    "num_waiting_reqs": num_queued,
+                    "num_tokens": own.num_used_pages * self.service.engine.limits.pool.page_size,
+                }
+                for rank, (own, num_queued) in enumerate(zip(stats.by_rank, queued, strict=True))
+            ]
+        )
 
     async def tokenizer_info(self, _: Request) -> Response:
         """GET /tokenizer_info: the tokenizer's settings and the chat template, as in vLLM."""

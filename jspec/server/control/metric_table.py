@@ -137,7 +137,11 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str, ...], floa
 
 def _used_tokens(now: Snapshot) -> int:
     """Clip to max_total_tokens: the pool's additional pages, for drafts, are not counted."""
-    return min(now.stats.num_used_pages * now.limits.pool.page_size, now.limits.max_total_tokens)
+    return min(now.stats.num_used_pages * now.limits.pool.page_size, _all_tokens(now))
+
+
+def _all_tokens(now: Snapshot) -> int:
+    return now.limits.pool.num_ranks * now.limits.max_total_tokens
 
 
 def _lora_requests(now: Snapshot) -> dict[tuple[str, ...], float]:
@@ -196,12 +200,12 @@ GAUGES = (
     _gauge(
         "sglang:kv_available_tokens",
         text="Capacity in tokens of the other pages, free or cached",
-        read=lambda s: s.limits.max_total_tokens - _used_tokens(s),
+        read=lambda s: _all_tokens(s) - _used_tokens(s),
     ),
     _gauge(
         "sglang:max_total_num_tokens",
         text="Capacity of the KV pool in tokens",
-        read=lambda s: s.limits.max_total_tokens,
+        read=_all_tokens,
     ),
     _gauge(
         "sglang:cache_hit_rate",
@@ -232,6 +236,18 @@ GAUGES = (
         "sglang:spec_num_draft_tokens",
         text="N, tree nodes including the root",
         read=lambda s: s.limits.draft_shape.num_draft_tokens,
+    ),
+    _gauge(
+        "jspec:rank_num_running_reqs",
+        text="Running sequences of a data rank",
+        read=lambda s: {(str(i),): own.num_running for i, own in enumerate(s.stats.by_rank)},
+        labels=("dp_rank",),
+    ),
+    _gauge(
+        "jspec:rank_num_used_pages",
+        text="Pages that running sequences of a data rank use",
+        read=lambda s: {(str(i),): own.num_used_pages for i, own in enumerate(s.stats.by_rank)},
+        labels=("dp_rank",),
     ),
     _gauge(
         "jspec:num_callers_waiting",
