@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from jspec.config.limits import PoolLimits
 from jspec.config.shared_prefixes import SharedPrefix
-from jspec.messages.plan import PrefillChunk, RowRef, StepPlan
+from jspec.messages.plan import RowRef, StepPlan
 
 
 def plans_by_rank(plan: StepPlan, pool: PoolLimits) -> tuple[StepPlan, ...]:
@@ -18,56 +19,40 @@ def plans_by_rank(plan: StepPlan, pool: PoolLimits) -> tuple[StepPlan, ...]:
     """
     if pool.num_ranks == 1:
         return (plan,)
-    return tuple(_Rank(plan, pool, rank).part() for rank in range(pool.num_ranks))
-
-
-class _Rank:
-    def __init__(self, plan: StepPlan, pool: PoolLimits, rank: int) -> None:
-        self._plan = plan
-        self._first = pool.first_slot(rank)
-        self._slots = range(self._first, pool.first_slot(rank + 1))
-        # A plan's rows are in the order of their ranks.
-        self._at = [i for i, row in enumerate(plan.row_refs) if row.slot in self._slots]
-
-    def part(self) -> StepPlan:
-        plan, leader = self._plan, self._at[0] if self._at else 0
-        return replace(
+    slots = [row.slot for row in plan.row_refs]
+    ends = list(accumulate(pool.by_rank(slots, [1] * len(slots)), initial=0))
+    return tuple(
+        _part(
             plan,
-            runs=tuple(replace(run, chunks=self._chunks(run.chunks)) for run in plan.runs),
-            admissions=tuple(
-                replace(each, row=self._row(each.row))
-                for each in plan.admissions
-                if each.row.slot in self._slots
-            ),
-            chunks=self._chunks(plan.chunks),
-            rows=tuple(self._row(row) for row in plan.rows if row.slot in self._slots),
-            grants=self._by_slot(plan.grants),
-            restores=self._by_slot(plan.restores),
-            saves=self._by_slot(plan.saves),
-            constraints=self._by_row(plan.constraints),
-            pending=self._by_row(plan.pending),
-            shared=tuple(
-                SharedPrefix(each.leader - leader, each.num_keys)
-                for each in self._by_row(plan.shared)
-            ),
+            rows=slice(ends[rank], ends[rank + 1]),
+            slots=range(pool.first_slot(rank), pool.first_slot(rank + 1)),
         )
+        for rank in range(pool.num_ranks)
+    )
 
-    def _row(self, row: RowRef) -> RowRef:
-        return RowRef(row.slot - self._first, row.epoch)
 
-    def _chunks(self, chunks: Sequence[PrefillChunk]) -> tuple[PrefillChunk, ...]:
-        return tuple(
-            replace(chunk, row=self._row(chunk.row))
-            for chunk in chunks
-            if chunk.row.slot in self._slots
-        )
+def _part(plan: StepPlan, *, rows: slice, slots: range) -> StepPlan:
+    """Return the part of a rank. rows: which of the plan are its own. slots: that it has."""
 
-    def _by_slot(self, wanted: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(
-            replace(each, slot=each.slot - self._first)
-            for each in wanted
-            if each.slot in self._slots
-        )
+    def local(row: RowRef) -> RowRef:
+        return RowRef(row.slot - slots.start, row.epoch)
 
-    def _by_row(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in self._at) if values else ()
+    def with_rows(found: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([replace(x, row=local(x.row)) for x in found if x.row.slot in slots])
+
+    def with_slots(found: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([replace(x, slot=x.slot - slots.start) for x in found if x.slot in slots])
+
+    return replace(
+        plan,
+        runs=tuple([replace(run, chunks=with_rows(run.chunks)) for run in plan.runs]),
+        admissions=with_rows(plan.admissions),
+        chunks=with_rows(plan.chunks[rows]),
+        rows=tuple([local(row) for row in plan.rows[rows]]),
+        grants=with_slots(plan.grants),
+        restores=with_slots(plan.restores),
+        saves=with_slots(plan.saves),
+        constraints=plan.constraints[rows],
+        pending=plan.pending[rows],
+        shared=tuple([SharedPrefix(x.leader - rows.start, x.num_keys) for x in plan.shared[rows]]),
+    )

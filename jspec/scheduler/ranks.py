@@ -20,7 +20,7 @@ from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import RankStats, Totals
 
 # A step takes as long as the rank with most rows does. So a cached prefix attracts a request only
-# to a rank with at most this many times the rows of the least loaded one, and one more.
+# to a rank that has at most this many times the rows of the least loaded one, and one more.
 MOST_TIMES_THE_ROWS = 2
 
 

@@ -42,7 +42,8 @@ def check_rows_have_slots(scheduler: Scheduler, plan: StepPlan) -> None:
 class Bench:
     """A scheduler and a fake runner, driven by hand."""
 
-    def __init__(self, limits: ServeLimits, runner: FakeRunner | None = None) -> None:
+    def __init__(self, limits: ServeLimits, runner: Any = None) -> None:
+        """runner: another one than a FakeRunner."""
         self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
         self.runner = runner or FakeRunner(limits)
         self.in_flight: deque[StepPlan] = deque()

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jspec.cli.diagnosis.texts import make_texts
+from jspec.engine.rescorer import Rescorer
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
@@ -55,6 +57,15 @@ def both(pair: TinyPair) -> dict[str, str]:
     }
 
 
+def check_rescored(engine: Engine) -> None:
+    """Check that the target alone, on every rank, chooses what an engine of them emitted."""
+    asked = {"prompt": PROMPTS[3], "sampling_params": KINDS[2]}
+    (text,) = make_texts(engine, engine.requests(**asked))
+    scores = Rescorer(engine.served, most_tokens=256).score(text.request, text.ids)
+    assert scores.num_differences == 0
+    assert tuple(scores.chosen_ids[scores.prompt_len :]) == text.ids
+
+
 def check_loads(engine: Engine) -> None:
     """Check that two requests run on two ranks, and that every page says which rank has what."""
     app = create_app(engine, ServerArgs(log_interval=0))
@@ -92,6 +103,7 @@ def test_two_ranks_answer_as_one(
         assert (info["dp_size"], info["max_running_requests"]) == (2, 4)
         check_same(answers(ranks), expected)
         check_loads(ranks)
+        check_rescored(ranks)
         ranks.update_weights_from_disk(**both(other_pair))
         assert answers(ranks)[0][0] != expected[0][0]
         ranks.update_weights_from_disk(**both(tiny_pair))

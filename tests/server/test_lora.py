@@ -155,7 +155,7 @@ def test_each_adapter_has_the_texts_of_merged_weights(
 
 
 @pytest.mark.slow
-def test_trees_are_accepted_for_adapters_over_two_shards(
+def test_trees_are_accepted_for_adapters_over_two_ranks_of_two_shards(
     engine: Engine, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     """Rows without an adapter have the texts of an engine without LoRA."""
@@ -170,6 +170,7 @@ def test_trees_are_accepted_for_adapters_over_two_shards(
         speculative_num_draft_tokens=6,
         max_running_requests=4,
         tp_size=2,
+        dp_size=2,
         compilation_cache_dir="",
     ) as drafting:
         check_texts(drafting, adapters, texts(engine))

@@ -14,7 +14,19 @@ import jax
 import numpy as np
 import pytest
 
-from tests.speculative.engines import Compiled, Served, ViewRunner, serve, serve_view
+from jspec.config.limits import Algorithm
+from jspec.messages.step_options import StepOptions
+from tests.speculative.engines import (
+    Compiled,
+    Served,
+    ViewRunner,
+    build,
+    limits_of,
+    serve,
+    serve_view,
+    spec_of,
+    tiny_params,
+)
 from tests.speculative.every_drafter import KINDS
 from tests.speculative.law_engines import (
     Setting,
@@ -25,6 +37,11 @@ from tests.speculative.law_engines import (
     with_script,
 )
 from tests.speculative.test_engine_laws import FILTERS
+from tests.speculative.test_prefix_cache import Session
+from tests.speculative.test_state_snapshots import TREE, converse, turns_of
+from tests.speculative.test_state_snapshots import engine as recurrent_engine
+from tests.speculative.test_windows import PAGE, SOME, dense_ids, windowed, with_space
+from tests.speculative.test_windows import requests as windows_requests
 
 FAST = (Setting("eagle3", (3, 2, 11), 4, ranks=2),)
 REST = (
@@ -122,3 +139,35 @@ def test_a_rank_without_a_row_changes_nothing(setting: Setting) -> None:
     assert ranks_of(compiled, served) == [1, *[0] * (setting.ranks - 1)]
     for old, new in zip(before, of_others(), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.slow
+def test_a_next_turn_starts_from_the_state_that_its_rank_has() -> None:
+    compiled = recurrent_engine(TREE, ranks=2)
+    session = Session(compiled)
+    _, cached = converse(session, num_turns=2)
+    size, ahead = compiled.limits.pool.page_size, compiled.limits.draft_shape.tokens_ahead
+    lens = [len(request.prompt_ids) for request in turns_of(count=3)]
+    assert cached == [min(n - ahead, n - 1) // size * size for n in lens]
+    rank_of = compiled.limits.pool.rank_of
+    restored = [rank_of(copy.slot) for plan, _ in session.view.steps for copy in plan.restores]
+    assert set(restored) == {0, 1}
+
+
+@pytest.mark.slow
+def test_each_rank_releases_the_pages_before_its_windows() -> None:
+    spec = spec_of(3, 3, 8, Algorithm.NGRAM)
+    space = with_space(limits_of(spec, page_size=PAGE), num_rows=2).pool.windows
+    compiled = build(
+        spec,
+        page_size=PAGE,
+        ranks=2,
+        variants=(StepOptions(),),
+        params=(tiny_params()[0], {}),
+        target_spec=windowed(SOME),
+        windows=space,
+    )
+    served = serve(compiled, windows_requests())
+    assert list(served.ids) == dense_ids(SOME)
+    assert ranks_of(compiled, served)[1]
+    assert served.num_free_window_pages == (2 * space[0].num_pages,)

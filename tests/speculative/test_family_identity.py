@@ -2,7 +2,7 @@
 
 Tiny float32 targets beside the shared head: windows shorter than the prompts, sinks, norms of q and
 k, YaRN, gated heads, narrow values, MoEs. Prompts come in several chunks, and the head's
-drafts are accepted in every count.
+drafts are accepted in every count. Trees run on two data ranks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ def requests_of(temperature: float) -> list[Request]:
     ]
 
 
-def engine_of(draft_shape: SpeculativeConfig, target: ModelSpec, params: Params) -> Compiled:
+def engine_of(
+    draft_shape: SpeculativeConfig, target: ModelSpec, params: Params, *, ranks: int = 1
+) -> Compiled:
     return build(
         draft_shape,
         page_size=4,
         variants=(StepOptions(),),
         params=(params, tiny_params()[1]),
         target_spec=target,
+        ranks=ranks,
     )
 
 
@@ -91,7 +94,8 @@ def test_speculative_equals_plain(family: str, shape: tuple[int, int, int]) -> N
     params = drawn(target)
     plain = engine_of(PLAIN, target, params)
     algorithm = Algorithm.NGRAM if is_lookup else Algorithm.EAGLE3
-    compiled = engine_of(spec_of(*shape, algorithm), target, params)
+    ranks = 2 if shape is TREE else 1
+    compiled = engine_of(spec_of(*shape, algorithm), target, params, ranks=ranks)
     histogram = np.zeros(shape[0] + 1, int)
     for temperature in (0.0, 1.0):
         requests = requests_of(temperature)

@@ -47,7 +47,7 @@ MTP = "qwen3_5"
 
 
 @functools.cache
-def engine(name: str) -> Compiled:
+def engine(name: str, *, ranks: int = 1) -> Compiled:
     """Return an engine with page size 4, two shards, a corpus of the rows' texts and smaller
     shapes, or 16 and one."""
     is_tree = name == TREE
@@ -65,6 +65,7 @@ def engine(name: str) -> Compiled:
         spec,
         page_size=4 if is_tree else 16,
         shards=shards,
+        ranks=ranks,
         variants=(StepOptions(),),
         params=(sharded(table_of(target), params_of("hybrid"), shards), draft),
         target_spec=target,
