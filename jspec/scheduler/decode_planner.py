@@ -19,8 +19,8 @@ from jspec.messages.plan import PageGrant, StepKind, StepPlan, StepRun
 from jspec.messages.step_options import SAMPLING, StepOptions
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blame
+from jspec.scheduler.data_ranks import DataRanks
 from jspec.scheduler.pages.prefix_sharing import PrefixSharing
-from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, StepRows
 from jspec.scheduler.row_table import Ints
 from jspec.scheduler.sequence import Sequence, Tenancy
@@ -36,7 +36,7 @@ class DecodePlanner:
     def __init__(
         self,
         limits: ServeLimits,
-        ranks: Ranks,
+        ranks: DataRanks,
         *,
         retract: Callable[[Sequence], None],
         shapes: ShapeChooser,
@@ -50,7 +50,7 @@ class DecodePlanner:
         self.num_shared_keys = 0  # keys that rows skip because another row reads them
         self.use(ranks)
 
-    def use(self, ranks: Ranks) -> None:
+    def use(self, ranks: DataRanks) -> None:
         self._ranks = ranks
         self._table = ranks.table
         self._running_step: StepRows | None = None  # all running rows; None: stale

@@ -21,8 +21,8 @@ from jspec.messages.plan import (
 from jspec.messages.step_options import StepOption
 from jspec.scheduler import policy
 from jspec.scheduler.blame import blaming
+from jspec.scheduler.data_ranks import DataRanks
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, StepRows
 from jspec.scheduler.sequence import Tenancy
 from jspec.scheduler.waiting import WaitingQueue
@@ -31,7 +31,7 @@ from jspec.spec import indexing as shapes
 
 class PrefillPlanner:
     def __init__(
-        self, limits: ServeLimits, prefilling: Prefilling, ranks: Ranks, waiting: WaitingQueue
+        self, limits: ServeLimits, prefilling: Prefilling, ranks: DataRanks, waiting: WaitingQueue
     ) -> None:
         self._limits = limits
         self._prefilling = prefilling

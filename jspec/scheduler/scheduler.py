@@ -23,12 +23,12 @@ from jspec.messages.protocols import TextStream
 from jspec.messages.request import Request, StreamChunk
 from jspec.scheduler.adapters import by_lora
 from jspec.scheduler.blame import blame, blaming
+from jspec.scheduler.data_ranks import DataRanks
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.outputs.token_history import Piece, Tally
 from jspec.scheduler.pages import budget
 from jspec.scheduler.prefill_planner import PrefillPlanner
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.ranks import Ranks
 from jspec.scheduler.results import Flight, RoundReader, check_result, text_failure
 from jspec.scheduler.sequence import Sequence, SequenceState
 from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, tell
@@ -66,11 +66,11 @@ class Scheduler:
         self._pieces: list[Piece] = []  # of the result being read
         self._num_lost = 0  # steps in flight whose results will be dropped
         self._is_stuck = False
-        ranks = Ranks(limits, self._totals, self._prefilling, epochs=self._epochs)
+        ranks = DataRanks(limits, self._totals, self._prefilling, epochs=self._epochs)
         self._decodes = DecodePlanner(limits, ranks, retract=self._retract, shapes=self._shapes)
         self._use(ranks)
 
-    def _use(self, ranks: Ranks) -> None:
+    def _use(self, ranks: DataRanks) -> None:
         self._ranks, self._table = ranks, ranks.table
         self._prefills = PrefillPlanner(self._limits, self._prefilling, ranks, self._waiting)
         self._reader = RoundReader(
@@ -392,7 +392,7 @@ class Scheduler:
             self._waiting.push_back(sequence)
         self._num_lost += len(self._in_flight)
         self._in_flight.clear()
-        ranks = Ranks(
+        ranks = DataRanks(
             self._limits,
             self._totals,
             self._prefilling,

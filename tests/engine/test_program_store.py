@@ -333,13 +333,17 @@ def test_devices_and_their_platform_are_told_apart() -> None:
             device_kind=changes.get("kind", "H200"),
             id=changes.get("id", 0),
         )
-        return SimpleNamespace(devices=np.array([device] * changes.get("number", 1)))
+        return SimpleNamespace(
+            devices=np.array([device] * changes.get("number", 1)),
+            shape={"data": changes.get("ranks", 1)},
+        )
 
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"platform": "tpu"},
         {"platform_version": "2"},
         {"kind": "H100"},
+        {"ranks": 2},
         {"id": 1},
         {"number": 2},
     )

@@ -24,7 +24,7 @@ from jspec.scheduler.stats import RankStats, Totals
 MOST_TIMES_THE_ROWS = 2
 
 
-class Ranks:
+class DataRanks:
     def __init__(
         self,
         limits: ServeLimits,
