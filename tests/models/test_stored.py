@@ -100,6 +100,21 @@ def read(path: Path, table: ParamTable, *, shards: int = 1) -> dict[str, Any]:
         return nested(on_host(reads).items())
 
 
+def test_a_norm_over_heads_is_repeated_like_them(tmp_path: Path) -> None:
+    """Two kv heads over four shards: each shard's scale is that of its head."""
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=2, qk_norm=True, norms_span_heads=True
+    )
+    table = attention_params(spec, in_size=4, out_size=4)
+    params = random_params(table)
+    save_file(stored_tensors(table, params, dtype=np.float32), tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as tensors:
+        read = on_host(param_reads(tensors, table, dtype=np.float32, shards=4))
+    path = ("attention", "k_norm", "scale")
+    first, second = np.split(value_at(params, path), 2)
+    np.testing.assert_array_equal(read[path], np.concatenate((first, first, second, second)))
+
+
 MIXTURE = MoESpec(num_experts=3, top_k=2, inner=4)
 
 

@@ -190,7 +190,7 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
         return jax.tree.map(np.array, quantised_weight(numbers, has_blocks=spec.format.has_blocks))
     part = layout[0]
-    if len(layout) == 1 and _is_whole(part, spec):
+    if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:
         whole = tensors.weight(part.name)
         if part.plus:
             whole = whole.astype(np.float32) + np.float32(part.plus)
