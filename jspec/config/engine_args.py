@@ -133,6 +133,14 @@ class EngineArgs:
         "Split the --tp-size devices into --dp-size data ranks, instead of multiplying both",
         _MODEL,
     )
+    ep_size: int = argument(
+        1,
+        "Groups of the --tp-size devices, each with its own experts of an MoE; the devices of a "
+        "group share each expert, and all devices share the rest of the model",
+        _MODEL,
+        aliases=("--ep", "--expert-parallel-size"),
+        low=1,
+    )
     disable_custom_all_reduce: bool = argument(
         False,
         "Add over the devices by collectives alone, not by GPU kernels that write peers' memory",
@@ -395,6 +403,11 @@ class EngineArgs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size is {self.ep_size}; expected a divisor of tp_size {self.tp_size}, whose "
+                "devices it groups"
+            )
         self._check_loras()
         if self.enable_dp_attention and self.tp_size % self.dp_size:
             raise ConfigError(

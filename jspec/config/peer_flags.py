@@ -7,6 +7,7 @@ from collections.abc import Mapping
 # vLLM's flags, and what to write instead.
 OF_VLLM: Mapping[str, str] = {
     "--gpu-memory-utilization": "write --mem-fraction-static",
+    "--enable-expert-parallel": "write --ep-size, with the value of --tp-size for whole experts",
     "--max-num-seqs": "write --max-running-requests",
     "--max-model-len": "write --context-length",
     "--max-num-batched-tokens": "write --chunked-prefill-size",

@@ -44,9 +44,15 @@ class Parallel:
     def _degrees(self) -> tuple[int, ...]:
         return tuple(getattr(self, name) for name in MESH)
 
+    @property
+    def model(self) -> int:
+        """Return the number of devices of one copy of the model."""
+        return self.expert * self.tensor
+
     def shards(self, axis: Axis) -> int:
-        name = mesh_axis(axis)
-        return 1 if name is None else int(getattr(self, name))
+        found = mesh_axis(axis)
+        names = (found,) if isinstance(found, str) else found or ()
+        return math.prod(int(getattr(self, name)) for name in names)
 
     def mesh(self, devices: list[jax.Device]) -> Mesh:
         """Raise ConfigError for another number of devices than the degrees multiply to."""
@@ -57,12 +63,8 @@ class Parallel:
 
     def check_served(self) -> None:
         """Raise ConfigError for a degree that no engine serves yet."""
-        for name in ("expert", "hosts"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; expected 1: an engine runs on one host and "
-                    "shards over data and tensor alone"
-                )
+        if self.hosts > 1:
+            raise ConfigError(f"hosts is {self.hosts}; expected 1: an engine runs on one host")
 
 
 def devices_of_rank(mesh: Mesh) -> list[jax.Device]:

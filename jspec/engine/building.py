@@ -62,7 +62,8 @@ def _build_runner(
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     args = replace(args, compilation_cache_dir=_kept_in(store))
-    parallel = Parallel(data=args.dp_size, tensor=args.rank_size)
+    tensor = args.rank_size // args.ep_size
+    parallel = Parallel(data=args.dp_size, expert=args.ep_size, tensor=tensor)
     mesh = parallel.mesh(_devices(args))
     devices = devices_of_rank(mesh)  # each rank has the same on them
     interrupts.check()

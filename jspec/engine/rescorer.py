@@ -172,7 +172,7 @@ class Rescorer:
         layout = CacheLayout(
             page_size=PAGE_SIZE,
             dtype=models.config.dtype,
-            shards=Parallel.of(self._mesh).tensor,
+            shards=Parallel.of(self._mesh).model,
             lanes=self._target.ops.lanes,
         )
         groups = self._target.cache_groups

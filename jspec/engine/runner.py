@@ -359,7 +359,7 @@ def new_state(
     exchange: Exchange | None,
 ) -> EngineState:
     """Return zeroed state on the mesh, and renew the exchange that it has the addresses of."""
-    shards = Parallel.of(mesh).tensor
+    shards = Parallel.of(mesh).model
     made = init_state(program, limits, shards=shards, kv_dtype=kv_dtype, mesh=mesh)
     peers = None if exchange is None else exchange.renew()
     return place_state(dataclasses.replace(made, peers=peers), program, mesh)

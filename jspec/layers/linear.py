@@ -1,8 +1,8 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
 Inside a step's shard_map a column-parallel product needs no collective, a row-parallel one is an
-all-reduce over the `tensor` axis. A norm that spans heads is another, of two numbers a token. An
-axis of None is outside of it (training, references).
+all-reduce over the model's axes (`spec/axes.py`). A norm that spans heads is another, of two
+numbers a token. An axis of None is outside of it (training, references).
 
 GPUs with `Peers` add the rows of a small step in a kernel, which may leave the sum to the next norm
 (`PartialSum`); both are for the residual stream alone, whose sums follow one another.
@@ -29,20 +29,21 @@ from jspec.pallas_kernels.peer_sum.gpu import (
     sum_add_and_norm,
     sum_over_peers,
 )
+from jspec.spec.axes import MeshAxis
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The number of shards of a model, and the mesh axis over which it is split.
+    """The number of shards of a model, and the mesh axes over which it is split.
 
     peers: of a layer (`of_layer`), or of what is gathered (`sharing`). defers: `reduce` leaves sums
     to the next norm.
     """
 
     size: int = 1
-    axis: str | None = None
+    axis: MeshAxis | None = None
     peers: Peers | None = None
     defers: bool = False
 

@@ -2,6 +2,8 @@
 
 One grouped product multiplies each expert's weights by all of its tokens (`Ops.experts`). Under
 tensor parallelism every shard has a part of each expert's inner columns, and an all-reduce follows.
+Under expert parallelism it has some of the experts. All shards have all tokens and route them
+alike, so each runs its own experts' pairs and the same all-reduce adds up the terms.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.axes import EXPERT
 from jspec.spec.model_spec import MoESpec, Routing
 
 
@@ -96,7 +99,9 @@ def moe(
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts = params["experts"]
-    out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
+    own = ids if spec.shards == 1 else ids_on_shard(ids, spec)
+    out = ops.experts(x, own, weights, experts, gate=spec.gate, shards=spec.shards)
+    out = shard.sum(out).astype(x.dtype)
     if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
@@ -107,6 +112,17 @@ def moe(
             shared = shared * share.astype(shared.dtype)
         out = out + shared
     return out
+
+
+def ids_on_shard(ids: Int[Array, "T k"], spec: MoESpec) -> Int[Array, "T k"]:
+    """Return the ids among this shard's experts; other shards' become the number of its experts.
+
+    In:  ids [[5 0] [2 3]] of 6 experts on the second of 3 shards, which has experts 2 and 3
+    Out: [[2 2] [0 1]]
+    """
+    count = spec.num_experts // spec.shards
+    own = ids - jax.lax.axis_index(EXPERT) * count
+    return jnp.where((own >= 0) & (own < count), own, count)
 
 
 def moe_of_sum(

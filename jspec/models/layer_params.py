@@ -13,6 +13,7 @@ from jspec.models.params import (
     ParamSpec,
     ParamTable,
     Part,
+    of_experts,
     prefixed,
 )
 from jspec.spec.axes import Axes
@@ -255,18 +256,19 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
             layouts=(single, fused),
-            axes=("experts", "embed", "mlp"),
+            axes=("experts", "embed", "expert_mlp"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,), (down_fused,)),
-            axes=("experts", "mlp", "embed"),
+            axes=("experts", "expert_mlp", "embed"),
             op=Op.EXPERTS,
         ),
     )
-    return prefixed((*table, *_shared_expert(spec, size=size)), path=("moe",), stored="mlp.")
+    table = (*of_experts(table, spec), *_shared_expert(spec, size=size))
+    return prefixed(table, path=("moe",), stored="mlp.")
 
 
 def _shared_expert(spec: MoESpec, *, size: int) -> ParamTable:

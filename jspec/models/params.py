@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import ConfigError
-from jspec.spec.axes import TENSOR, Axes, mesh_axis
+from jspec.spec.axes import EXPERT, MODEL, TENSOR, Axes, MeshAxis, mesh_axis
+from jspec.spec.model_spec import MoESpec
 from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
 ParamPath = tuple[str | int, ...]
@@ -99,6 +100,7 @@ class ParamSpec:
     optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype
+    expert_shards: int = 1  # of its "experts" axis; each has all shards of "expert_mlp"
 
     @property
     def is_integer(self) -> bool:
@@ -114,12 +116,21 @@ class ParamSpec:
     def format_in(self, dtype: npt.DTypeLike) -> WeightFormat:
         return self.format or Dense(np.dtype(dtype).name)
 
+    def shards_of(self, dimension: int, shards: int) -> int:
+        """Return the number of parts of a dimension on `shards` devices."""
+        degrees: dict[MeshAxis | None, int] = {
+            EXPERT: self.expert_shards,
+            TENSOR: shards // self.expert_shards,
+            MODEL: shards,
+        }
+        return degrees.get(mesh_axis(self.axes[dimension]) if self.axes else None, 1)
+
     def column_shards(self, shards: int) -> int:
         """Return the number of shards of the last dimension, each with its share of every part."""
-        return shards if self.axes and mesh_axis(self.axes[-1]) == TENSOR else 1
+        return self.shards_of(-1, shards)
 
     def physical_shape(self, shards: int) -> Shape:
-        """Return the shape over all tensor shards, repeated blocks included."""
+        """Return the shape over all shards of the model, repeated blocks included."""
         if not self.layouts:
             return self.shape
         shards = self.column_shards(shards)
@@ -145,6 +156,13 @@ def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
         return replace(spec, format=found.get(spec.path, of_product) or spec.format)
 
     return tuple(map(own, table))
+
+
+def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
+    """Split an MoE's weights over `spec.shards`, by expert."""
+    return tuple(
+        replace(own, expert_shards=spec.shards) if "experts" in own.axes else own for own in table
+    )
 
 
 def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:

@@ -241,12 +241,15 @@ class Ops:
         params: dict[str, Any],
         *,
         gate: Gate,
+        shards: int = 1,
     ) -> Float[Array, "T E"]:
         """Return the weighted sum of each token's experts, without the bias of `down`.
 
-        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
+        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; of one of
+        `shards`, for the experts. With several, the id X stands for another shard's expert, whose
+        term is 0, and the sum is in float32.
         """
-        return experts.run_experts(x, ids, weights, params, gate=gate)
+        return experts.run_experts(x, ids, weights, params, gate=gate, shards=shards)
 
     def moe_of_sum(
         self,

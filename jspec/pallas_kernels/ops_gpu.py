@@ -262,14 +262,16 @@ class GpuOps(Ops):
         params: dict[str, Any],
         *,
         gate: Gate,
+        shards: int = 1,
     ) -> jax.Array:
         """Use Triton for any token count, since XLA's grouped product reads every expert."""
-        params, tuning = _planned(params, ids.size, dtype=x.dtype)
+        params, tuning = _planned(params, -(-ids.size // shards), dtype=x.dtype)
         if tuning is None or gate not in KERNEL_GATES:
-            return Ops.experts(self, x, ids, weights, params, gate=gate)
-        return experts_gpu.run_experts(
+            return Ops.experts(self, x, ids, weights, params, gate=gate, shards=shards)
+        mixed = experts_gpu.run_experts(
             x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
-        ).sum()
+        )
+        return mixed.sum() if shards == 1 else mixed.own_sum(sizes_of(params).num_experts)
 
     def moe_of_sum(
         self,

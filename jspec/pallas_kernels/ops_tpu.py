@@ -130,12 +130,14 @@ class TpuOps(Ops):
         params: dict[str, jax.Array],
         *,
         gate: Gate,
+        shards: int = 1,
     ) -> jax.Array:
-        tile_m = experts_tpu.choose_tile_m(ids.size, params["down"].shape[0])
+        how: dict[str, Any] = {"gate": gate, "shards": shards}
+        tile_m = experts_tpu.choose_tile_m(-(-ids.size // shards), params["down"].shape[0])
         if tile_m is None or gate not in KERNEL_GATES:
-            return Ops.experts(self, x, ids, weights, params, gate=gate)
+            return Ops.experts(self, x, ids, weights, params, **how)
         return experts_tpu.run_experts(
-            x, ids, weights, params, gate=gate, tile_m=tile_m, interpret=self.interpret
+            x, ids, weights, params, **how, tile_m=tile_m, interpret=self.interpret
         )
 
     def commit(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jspec.errors import ConfigError
-from jspec.spec.axes import TENSOR, Axes, mesh_axis
+from jspec.spec.axes import MODEL, Axes, mesh_axis
 from jspec.spec.weight_format import Shape, itemsize
 
 FP8 = "float8_e4m3fn"  # a stored dtype whose values are divided by scales (kv_write/reference.py)
@@ -186,7 +186,7 @@ def bytes_per_unit(entry: CacheEntry, layout: CacheLayout) -> int:
 
 
 def _is_sharded(axes: Axes) -> bool:
-    return TENSOR in map(mesh_axis, axes)
+    return MODEL in map(mesh_axis, axes)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -77,6 +77,7 @@ def test_what_is_compiled_at_the_start_has_three_values(value: object) -> None:
         ("tensor_parallel_size", "; did you mean 'tp_size'?"),
         ("gpu_memory_utilization", ": write mem_fraction_static"),
         ("max_num_seqs", ": write max_running_requests"),
+        ("expert_parallel_size", "; did you mean 'ep_size'?"),
         ("disable_overlap_schedule", ": write overlap_depth=0"),
         (
             "speculative_total_nodes_per_row",
@@ -93,3 +94,8 @@ def test_a_name_of_another_server_or_a_removed_one_is_known(name: str, message: 
     with pytest.raises(ConfigError) as raised:
         EngineArgs.from_mapping({name: 1})
     assert str(raised.value) == f"unknown engine argument {name!r}{message}"
+
+
+def test_groups_of_experts_divide_the_devices() -> None:
+    with pytest.raises(ConfigError, match="ep_size is 3; expected a divisor of tp_size 4, whose"):
+        EngineArgs(tp_size=4, ep_size=3)

@@ -13,18 +13,20 @@ from jax.sharding import PartitionSpec
 from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.state import EngineState, empty_rows, state_specs
 from jspec.errors import ConfigError
-from jspec.spec.axes import DATA, EXPERT, MESH, MESH_AXES, TENSOR, Axis
+from jspec.spec.axes import DATA, EXPERT, MESH, MESH_AXES, MODEL, TENSOR, Axis
 from jspec.spec.cache_entry import KV, Record, State
 from jspec.spec.cache_groups import CacheGroup
 
 
 def test_every_logical_axis_has_a_place() -> None:
     assert set(MESH_AXES) == set(typing.get_args(Axis))
-    assert set(MESH_AXES.values()) == {*MESH, None}
+    assert set(MESH_AXES.values()) == {*MESH, MODEL, None}
 
 
 def test_dimensions_are_sharded_by_their_axes() -> None:
-    assert partition_spec(("experts", "embed", "mlp")) == PartitionSpec(EXPERT, None, TENSOR)
+    experts = partition_spec(("experts", "embed", "expert_mlp"))
+    assert experts == PartitionSpec(EXPERT, None, TENSOR)
+    assert partition_spec(("embed", "mlp")) == PartitionSpec(None, (EXPERT, TENSOR))
     assert partition_spec(("rank", None)) == PartitionSpec(DATA, None)
     assert partition_spec(()) == PartitionSpec()
 
@@ -35,7 +37,7 @@ def test_all_state_is_sharded_over_ranks_and_the_pools_heads_and_the_ids_seen_ov
     rows = empty_rows(2, pages_per_row=1, vocab_size=8, windows=(4,))
     state = EngineState(kv=(jnp.zeros(1),) * 2, draft_kv=(jnp.zeros(1),), draft={}, rows=rows)
     specs = state_specs(state, groups, draft)
-    pool, by_id = PartitionSpec(DATA, None, TENSOR, None), PartitionSpec(DATA, TENSOR)
+    pool, by_id = PartitionSpec(DATA, None, MODEL, None), PartitionSpec(DATA, MODEL)
     assert (specs.kv, specs.draft_kv) == ((pool, pool), (pool,))
     assert specs.rows.seen.output_counts == specs.rows.seen.prompt_marks == by_id
     others = {spec for spec in jax.tree.leaves(specs) if spec not in (pool, by_id)}
@@ -50,7 +52,7 @@ def test_snapshots_are_sharded_as_the_states() -> None:
     assert state_specs(state, groups, ()).snapshots == ()
     state = dataclasses.replace(state, snapshots=(jnp.zeros(1),) * 2)
     specs = state_specs(state, groups, ())
-    assert specs.snapshots == (PartitionSpec(DATA, TENSOR, None),) * 2
+    assert specs.snapshots == (PartitionSpec(DATA, MODEL, None),) * 2
     assert [own["state"] for own in specs.kv[1:]] == [*specs.snapshots]
 
 
@@ -60,6 +62,9 @@ def test_a_mesh_has_the_degrees_in_their_order() -> None:
     assert dict(mesh.shape) == {"data": 1, "expert": 1, "tensor": 2}
     assert Parallel.of(mesh) == Parallel(tensor=2)
     assert [Parallel.of(mesh).shards(axis) for axis in ("heads", "experts", "embed")] == [2, 1, 1]
+    both = Parallel(expert=2, tensor=3)
+    assert [both.shards(axis) for axis in ("heads", "experts", "expert_mlp")] == [6, 2, 3]
+    assert both.model == 6
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,6 @@ def test_a_mesh_has_the_degrees_in_their_order() -> None:
             lambda: Parallel(data=2).mesh(jax.devices("cpu")[:1]),
             r"devices is 1; expected data 2 \* expert 1 \* tensor 1",
         ),
-        (lambda: Parallel(expert=4, tensor=2).check_served(), "expert is 4; expected 1"),
         (lambda: Parallel(tensor=2, hosts=2).check_served(), "hosts is 2; expected 1"),
     ],
 )
@@ -80,5 +84,5 @@ def test_a_wrong_degree_is_named(make: typing.Callable[[], object], message: str
         make()
 
 
-def test_data_and_tensor_are_served() -> None:
-    Parallel(4, 1, 2, 1).check_served()
+def test_all_axes_of_one_host_are_served() -> None:
+    Parallel(4, 2, 2, 1).check_served()

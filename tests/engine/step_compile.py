@@ -66,7 +66,7 @@ from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
 from jspec.spec.head_spec import default_aux_layer_ids
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
@@ -229,7 +229,7 @@ def make_program(
 ) -> tuple[StepProgram, Any]:
     """Return the static program and its abstract bf16 parameters. drafter: one of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
-    shard = Shard(shards, TENSOR)
+    shard = Shard(shards, MODEL)
     ops = ops.with_columns(num_steps > 0)  # as an engine has it
     draft_shape = SpeculativeConfig.plain()
     made: Drafter = NoDrafter()

@@ -19,6 +19,7 @@ from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama" / "plain"
+FAMILIES = GOLDEN.parents[1] / "families"
 
 
 def copy_of(source: Path, path: Path, **changes: Any) -> str:
@@ -34,10 +35,28 @@ def load(**arguments: Any) -> None:
     load_models(args, resolve_paths(args), mesh=mesh)
 
 
-def test_an_engine_over_experts_is_refused() -> None:
-    args = EngineArgs()
-    mesh = Parallel(expert=2).mesh(jax.devices("cpu")[:2])
-    with pytest.raises(ConfigError, match="expert is 2; expected 1"):
+@pytest.mark.parametrize(
+    ("family", "parallel", "message"),
+    [
+        (None, Parallel(data=2), "data is 2; expected 1"),
+        (None, Parallel(expert=2), "ep_size is 2; expected 1: the model has no experts"),
+        ("qwen3_moe", Parallel(expert=4), "ep_size is 4; expected a divisor of 6, the number of"),
+        (
+            "gpt_oss_odd",
+            Parallel(expert=2, tensor=2),
+            "tp_size / ep_size is 2; expected a divisor of moe_intermediate_size 33",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_model_is_refused(
+    family: str | None, parallel: Parallel, message: str, tmp_path: Path
+) -> None:
+    path = None if family is None else str(FAMILIES / family)
+    if family == "gpt_oss_odd":
+        path = copy_of(FAMILIES / "gpt_oss", tmp_path / family, intermediate_size=33)
+    args = EngineArgs(model_path=path)
+    mesh = parallel.mesh(jax.devices("cpu")[: parallel.data * parallel.model])
+    with pytest.raises(ConfigError, match=message):
         load_models(args, resolve_paths(args), mesh=mesh)
 
 

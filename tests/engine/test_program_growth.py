@@ -49,7 +49,7 @@ from jspec.models.placement import abstract_params
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.bundles import OPS
 from jspec.serving.engine import Engine
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.support.flat_limits import flat_limits
@@ -74,7 +74,7 @@ MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 
 def recipe() -> Recipe:
-    target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
+    target = Decoder(CONFIG, OPS["xla"], Shard(1, MODEL))
     program = StepProgram(target=target, drafter=NoDrafter(), draft_shape=LIMITS.draft_shape)
     return Recipe.of(
         program,

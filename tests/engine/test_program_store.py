@@ -33,7 +33,7 @@ from jspec.messages.plan import StepKind
 from jspec.messages.step_options import ALL, PLAIN
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.bundles import OPS
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.support.flat_limits import flat_limits, with_limits
@@ -55,7 +55,7 @@ MESH = Parallel().mesh(jax.devices("cpu")[:1])
 
 
 def static_program() -> StepProgram:
-    target = Decoder(CONFIG, OPS["xla"], Shard(1, TENSOR))
+    target = Decoder(CONFIG, OPS["xla"], Shard(1, MODEL))
     return StepProgram(target=target, drafter=NoDrafter(), draft_shape=LIMITS.draft_shape)
 
 

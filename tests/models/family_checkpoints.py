@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
+from jspec.device.parallel import Parallel, partition_spec
+from jspec.device.state import cache_specs
+from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
+from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.placement import param_specs
 from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
+from jspec.spec.axes import MODEL
+from jspec.spec.expert_shards import on_expert_shards
+from jspec.spec.model_spec import cache_groups
+from jspec.spec.weight_format import Formats
+from tests.support.caches import empty_pools
 
 PAGE, CHUNK = 16, 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
@@ -82,3 +96,38 @@ def chunked_logits(
         )
         found.append(decoder.logits(params, hidden))
     return jnp.concatenate(found)
+
+
+def logits_over(
+    parallel: Parallel, path: Path, token_ids: np.ndarray, *, formats: Formats = ()
+) -> jax.Array:
+    """Return a checkpoint's logits [T, V] on fake CPU devices, in float32."""
+    spec = on_expert_shards(load_model_spec(path), parallel.expert)
+    mesh = parallel.mesh(jax.devices("cpu")[: parallel.model])
+    decoder = Decoder(spec, OPS["xla"], Shard(parallel.model, MODEL), formats=formats)
+    params = load_target(path, spec, dtype=np.float32, shards=parallel.model, formats=formats)
+    groups = cache_groups(spec, name="target")
+    pools = empty_pools(
+        groups,
+        num_pages=3,
+        page_size=PAGE,
+        shards=parallel.model,
+        dtype=jnp.float32,
+        ops=OPS["xla"],
+        num_nodes=len(token_ids) - CHUNK,
+    )
+    run = jax.jit(
+        jax.shard_map(
+            partial(chunked_logits, decoder),
+            mesh=mesh,
+            in_specs=(
+                param_specs({"target": decoder.table}, {"target": params})["target"],
+                cache_specs(groups),
+                PartitionSpec(),
+            ),
+            out_specs=partition_spec((None, "vocab")),
+            check_vma=False,
+        )
+    )
+    with jax.default_matmul_precision("highest"):
+        return run(params, pools, jnp.asarray(token_ids, jnp.int32))

@@ -22,7 +22,7 @@ from jspec.models.lora_params import adaptable_modules, is_adaptable, module_of
 from jspec.models.placement import param_specs
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.bundles import OPS
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
 from jspec.spec.lora_spec import LoRASpec
 from jspec.spec.model_spec import cache_groups
 from tests.models.family_checkpoints import (
@@ -63,7 +63,7 @@ def test_an_adapter_gives_the_logits_of_merged_weights(name: str, tmp_path: Path
     assert merged
 
     lora = LoRASpec(num_loras=2, rank=4, modules=adaptable_modules(table_of(spec)))
-    decoder = Decoder(spec, OPS["xla"], Shard(2, TENSOR), lora=lora)
+    decoder = Decoder(spec, OPS["xla"], Shard(2, MODEL), lora=lora)
     mesh = Parallel(tensor=2).mesh(jax.devices("cpu")[:2])
     slots = AdapterSlots(decoder, mesh=mesh, dtype=np.float32)
     load = partial(load_target, spec=spec, dtype=np.float32, shards=2)

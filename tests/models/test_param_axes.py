@@ -14,13 +14,13 @@ from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.head_params import head_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
-from jspec.spec.axes import MESH_AXES
+from jspec.spec.axes import EXPERT, MESH_AXES, MODEL, TENSOR
 from tests.models.test_hf_mtp import LAYOUTS, target_of
 from tests.speculative.every_drafter import EAGLE1, EAGLE3
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHARDS = (1, 2, 4)
-SERVED = {"tensor"}  # mesh axes whose degree may be larger than 1
+NAMES = {None: "-", MODEL: "model", EXPERT: "expert", TENSOR: "tensor"}
 
 
 def tables() -> Iterator[tuple[str, ParamTable]]:
@@ -42,11 +42,11 @@ def described(name: str, spec: ParamSpec) -> str:
     """Describe a weight's sharding.
 
     In:  the qkv product [64, 96] of layer 3, 2 kv heads of 16
-    Out: "llama layers.*.attention.qkv.kernel - tensor | 64x96 64x96 64x128"
+    Out: "llama layers.*.attention.qkv.kernel - model | 64x96 64x96 64x128"
     """
     path = re.sub(r"\.\d+\.", ".*.", ".".join(map(str, spec.path)))
     axes = (*partition_spec(spec.axes), *(None,) * len(spec.shape))[: len(spec.shape)]
-    axes_of = " ".join(axis if axis in SERVED else "-" for axis in axes)
+    axes_of = " ".join(NAMES[axis] for axis in axes)
     return f"{name}: {path} {axes_of} | {' '.join(shape_on(spec, n) for n in SHARDS)}"
 
 

@@ -54,7 +54,8 @@ from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
+from jspec.spec.expert_shards import on_expert_shards
 from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter, NoDrafter
@@ -164,12 +165,16 @@ class Compiled:
         )
 
 
-def mesh_of(shards: int, ranks: int = 1) -> jax.sharding.Mesh:
+def mesh_of(shards: int, ranks: int = 1, *, experts: int = 1) -> jax.sharding.Mesh:
     """Return a mesh of the default device, or of fake CPU devices (tests/conftest.py makes
-    four)."""
+    four).
+
+    experts: groups of a rank's shards, each with its own experts.
+    """
     count = shards * ranks
     devices = jax.devices() if count <= jax.device_count() else jax.devices("cpu")
-    return Parallel(data=ranks, tensor=shards).mesh(devices[:count])
+    parallel = Parallel(data=ranks, expert=experts, tensor=shards // experts)
+    return parallel.mesh(devices[:count])
 
 
 def build(
@@ -179,6 +184,7 @@ def build(
     dial: bool = True,
     shards: int = 1,
     ranks: int = 1,
+    experts: int = 1,
     params: tuple[Params, Params] | None = None,
     variants: tuple[StepOptions, ...] = (StepOptions(), SAMPLING),
     num_rounds: int = 1,
@@ -202,9 +208,11 @@ def build(
     the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one program for
     each of variants. snapshots: of recurrent states, with a prefix cache. formats: of the target's
     weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
+    experts: groups of shards, for which the specs of `make` are already split.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
-    mesh, shard = mesh_of(shards, ranks), Shard(shards, TENSOR)
+    target_spec = on_expert_shards(target_spec, experts)
+    mesh, shard = mesh_of(shards, ranks, experts=experts), Shard(shards, MODEL)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3
     ops = ops or Ops()

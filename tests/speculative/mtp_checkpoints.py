@@ -436,14 +436,15 @@ def write_checkpoint(path: Path, config: dict[str, Any], *, seed: int = 3) -> No
     tiny_tokenizer().save(str(path / "tokenizer.json"))
 
 
-def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
+def load(path: Path, *, shards: int = 1, experts: int = 1, **arguments: Any) -> LoadedModels:
     args = EngineArgs(
         model_path=str(path),
         tp_size=shards,
+        ep_size=experts,
         dtype="float32",
         **{"speculative_algorithm": "NEXTN", **arguments},
     )
-    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
+    return load_models(args, resolve_paths(args), mesh=mesh_of(shards, experts=experts))
 
 
 def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
@@ -457,6 +458,7 @@ def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
         "target_spec": models.target.spec,
     }
     shards = models.target.shard.size
+    settings["experts"] = models.request.expert_shards
     if shape[0] == 0:
         return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
     is_recurrent = not isinstance(own, MultiLayerDrafter)

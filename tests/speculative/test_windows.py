@@ -27,7 +27,7 @@ from jspec.messages.step_options import PLAIN
 from jspec.models.decoder import Decoder
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.axes import TENSOR
+from jspec.spec.axes import MODEL
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.ranked import StandaloneDrafter
@@ -84,7 +84,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
     is_own_draft = name == "itself"
     spec = spec_of(*SPECS[name], *([Algorithm.STANDALONE] if is_own_draft else []))
     has_model = spec.algorithm is not Algorithm.NONE
-    mesh, shard, ops = mesh_of(1), Shard(1, TENSOR), Ops()
+    mesh, shard, ops = mesh_of(1), Shard(1, MODEL), Ops()
     target_params, head_params = tiny_params()
     target = Decoder(windowed(windows), ops, shard, DRAFT.aux_layer_ids if name == "tree" else ())
     drafter: Drafter = NoDrafter()

@@ -89,7 +89,7 @@ class AdapterSlots:
         """Read and check an adapter, and put it on the devices. Raises CheckpointError."""
         if self._lora is None:
             raise ConfigError("enable_lora is False; expected True where adapters are loaded")
-        shards = Parallel.of(self._mesh).tensor
+        shards = Parallel.of(self._mesh).model
         directory = adapter_directory(path)
         return self._put(
             read_adapter(directory, self._base, self._lora, dtype=self._dtype, shards=shards)

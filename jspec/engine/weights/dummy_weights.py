@@ -39,7 +39,7 @@ def dummy_params(
     draft_ids ascend evenly over the target's vocabulary. The weights do not depend on the number of
     devices.
     """
-    shards = Parallel.of(mesh).tensor
+    shards = Parallel.of(mesh).model
     abstract = {
         model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
     }

@@ -41,8 +41,9 @@ from jspec.models.files.stored import on_host
 from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
 from jspec.models.registry import table_of
-from jspec.spec.axes import TENSOR, Axis
+from jspec.spec.axes import MODEL, Axis
 from jspec.spec.cache_entry import FP8
+from jspec.spec.expert_shards import has_experts, on_expert_shards
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS, source_of
@@ -106,6 +107,9 @@ def load_models(
     parallel.check_served()
     kv_dtype = cached_dtype(args.kv_cache_dtype, paths.target)
     spec = cached_in(load_model_spec(paths.target), kv_dtype)
+    if parallel.expert > 1 and not has_experts(spec):
+        raise ConfigError(f"ep_size is {parallel.expert}; expected 1: the model has no experts")
+    spec = on_expert_shards(spec, parallel.expert)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, parallel)
     if args.load_format != "dummy":
@@ -116,7 +120,8 @@ def load_models(
         target=spec,
         target_path=paths.target,
         tokenizer=paths.tokenizer,
-        shards=parallel.tensor,
+        shards=parallel.model,
+        expert_shards=parallel.expert,
         kv_dtype=kv_dtype,
     )
     read_source = partial(source_of, read=drafters[args.algorithm.name])
@@ -145,7 +150,7 @@ def _place_models(
     mesh: Mesh,
 ) -> LoadedModels:
     spec = request.target
-    shard = Shard(request.shards, TENSOR)
+    shard = Shard(request.shards, MODEL)
     ops = ops_of(config).on(mesh.devices.flat[0].device_kind)
     if request.kv_dtype == FP8 and ops.xla_for_fp8():
         log.info("XLA reads and writes the KV cache in FP8 for %s", ", ".join(ops.xla_for_fp8()))
@@ -246,7 +251,7 @@ def _draft_params(
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
-    abstract = abstract_params(table, dtype=dtype, shards=Parallel.of(mesh).tensor)
+    abstract = abstract_params(table, dtype=dtype, shards=Parallel.of(mesh).model)
     check_weights_fit(
         devices_of_rank(mesh),
         sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
@@ -274,15 +279,17 @@ def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
         else:
             sizes.append(("heads", "num_attention_heads", mixer.num_heads))
         for ffn in layer.ffns:
-            is_dense = isinstance(ffn, DenseSpec)
-            name = "intermediate_size" if is_dense else "moe_intermediate_size"
-            sizes.append(("mlp", name, ffn.inner))
+            if isinstance(ffn, DenseSpec):
+                sizes.append(("mlp", "intermediate_size", ffn.inner))
+            else:
+                sizes.append(("expert_mlp", "moe_intermediate_size", ffn.inner))
             if isinstance(ffn, MoESpec) and ffn.shared is not None:
                 sizes.append(("mlp", "the shared expert's width", ffn.shared.inner))
         for axis, name, size in sorted(sizes, key=lambda each: each[1]):
             shards = parallel.shards(axis)
             if size % shards:
-                raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {size}")
+                split = "tp_size" if shards == parallel.model else "tp_size / ep_size"
+                raise ConfigError(f"{split} is {shards}; expected a divisor of {name} {size}")
         if isinstance(mixer, DeltaNetSpec):
             continue
         groups, shards = mixer.num_kv_heads, parallel.shards("kv_heads")

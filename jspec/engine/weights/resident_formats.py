@@ -79,15 +79,16 @@ def resident_formats(
         )
     found: dict[Op | ParamPath, WeightFormat] = {}
     how = {"bundle": wanted.bundle, "dtype": wanted.dtype}
+    shards = {spec.op: wanted.shards // spec.expert_shards for spec in table}  # of one matrix
     for op, format in stored.of_products.items():
-        resident, decision = resident_format(format, op, **how, shards=wanted.shards)
+        resident, decision = resident_format(format, op, **how, shards=shards[op])
         log.info("%s: %s", path, decision)
         found |= {op: resident} if resident == format else {}
     decisions: Counter[str] = Counter()
     for spec in (spec for spec in table if spec.path in stored.of_weights):
         each = stored.of_weights[spec.path]
         assert spec.op is not None
-        resident, decision = resident_format(each.format, spec.op, **how, shards=wanted.shards)
+        resident, decision = resident_format(each.format, spec.op, **how, shards=shards[spec.op])
         if each.problem is not None:
             decision = f"{spec.op.value}: fp8, unpacked to {wanted.dtype}: {each.problem}"
         elif resident == each.format:

@@ -62,7 +62,6 @@ from jspec.models.files.tensor_files import HostArray
 from jspec.models.lora_params import ROOT as LORA
 from jspec.models.params import ParamPath, ParamSpec, ParamTable
 from jspec.models.placement import nested
-from jspec.spec.model_spec import cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.source import DraftSource
 
@@ -112,7 +111,7 @@ class ServedWeights:
     ) -> None:
         self._models = models
         self._runner = runner
-        self._mesh, self._shards = mesh, Parallel.of(mesh).tensor
+        self._mesh, self._shards = mesh, Parallel.of(mesh).model
         self._has_room = has_room or self._is_half_of_free
         self._source = models.source
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
@@ -299,7 +298,7 @@ class ServedWeights:
     def _check_target(self, path: Path) -> None:
         check_directory("model_path", path)
         served, formats = self._models.target.spec, self._models.target.formats
-        spec = cached_in(load_model_spec(path), self._models.request.kv_dtype)
+        spec = self._models.request.on_devices(load_model_spec(path))
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
         other = differences(served, dataclasses.replace(spec, **ends))
         lines = [f"config.json: {line}" for line in other]

@@ -11,6 +11,7 @@ from jspec.models.params import (
     ParamSpec,
     ParamTable,
     Part,
+    of_experts,
     or_nested,
     prefixed,
 )
@@ -98,7 +99,7 @@ def _expert_params(spec: MoESpec, *, size: int) -> ParamTable:
         for first in (0, inner)
     )
     down = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
-    return (
+    declared = (
         *product(("router",), size, (("router.proj", X, 1),), op=None),
         _vector(("router", "scale"), "router.scale", size),
         _vector(("router", "factors"), "router.per_expert_scale", X),
@@ -106,17 +107,18 @@ def _expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
             layouts=(gate_up,),
-            axes=("experts", "embed", "mlp"),
+            axes=("experts", "embed", "expert_mlp"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,),),
-            axes=("experts", "mlp", "embed"),
+            axes=("experts", "expert_mlp", "embed"),
             op=Op.EXPERTS,
         ),
     )
+    return of_experts(declared, spec)
 
 
 def spare(spec: ModelSpec) -> tuple[str, ...]:

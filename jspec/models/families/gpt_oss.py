@@ -23,7 +23,7 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.layer_params import product
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, of_experts, prefixed
 from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
 from jspec.spec.weight_format import MXFP4, Op
@@ -115,14 +115,14 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
                 _halves(gate_up, (X, size, 2 * inner)),
                 *((_halves(gate_up, (X, 2 * inner, size), packs),) if packs else ()),
             ),
-            axes=("experts", "embed", "mlp"),
+            axes=("experts", "embed", "expert_mlp"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "gate_up_bias"),
             shape=(X, 2 * inner),
             layouts=(_halves("experts.gate_up_proj_bias", (X, 2 * inner)),),
-            axes=("experts", "mlp"),
+            axes=("experts", "expert_mlp"),
             init=Init.ZEROS,
         ),
         ParamSpec(
@@ -132,18 +132,18 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
                 (_whole(down, (X, inner, size)),),
                 *(((_whole(down, (X, size, inner), packs),),) if packs else ()),
             ),
-            axes=("experts", "mlp", "embed"),
+            axes=("experts", "expert_mlp", "embed"),
             op=Op.EXPERTS,
         ),
         ParamSpec(
             path=("experts", "down_bias"),
             shape=(X, size),
             layouts=((_whole("experts.down_proj_bias", (X, size)),),),
-            axes=("experts", "embed"),
+            axes=(None, "embed"),  # added after the sum over all shards
             init=Init.ZEROS,
         ),
     )
-    return prefixed(declared, path=("moe",), stored="mlp.")
+    return prefixed(of_experts(declared, spec), path=("moe",), stored="mlp.")
 
 
 def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> tuple[Part, ...]:

@@ -33,7 +33,16 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import dense_params, product, zero_centred
-from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.models.params import (
+    FLOAT32,
+    Form,
+    Init,
+    ParamSpec,
+    ParamTable,
+    Part,
+    of_experts,
+    prefixed,
+)
 from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import (
     AttentionSpec,
@@ -237,17 +246,17 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
             layouts=((gate, up),),
-            axes=("experts", "embed", "mlp"),
+            axes=("experts", "embed", "expert_mlp"),
         ),
         ParamSpec(
             path=("experts", "down"),
             shape=(X, inner, size),
             layouts=((down,),),
-            axes=("experts", "mlp", "embed"),
+            axes=("experts", "expert_mlp", "embed"),
         ),
     )
     return (
-        *prefixed(experts, path=("moe",), stored="moe."),
+        *prefixed(of_experts(experts, spec), path=("moe",), stored="moe."),
         *dense_params(spec.shared, size=size, path=("moe", "shared"), stored="share_expert."),
     )
 

@@ -12,7 +12,6 @@ from jspec.models.files.fp8 import Form, Scaled
 from jspec.models.files.tensor_files import Tensors
 from jspec.models.params import Form as Layout
 from jspec.models.params import ParamSpec, Part, shard_columns
-from jspec.spec.axes import TENSOR, mesh_axis
 from jspec.spec.weight_format import FP8
 
 FormOf = Callable[[str], Form | None]  # of a tensor by its name; None: not in fp8
@@ -53,8 +52,8 @@ def stored_fp8(
 
 def _are_cut(spec: ParamSpec, layout: tuple[Part, ...], *, shards: int) -> bool:
     column_shards = spec.column_shards(shards)
-    is_split = len(spec.axes) > 1 and mesh_axis(spec.axes[-2]) == TENSOR
-    if is_split and shards > 1 and spec.shape[-2] % (shards * FP8.size):
+    row_shards = spec.shards_of(-2, shards) if len(spec.axes) > 1 else 1
+    if row_shards > 1 and spec.shape[-2] % (row_shards * FP8.size):
         return True
     blocks: list[tuple[str, int]] = []  # the stored block of each column
     for i, first, count in shard_columns(layout, column_shards):

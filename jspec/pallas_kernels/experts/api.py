@@ -31,14 +31,25 @@ class Mixed:
 
         Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
         """
-        rows = self.rows
-        if self.place is not None:
-            rows = jnp.take(rows, self.place, axis=0, mode="clip")
-        pairs = rows.reshape(*self.ids.shape, -1).astype(jnp.float32)
-        out = jnp.sum(pairs * self.weights[..., None], axis=1).astype(rows.dtype)
+        out = jnp.sum(self._pairs() * self.weights[..., None], axis=1).astype(self.rows.dtype)
         if self.bias is None:
             return out
         return out + biases_of(self.bias, self.ids, self.weights).astype(out.dtype)
+
+    def own_sum(self, num_experts: int) -> jax.Array:
+        """Return f32 [T, E], the sum over the experts of one of several shards.
+
+        Pairs with the id num_experts are another shard's; their rows may be anything, since no
+        kernel writes them.
+        """
+        own = jnp.where((self.ids < num_experts)[..., None], self._pairs(), 0.0)
+        return jnp.sum(own * self.weights[..., None], axis=1)
+
+    def _pairs(self) -> jax.Array:
+        rows = self.rows
+        if self.place is not None:
+            rows = jnp.take(rows, self.place, axis=0, mode="clip")
+        return rows.reshape(*self.ids.shape, -1).astype(jnp.float32)
 
 
 def biases_of(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.weights import dense
-from jspec.pallas_kernels.experts.api import ExpertBlocks, num_blocks
+from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed, num_blocks
 from jspec.pallas_kernels.gated_mlp.reference import gated as silu_gated
 from jspec.spec.model_spec import Gate
 
@@ -23,12 +23,16 @@ def run_experts(
     params: dict[str, Any],
     *,
     gate: Gate,
+    shards: int = 1,
 ) -> Float[Array, "T E"]:
     """Return sum_j weights[t, j] * expert_{ids[t, j]}(x[t]), without the bias of `down`.
 
     params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; packed weights
     are unpacked first. Pairs are sorted by expert, stably: ids [[2 0] [0 1]] give the order 1 2 3 0
     and group sizes [2 1 1]. The sum over j is in float32, in the order of j.
+
+    shards: of all experts, of which params has one. With several, the id X stands for an expert of
+    another shard, whose term is 0, and the sum stays in float32.
     """
     down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
     num_tokens, top_k = ids.shape
@@ -42,6 +46,8 @@ def run_experts(
     inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
     out = jax.lax.ragged_dot(inner, down, sizes)
     back = jnp.take(out, jnp.argsort(order), axis=0, mode="clip")
+    if shards > 1:
+        return Mixed(rows=back, weights=weights, ids=ids).own_sum(gate_up.shape[0])
     back = back.reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(back * weights[..., None], axis=1).astype(x.dtype)
 
@@ -61,6 +67,7 @@ def gated(
 def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> ExpertBlocks:
     """Sort the pairs by expert, stably, and assign them to blocks. Raises ValueError for 0 pairs.
 
+    Pairs with the id num_experts, of another shard, are in no block; their place is unspecified.
     Blocks without pairs have the last one's expert, padding rows some pair's token.
 
     In:  ids [[2 0] [0 1]], tile_m 2 (pairs are 0: (0, 2), 1: (0, 0), 2: (1, 0), 3: (1, 1))

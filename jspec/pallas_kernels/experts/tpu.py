@@ -9,6 +9,7 @@ more than the product.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,14 @@ def run_experts(
     *,
     gate: Gate,
     tile_m: int,
+    shards: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "T E"]:
     """Compute reference.run_experts. Raises ValueError for 0 tokens. interpret: run anywhere."""
-    blocks = blocks_of(ids, num_experts=params["down"].shape[0], tile_m=tile_m)
+    num_experts = params["down"].shape[0]
+    blocks = blocks_of(ids, num_experts=num_experts, tile_m=tile_m)
+    if shards > 1:  # without a pair, index maps need a block all the same
+        blocks = replace(blocks, num_used=jnp.maximum(blocks.num_used, 1))
     rows = jnp.take(x, blocks.token, axis=0, mode="clip")
     wide = grouped_product(rows, params["gate_up"], blocks, interpret=interpret)
     if "gate_up_bias" in params:
@@ -57,7 +62,8 @@ def run_experts(
         wide = wide + jnp.take(params["gate_up_bias"], expert, axis=0, mode="clip")
     inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
     out = grouped_product(inner, params["down"], blocks, interpret=interpret)
-    return Mixed(rows=out, weights=weights, ids=ids, place=blocks.place).sum()
+    mixed = Mixed(rows=out, weights=weights, ids=ids, place=blocks.place)
+    return mixed.sum() if shards == 1 else mixed.own_sum(num_experts)
 
 
 def grouped_product(

@@ -45,7 +45,6 @@ from jspec.models.heads.token_map import read_token_map, with_hot_columns
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from jspec.speculative.drafters.frozen_kv import assistant_source, is_assistant
@@ -140,7 +139,7 @@ def block_source(request: DraftRequest) -> DraftSource:
     spec = load_block_config(
         path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
     )
-    spec = replace(spec, layer=cached_in(spec.layer, request.kv_dtype))
+    spec = replace(spec, layer=request.on_devices(spec.layer))
     _check_draft_vocabulary(spec, request)
     if args.speculative.num_steps > spec.most_steps:
         raise ConfigError(
@@ -180,7 +179,7 @@ def block_source(request: DraftRequest) -> DraftSource:
 
 
 def _cached(spec: HeadSpec, request: DraftRequest) -> HeadSpec:
-    return replace(spec, layer=cached_in(spec.layer, request.kv_dtype))
+    return replace(spec, layer=request.on_devices(spec.layer))
 
 
 def _source_of(

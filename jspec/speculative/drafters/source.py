@@ -18,7 +18,8 @@ from jspec.models.files.stored import Place
 from jspec.models.heads.target_copies import Copies
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import ModelSpec
+from jspec.spec.expert_shards import on_expert_shards
+from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.target import Params
@@ -35,8 +36,13 @@ class DraftRequest:
     target_path: Path
     tokenizer: Path  # the directory of the target's tokenizer
     shards: int
+    expert_shards: int = 1  # of them
     formats: Formats = ()  # of the draft's weights that are not dense
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
+
+    def on_devices(self, spec: ModelSpec) -> ModelSpec:
+        """Return a model as this engine caches and splits it. Raises ConfigError."""
+        return on_expert_shards(cached_in(spec, self.kv_dtype), self.expert_shards)
 
     @property
     def checkpoint(self) -> Path:

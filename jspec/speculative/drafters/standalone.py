@@ -11,7 +11,6 @@ from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import check_target, load_model_spec, load_target
 from jspec.models.files.stored import Place
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import cached_in
 from jspec.speculative.drafters.ranked import StandaloneDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 from jspec.speculative.target import Params
@@ -21,7 +20,7 @@ from jspec.text.tokenizer.tokenizer import check_same_vocabulary
 def standalone_source(request: DraftRequest) -> DraftSource:
     """Plan a draft language model; raises ConfigError or CheckpointError if it does not fit."""
     args, path = request.args, request.checkpoint
-    spec = cached_in(load_model_spec(path), request.kv_dtype)
+    spec = request.on_devices(load_model_spec(path))
     if spec.vocab_size != request.target.vocab_size:
         raise ConfigError(
             f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "

@@ -1,0 +1,37 @@
+"""Expert parallelism of a model as data: each MoE's experts are split over groups of devices."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from jspec.errors import ConfigError
+from jspec.spec.model_spec import LayerSpec, ModelSpec, MoESpec
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    return any(isinstance(ffn, MoESpec) for layer in spec.layers for ffn in layer.ffns)
+
+
+def on_expert_shards(spec: ModelSpec, shards: int) -> ModelSpec:
+    """Return the model with every MoE's experts split over `shards` groups of devices.
+
+    Raises ConfigError if their number is not divisible.
+    """
+
+    def moe_on(moe: MoESpec) -> MoESpec:
+        if moe.num_experts % shards:
+            raise ConfigError(
+                f"ep_size is {shards}; expected a divisor of {moe.num_experts}, the number of "
+                "experts"
+            )
+        return replace(moe, shards=shards)
+
+    def layer_on(layer: LayerSpec) -> LayerSpec:
+        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        moes: dict[str, Any] = {
+            name: moe_on(value) for name, value in values.items() if isinstance(value, MoESpec)
+        }
+        return replace(layer, **moes)
+
+    return replace(spec, layers=tuple(map(layer_on, spec.layers)))

@@ -1,0 +1,96 @@
+"""Experts split over devices: the logits of one device, and on each device its own experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config.engine_args import EngineArgs
+from jspec.device.mxfp4 import MXFP4Weight
+from jspec.device.parallel import Parallel
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.pallas_kernels import formats
+from jspec.spec.expert_shards import has_experts
+from jspec.spec.weight_format import MXFP4, Op
+from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, GOLDEN, logits_over
+from tests.models.test_gpt_oss import write_packed
+from tests.support.golden_arrays import arrays_of
+
+OF_EXPERTS = tuple(
+    name
+    for name in (*FAMILY_CHECKPOINTS, "qwen3_moe_fp8")
+    if name != "mimo" and has_experts(load_model_spec(GOLDEN / name))
+)
+# Mesh (expert, tensor); some checkpoints have 6 experts, or heads that 4 does not divide.
+MESHES = {
+    **dict.fromkeys(OF_EXPERTS, (2, 2)),
+    **dict.fromkeys(("step3p5", "qwen3_next", "qwen3_5_moe"), (2, 1)),
+    **dict.fromkeys(("deepseek_v3", "gpt_oss"), (4, 1)),
+}
+FAST, IN_CI = "qwen3_moe", ("glm4_moe", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name) for name in (FAST,)),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in IN_CI),
+        *(
+            pytest.param(name, marks=(pytest.mark.slow, pytest.mark.exhaustive))
+            for name in OF_EXPERTS
+            if name not in (FAST, *IN_CI)
+        ),
+    ],
+)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    golden = arrays_of(GOLDEN / name / "outputs.npz")
+    expert, tensor = MESHES[name]
+    logits = logits_over(Parallel(expert=expert, tensor=tensor), GOLDEN / name, golden["token_ids"])
+    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_packed_experts_are_split_like_unpacked_ones(tmp_path: Path) -> None:
+    write_packed(tmp_path / "packed")
+    ids = arrays_of(GOLDEN / "gpt_oss" / "outputs.npz")["token_ids"]
+    found, expected = (
+        logits_over(Parallel(expert=4), tmp_path / "packed", ids, formats=own)
+        for own in (((Op.EXPERTS, MXFP4()),), ())
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def load(path: Path, parallel: Parallel) -> LoadedModels:
+    args = EngineArgs(
+        model_path=str(path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        tp_size=parallel.model,
+        ep_size=parallel.expert,
+    )
+    mesh = parallel.mesh(jax.devices("cpu")[: parallel.model])
+    return load_models(args, resolve_paths(args), mesh=mesh)
+
+
+@pytest.mark.parametrize(("tensor", "is_packed"), [(1, True), (2, False)])
+def test_a_device_has_its_own_experts_alone(
+    tensor: int, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay packed if each is whole, as the kernel needs them."""
+    reads = formats.Reads(most_shards=1)
+    monkeypatch.setitem(formats.TABLE, (MXFP4, Op.EXPERTS, "xla"), reads)  # type: ignore[arg-type]
+    write_packed(tmp_path / "packed")
+    one, split = (
+        load(tmp_path / "packed", parallel).params["target"]["layers"][0]["moe"]["experts"]["down"]
+        for parallel in (Parallel(tensor=tensor), Parallel(expert=2, tensor=tensor))
+    )
+    assert isinstance(split, MXFP4Weight) == is_packed
+    for whole, parts in zip(jax.tree.leaves(one), jax.tree.leaves(split), strict=True):
+        assert len(parts.addressable_shards) == 2 * tensor
+        for shard in parts.addressable_shards:
+            assert shard.data.shape[0] == whole.shape[0] // 2
+            np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])

@@ -1,0 +1,109 @@
+"""Experts split over devices write the text of one device: plain, with chains and with trees."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jspec.messages.request import Request
+from jspec.messages.step_options import StepOptions
+from jspec.models.heads.head_params import head_params
+from jspec.models.registry import table_of
+from jspec.spec.expert_shards import on_expert_shards
+from tests.speculative.engines import (
+    DRAFT,
+    PLAIN,
+    Compiled,
+    build,
+    dial_for,
+    make_request,
+    serve,
+    spec_of,
+    tiny_params,
+)
+from tests.speculative.every_drafter import sharded
+from tests.speculative.family_targets import drawn, target_of
+from tests.speculative.mtp_checkpoints import CONFIGS, engine_of, load, write_checkpoint
+
+NONE, CHAIN, TREE = (0, 1, 1), (3, 1, 4), (3, 2, 7)
+FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next", "mimo_v2", "gemma4")
+MESHES = ((2, 1), (2, 2), (4, 1))  # expert, tensor
+# Softmaxes, biases and clamps, a shared expert beside sigmoids, groups of experts.
+IN_CI = {
+    ("qwen3_moe", (4, 1), NONE),
+    ("gpt_oss", (2, 2), TREE),
+    ("deepseek_v3", (4, 1), CHAIN),
+}
+
+
+def requests_of() -> list[Request]:
+    return [
+        make_request(
+            i, prompt_len=n, seed=40 + i, temperature=i % 2, max_new_tokens=40, ignore_eos=True
+        )
+        for i, n in enumerate((29, 5, 18))
+    ]
+
+
+def engine(family: str, shape: tuple[int, int, int], mesh: tuple[int, int]) -> Compiled:
+    experts, tensor = mesh
+    shards, target = experts * tensor, target_of(family)
+    table = table_of(on_expert_shards(target, experts))
+    head = {} if shape == NONE else sharded(head_params(DRAFT), tiny_params()[1], shards)
+    return build(
+        PLAIN if shape == NONE else spec_of(*shape),
+        page_size=4,
+        variants=(StepOptions(),),
+        params=(sharded(table, drawn(target), shards), head),
+        target_spec=target,
+        shards=shards,
+        experts=experts,
+    )
+
+
+@functools.cache
+def plain_texts(family: str) -> list[tuple[int, ...]]:
+    return list(serve(engine(family, NONE, (1, 1)), requests_of(), chunk_size=8).ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh", "shape"),
+    [
+        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.exhaustive)
+        for family in FAMILIES
+        for mesh in MESHES
+        for shape in (NONE, CHAIN, TREE)
+        for case in [(family, mesh, shape)]
+    ],
+)
+def test_split_experts_write_the_text_of_one_device(
+    family: str, mesh: tuple[int, int], shape: tuple[int, int, int]
+) -> None:
+    requests, expected = requests_of(), plain_texts(family)
+    assert len(set(expected)) == len(requests)
+    dial = None if shape == NONE else dial_for(requests, expected)
+    served = serve(engine(family, shape, mesh), requests, chunk_size=8, dial=dial)
+    assert list(served.ids) == expected
+    assert shape == NONE or np.all(served.counters.accept_histogram)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)]
+)
+def test_a_draft_of_the_targets_own_layers_is_split_as_well(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CONFIGS[name])
+    requests = requests_of()
+    expected = list(serve(engine_of(load(tmp_path), NONE), requests, chunk_size=8).ids)
+    models = load(tmp_path, shards=4, experts=2)
+    experts = models.params["draft"]["layers"][0]["moe"]["experts"]["down"]
+    assert experts.sharding.shard_shape(experts.shape)[0] == experts.shape[0] // 2
+    served = serve(
+        engine_of(models, TREE), requests, chunk_size=8, dial=dial_for(requests, expected)
+    )
+    assert list(served.ids) == expected
+    assert np.all(served.counters.accept_histogram)
