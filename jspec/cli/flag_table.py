@@ -187,6 +187,16 @@ _OTHER_MEMORY = (
     ),
 )
 
+_ONE_PLACE = "each expert has one place, in the model's order; tokens per expert are not counted"
+_OTHER_EXPERTS = (
+    _refused("--ep-num-redundant-experts", _INT, _ONE_PLACE, neutral=("0",)),
+    _refused("--init-expert-location", _TEXT, _ONE_PLACE, neutral=("trivial",)),
+    _refused("--enable-eplb", _SWITCH, _ONE_PLACE),
+    _refused("--enable-expert-distribution-metrics", _SWITCH, _ONE_PLACE),
+    _warns("--moe-a2a-backend", _TEXT, "one all-reduce adds up the experts' outputs"),
+    _warns("--moe-runner-backend", _TEXT, "jspec chooses the kernels of experts by platform"),
+)
+
 _OTHER_SERVER = (
     _warns("--enable-metrics", _SWITCH, "/metrics is always enabled"),
     _warns("--enable-metrics-for-all-schedulers", _SWITCH, "there is one scheduler"),
@@ -220,7 +230,7 @@ _OTHER_SERVER = (
 _OTHERS: Mapping[str, tuple[Flag, ...]] = {
     "Model": _OTHER_MODEL,
     "Speculation": _OTHER_SPECULATIVE,
-    "Memory and scheduling": _OTHER_MEMORY,
+    "Memory and scheduling": (*_OTHER_MEMORY, *_OTHER_EXPERTS),
     "Server": _OTHER_SERVER,
 }
 _ARGUMENTS = (*fields(EngineArgs), *fields(ServerArgs))
