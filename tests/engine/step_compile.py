@@ -67,6 +67,7 @@ from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import MODEL
+from jspec.spec.expert_shards import on_expert_shards
 from jspec.spec.head_spec import default_aux_layer_ids
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
@@ -177,10 +178,15 @@ def make_case(
     num_rounds: int = 1,
     drafter: str = "eagle3",
     rows: int = 64,
+    experts: int = 1,
 ) -> Case:
-    """Build one model with S/K/N and as many pages as a chip's memory allows."""
+    """Build one model with S/K/N and as many pages as a chip's memory allows.
+
+    experts: groups of devices with their own experts.
+    """
     devices = list(devices_of(topology))
-    mesh = Parallel(tensor=len(devices)).mesh(devices)
+    mesh = Parallel(expert=experts, tensor=len(devices) // experts).mesh(devices)
+    model = on_expert_shards(model, experts)
     ops = ops.on(devices[0].device_kind)
     program, params = make_program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = flat_limits(
@@ -314,9 +320,10 @@ def main(options: argparse.Namespace) -> None:
             num_rounds=options.num_continuous_decode_steps,
             drafter=options.drafter,
             rows=options.rows,
+            experts=options.experts,
         )
         what = {"topology": options.topology, "model": options.model, "shape": shape}
-        what |= {"layers": model.num_layers, "devices": case.mesh.size}
+        what |= {"layers": model.num_layers, "devices": case.mesh.size, "experts": options.experts}
         for key in program_keys(case.limits):
             if fnmatch(str(key), options.only):
                 seen = {"hbm_bytes": hbm_bytes(options.topology), **compile_one(case, key)}
@@ -329,6 +336,7 @@ if __name__ == "__main__":
     parser.add_argument("topology")
     parser.add_argument("shapes", nargs="+", metavar="S/K/N")
     parser.add_argument("--layers", type=int, metavar="N", help="the model's first N; all else")
+    parser.add_argument("--experts", type=int, default=1, metavar="N", help="as --ep-size")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla", choices=OPS)
