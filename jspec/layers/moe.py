@@ -3,7 +3,8 @@
 One grouped product multiplies each expert's weights by all of its tokens (`Ops.experts`). Under
 tensor parallelism every shard has a part of each expert's inner columns, and an all-reduce follows.
 Under expert parallelism it has some of the experts. All shards have all tokens and route them
-alike, so each runs its own experts' pairs and the same all-reduce adds up the terms.
+alike, so each runs its own experts' pairs and the same all-reduce adds up the terms. Data ranks
+that share the experts gather their tokens first, and each takes the sums of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.axes import EXPERT
+from jspec.spec.axes import DATA, EXPERT
 from jspec.spec.model_spec import MoESpec, Routing
 
 
@@ -99,9 +100,7 @@ def moe(
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts = params["experts"]
-    own = ids if spec.shards == 1 else ids_on_shard(ids, spec)
-    out = ops.experts(x, own, weights, experts, gate=spec.gate, shards=spec.shards)
-    out = shard.sum(out).astype(x.dtype)
+    out = _sum_of_experts(x, ids, weights, experts, spec=spec, shard=shard, ops=ops)
     if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
@@ -114,6 +113,29 @@ def moe(
     return out
 
 
+def _sum_of_experts(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    experts: dict[str, Any],
+    *,
+    spec: MoESpec,
+    shard: Shard,
+    ops: Ops,
+) -> Float[Array, "T E"]:
+    if spec.shards == 1:
+        return shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
+    given = (x, ids, weights)
+    if spec.data_shards > 1:
+        given = tuple(jax.lax.all_gather(each, DATA, tiled=True) for each in given)
+    every, ids, weights = given
+    own = ids_on_shard(ids, spec)
+    out = ops.experts(every, own, weights, experts, gate=spec.gate, shards=spec.shards)
+    if spec.data_shards > 1:
+        out = jax.lax.psum_scatter(out, DATA, tiled=True)
+    return shard.sum(out).astype(x.dtype)
+
+
 def ids_on_shard(ids: Int[Array, "T k"], spec: MoESpec) -> Int[Array, "T k"]:
     """Return the ids among this shard's experts; other shards' become the number of its experts.
 
@@ -121,7 +143,8 @@ def ids_on_shard(ids: Int[Array, "T k"], spec: MoESpec) -> Int[Array, "T k"]:
     Out: [[2 2] [0 1]]
     """
     count = spec.num_experts // spec.shards
-    own = ids - jax.lax.axis_index(EXPERT) * count
+    axis = EXPERT if spec.data_shards == 1 else (DATA, EXPERT)
+    own = ids - jax.lax.axis_index(axis) * count
     return jnp.where((own >= 0) & (own < count), own, count)
 
 
@@ -136,7 +159,8 @@ def moe_of_sum(
     ops: Ops,
 ) -> Residual:
     """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
-    if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array):
+    is_whole = shard.size == spec.shards == 1
+    if is_whole and spec.shared is None and isinstance(stream.delta, jax.Array):
         fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )

@@ -100,7 +100,7 @@ class ParamSpec:
     optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype
-    expert_shards: int = 1  # of its "experts" axis; each has all shards of "expert_mlp"
+    expert_shards: int = 1  # of "experts" in one data rank; each has all shards of "expert_mlp"
 
     @property
     def is_integer(self) -> bool:
@@ -160,9 +160,14 @@ def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
 
 def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
     """Split an MoE's weights over `spec.shards`, by expert."""
-    return tuple(
-        replace(own, expert_shards=spec.shards) if "experts" in own.axes else own for own in table
-    )
+
+    def split(own: ParamSpec) -> ParamSpec:
+        if own.axes[:1] != ("experts",):
+            return own
+        axes = own.axes if spec.data_shards == 1 else ("experts_of_ranks", *own.axes[1:])
+        return replace(own, axes=axes, expert_shards=spec.shards // spec.data_shards)
+
+    return tuple(map(split, table))
 
 
 def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:

@@ -13,6 +13,7 @@ Axis = Literal[
     "kv_heads",
     "mlp",
     "experts",
+    "experts_of_ranks",
     "expert_mlp",
     "vocab",
     "latent",
@@ -27,6 +28,7 @@ MESH_AXES: Mapping[Axis, MeshAxis | None] = {
     "rank": DATA,  # of the packed batch and of a step's output: one entry a data rank
     "units": DATA,  # slots and pages: those of rank 0, then of rank 1, ...; each with its dummy
     "experts": EXPERT,
+    "experts_of_ranks": (DATA, EXPERT),  # of an MoE whose experts the data ranks share
     "expert_mlp": TENSOR,  # the inner width of an expert
     "heads": MODEL,
     "kv_heads": MODEL,

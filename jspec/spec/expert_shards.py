@@ -13,10 +13,11 @@ def has_experts(spec: ModelSpec) -> bool:
     return any(isinstance(ffn, MoESpec) for layer in spec.layers for ffn in layer.ffns)
 
 
-def on_expert_shards(spec: ModelSpec, shards: int) -> ModelSpec:
+def on_expert_shards(spec: ModelSpec, shards: int, *, data_shards: int = 1) -> ModelSpec:
     """Return the model with every MoE's experts split over `shards` groups of devices.
 
-    Raises ConfigError if their number is not divisible.
+    data_shards: data ranks among which the groups are divided; 1: each rank has all experts.
+    Raises ConfigError if the number of experts is not divisible.
     """
 
     def moe_on(moe: MoESpec) -> MoESpec:
@@ -25,7 +26,7 @@ def on_expert_shards(spec: ModelSpec, shards: int) -> ModelSpec:
                 f"ep_size is {shards}; expected a divisor of {moe.num_experts}, the number of "
                 "experts"
             )
-        return replace(moe, shards=shards)
+        return replace(moe, shards=shards, data_shards=data_shards)
 
     def layer_on(layer: LayerSpec) -> LayerSpec:
         values = {field.name: getattr(layer, field.name) for field in fields(layer)}

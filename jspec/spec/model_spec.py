@@ -236,7 +236,8 @@ class MoESpec:
     shared_gate: bool = False  # that MLP's output times the sigmoid of one product with the token
     num_groups: int = 1  # each of equally many neighbouring experts
     top_groups: int = 1  # number of groups, the best, among whose experts the top k are chosen
-    shards: int = 1  # of the experts, each with whole ones; `expert_shards.py` sets it
+    shards: int = 1  # of the experts, each with whole ones; `expert_shards.py` sets both
+    data_shards: int = 1  # data ranks that share the experts, each with some of the shards
 
     @property
     def has_plain_router(self) -> bool:

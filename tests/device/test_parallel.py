@@ -20,7 +20,7 @@ from jspec.spec.cache_groups import CacheGroup
 
 def test_every_logical_axis_has_a_place() -> None:
     assert set(MESH_AXES) == set(typing.get_args(Axis))
-    assert set(MESH_AXES.values()) == {*MESH, MODEL, None}
+    assert set(MESH_AXES.values()) == {*MESH, MODEL, (DATA, EXPERT), None}
 
 
 def test_dimensions_are_sharded_by_their_axes() -> None:

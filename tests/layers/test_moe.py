@@ -9,19 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from jspec.device.parallel import Parallel
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe, route
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.axes import MODEL
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
 
 E, X, INNER, TOP = 6, 5, 4, 2
 
 
-def drawn(*, bias: bool) -> dict[str, Any]:
+def drawn(*, bias: bool, num_experts: int = X) -> dict[str, Any]:
     """Draw params in float64; gate columns, then up columns."""
-    rng = np.random.default_rng(0)
+    rng, X = np.random.default_rng(0), num_experts
     router = {"kernel": rng.normal(size=(E, X)), "correction": rng.normal(size=X)}
     experts = {
         "gate_up": rng.normal(size=(X, E, 2 * INNER)) * 2,
@@ -142,36 +144,60 @@ def test_weights_are_float32_and_the_best_expert_comes_first() -> None:
 
 
 @pytest.mark.slow
-def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
-    spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER, gate=Gate.CLAMPED, bias=True)
-    params, x = drawn(bias=True), tokens(7)
+@pytest.mark.parametrize(
+    ("parallel", "shares"),
+    [
+        (Parallel(tensor=2), False),
+        (Parallel(expert=2, tensor=2), False),
+        (Parallel(data=2, expert=2), False),
+        (Parallel(data=2, tensor=2), True),
+        (Parallel(data=2, expert=2), True),
+        (Parallel(data=4), True),
+    ],
+)
+def test_shards_add_up_and_a_bias_is_added_once(parallel: Parallel, shares: bool) -> None:
+    """Shards of the inner columns and of the experts. shares: ranks do not have all experts."""
+    data = parallel.data if shares else 1
+    spec = MoESpec(
+        num_experts=4,
+        top_k=TOP,
+        inner=INNER,
+        gate=Gate.CLAMPED,
+        bias=True,
+        shards=data * parallel.expert,
+        data_shards=data,
+    )
+    params, x = drawn(bias=True, num_experts=4), tokens(8)
     held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
-    half = INNER // 2
-    order = np.r_[0:half, INNER : INNER + half, half:INNER, INNER + half : 2 * INNER]
+    halves = np.arange(2 * INNER).reshape(2, parallel.tensor, -1)
+    order = halves.swapaxes(0, 1).reshape(-1)
     for name in ("gate_up", "gate_up_bias"):
         held["experts"][name] = held["experts"][name][..., order]
-    columns, rows = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor", None)
+    first = ("data", "expert") if shares else "expert"
     specs = {
         "router": dict.fromkeys(("kernel", "bias", "correction"), PartitionSpec()),
         "experts": {
-            "gate_up": columns,
-            "gate_up_bias": PartitionSpec(None, "tensor"),
-            "down": rows,
+            "gate_up": PartitionSpec(first, None, "tensor"),
+            "gate_up_bias": PartitionSpec(first, "tensor"),
+            "down": PartitionSpec(first, "tensor", None),
             "down_bias": PartitionSpec(),
         },
     }
 
     def on_shard(params: Any, x: jax.Array) -> jax.Array:
-        return moe(params, x, spec=spec, shard=Shard(2, "tensor"), ops=Ops())[None]
+        shard = Shard(parallel.model, MODEL)
+        return moe(params, x, spec=spec, shard=shard, ops=Ops())[None]
 
-    both = jax.jit(
+    found = jax.jit(
         jax.shard_map(
             on_shard,
-            mesh=Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)),
-            in_specs=(specs, PartitionSpec()),
-            out_specs=PartitionSpec("tensor"),
+            mesh=parallel.mesh(jax.devices("cpu")[: parallel.data * parallel.model]),
+            in_specs=(specs, PartitionSpec("data")),
+            out_specs=PartitionSpec(MODEL, "data"),
             check_vma=False,
         )
     )(held, given)
-    np.testing.assert_array_equal(both[0], both[1])
-    np.testing.assert_allclose(both[0], expected_moe(x, params, spec), rtol=2e-4, atol=2e-4)
+    expected = expected_moe(x, params, spec)
+    for each in found:
+        np.testing.assert_array_equal(each, found[0])
+        np.testing.assert_allclose(each, expected, rtol=2e-4, atol=2e-4)
