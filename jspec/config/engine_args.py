@@ -136,7 +136,7 @@ class EngineArgs:
     ep_size: int = argument(
         1,
         "Groups of the --tp-size devices, each with its own experts of an MoE; the devices of a "
-        "group share each expert, and all devices share the rest of the model",
+        "group share each expert, and those of a data rank the rest of the model",
         _MODEL,
         aliases=("--ep", "--expert-parallel-size"),
         low=1,
@@ -403,17 +403,8 @@ class EngineArgs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
-        if self.tp_size % self.ep_size:
-            raise ConfigError(
-                f"ep_size is {self.ep_size}; expected a divisor of tp_size {self.tp_size}, whose "
-                "devices it groups"
-            )
+        self._check_parallel()
         self._check_loras()
-        if self.enable_dp_attention and self.tp_size % self.dp_size:
-            raise ConfigError(
-                f"tp_size is {self.tp_size}; expected a multiple of dp_size {self.dp_size} with "
-                "enable_dp_attention, which splits tp_size devices into dp_size data ranks"
-            )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
                 "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
@@ -421,6 +412,23 @@ class EngineArgs:
             )
         self._check_drafter()
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
+
+    def _check_parallel(self) -> None:
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size is {self.ep_size}; expected a divisor of tp_size {self.tp_size}, whose "
+                "devices it groups"
+            )
+        if self.enable_dp_attention and self.tp_size % self.dp_size:
+            raise ConfigError(
+                f"tp_size is {self.tp_size}; expected a multiple of dp_size {self.dp_size} with "
+                "enable_dp_attention, which splits tp_size devices into dp_size data ranks"
+            )
+        if self.ep_size % self.expert_ranks:
+            raise ConfigError(
+                f"ep_size is {self.ep_size}; expected 1 or a multiple of dp_size {self.dp_size} "
+                "with enable_dp_attention, since its data ranks share the experts"
+            )
 
     def _check_loras(self) -> None:
         count, most = len(self.named_lora_paths), self.max_loras_per_batch
@@ -477,6 +485,11 @@ class EngineArgs:
     def rank_size(self) -> int:
         """Devices of one data rank, over which it is tensor-parallel."""
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Data ranks that share the experts of an MoE; 1: each has all of them."""
+        return self.dp_size if self.enable_dp_attention and self.ep_size > 1 else 1
 
     @property
     def algorithm(self) -> Algorithm:

@@ -62,8 +62,8 @@ def _build_runner(
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     args = replace(args, compilation_cache_dir=_kept_in(store))
-    tensor = args.rank_size // args.ep_size
-    parallel = Parallel(data=args.dp_size, expert=args.ep_size, tensor=tensor)
+    expert = args.ep_size // args.expert_ranks
+    parallel = Parallel(data=args.dp_size, expert=expert, tensor=args.rank_size // expert)
     mesh = parallel.mesh(_devices(args))
     devices = devices_of_rank(mesh)  # each rank has the same on them
     interrupts.check()

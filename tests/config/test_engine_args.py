@@ -99,3 +99,8 @@ def test_a_name_of_another_server_or_a_removed_one_is_known(name: str, message: 
 def test_groups_of_experts_divide_the_devices() -> None:
     with pytest.raises(ConfigError, match="ep_size is 3; expected a divisor of tp_size 4, whose"):
         EngineArgs(tp_size=4, ep_size=3)
+    shared: dict[str, Any] = {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
+    with pytest.raises(ConfigError, match="ep_size is 2; expected 1 or a multiple of dp_size 4"):
+        EngineArgs(**shared, ep_size=2)
+    assert [EngineArgs(**shared, ep_size=n).expert_ranks for n in (1, 4, 8)] == [1, 4, 4]
+    assert EngineArgs(tp_size=2, dp_size=2, ep_size=2).expert_ranks == 1

@@ -38,7 +38,6 @@ def load(**arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "parallel", "message"),
     [
-        (None, Parallel(data=2), "data is 2; expected 1"),
         (None, Parallel(expert=2), "ep_size is 2; expected 1: the model has no experts"),
         ("qwen3_moe", Parallel(expert=4), "ep_size is 4; expected a divisor of 6, the number of"),
         (

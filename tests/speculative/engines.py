@@ -185,6 +185,7 @@ def build(
     shards: int = 1,
     ranks: int = 1,
     experts: int = 1,
+    ranks_share_experts: bool = False,
     params: tuple[Params, Params] | None = None,
     variants: tuple[StepOptions, ...] = (StepOptions(), SAMPLING),
     num_rounds: int = 1,
@@ -208,10 +209,11 @@ def build(
     the target's, with a prefix cache. sharing: of prefixes, with a prefix cache and one program for
     each of variants. snapshots: of recurrent states, with a prefix cache. formats: of the target's
     weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
-    experts: groups of shards, for which the specs of `make` are already split.
+    experts: groups of a rank's shards, for which the specs of `make` are already split.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
-    target_spec = on_expert_shards(target_spec, experts)
+    data_shards = ranks if ranks_share_experts else 1
+    target_spec = on_expert_shards(target_spec, experts * data_shards, data_shards=data_shards)
     mesh, shard = mesh_of(shards, ranks, experts=experts), Shard(shards, MODEL)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3

@@ -30,12 +30,15 @@ from tests.speculative.mtp_checkpoints import CONFIGS, engine_of, load, write_ch
 
 NONE, CHAIN, TREE = (0, 1, 1), (3, 1, 4), (3, 2, 7)
 FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next", "mimo_v2", "gemma4")
-MESHES = ((2, 1), (2, 2), (4, 1))  # expert, tensor
+Mesh = tuple[int, int, int]  # data, expert, tensor
+ONE = (1, 1, 1)
+MESHES = ((1, 2, 1), (1, 2, 2), (1, 4, 1))
+SHARED = ((2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1))  # the experts are split over data ranks, too
 # Softmaxes, biases and clamps, a shared expert beside sigmoids, groups of experts.
 IN_CI = {
-    ("qwen3_moe", (4, 1), NONE),
-    ("gpt_oss", (2, 2), TREE),
-    ("deepseek_v3", (4, 1), CHAIN),
+    ("qwen3_moe", (4, 1, 1), NONE),
+    ("gpt_oss", (1, 2, 2), TREE),
+    ("deepseek_v3", (2, 2, 1), CHAIN),
 }
 
 
@@ -48,10 +51,10 @@ def requests_of() -> list[Request]:
     ]
 
 
-def engine(family: str, shape: tuple[int, int, int], mesh: tuple[int, int]) -> Compiled:
-    experts, tensor = mesh
+def engine(family: str, shape: tuple[int, int, int], mesh: Mesh) -> Compiled:
+    ranks, experts, tensor = mesh
     shards, target = experts * tensor, target_of(family)
-    table = table_of(on_expert_shards(target, experts))
+    table = table_of(on_expert_shards(target, ranks * experts, data_shards=ranks))
     head = {} if shape == NONE else sharded(head_params(DRAFT), tiny_params()[1], shards)
     return build(
         PLAIN if shape == NONE else spec_of(*shape),
@@ -60,13 +63,15 @@ def engine(family: str, shape: tuple[int, int, int], mesh: tuple[int, int]) -> C
         params=(sharded(table, drawn(target), shards), head),
         target_spec=target,
         shards=shards,
+        ranks=ranks,
         experts=experts,
+        ranks_share_experts=True,
     )
 
 
 @functools.cache
 def plain_texts(family: str) -> list[tuple[int, ...]]:
-    return list(serve(engine(family, NONE, (1, 1)), requests_of(), chunk_size=8).ids)
+    return list(serve(engine(family, NONE, ONE), requests_of(), chunk_size=8).ids)
 
 
 @pytest.mark.slow
@@ -75,13 +80,13 @@ def plain_texts(family: str) -> list[tuple[int, ...]]:
     [
         pytest.param(*case, marks=() if case in IN_CI else pytest.mark.exhaustive)
         for family in FAMILIES
-        for mesh in MESHES
+        for mesh in MESHES + SHARED
         for shape in (NONE, CHAIN, TREE)
         for case in [(family, mesh, shape)]
     ],
 )
 def test_split_experts_write_the_text_of_one_device(
-    family: str, mesh: tuple[int, int], shape: tuple[int, int, int]
+    family: str, mesh: Mesh, shape: tuple[int, int, int]
 ) -> None:
     requests, expected = requests_of(), plain_texts(family)
     assert len(set(expected)) == len(requests)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -38,13 +37,14 @@ from jspec.models.files.checkpoint import (
 )
 from jspec.models.files.kv_scales import cached_dtype
 from jspec.models.files.stored import on_host
-from jspec.models.params import ParamTable
-from jspec.models.placement import Tables, abstract_params, param_places
+from jspec.models.params import ParamSpec, ParamTable
+from jspec.models.placement import Tables, param_places
 from jspec.models.registry import table_of
 from jspec.spec.axes import MODEL, Axis
 from jspec.spec.cache_entry import FP8
 from jspec.spec.expert_shards import has_experts, on_expert_shards
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
+from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS, source_of
 from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
@@ -107,9 +107,10 @@ def load_models(
     parallel.check_served()
     kv_dtype = cached_dtype(args.kv_cache_dtype, paths.target)
     spec = cached_in(load_model_spec(paths.target), kv_dtype)
-    if parallel.expert > 1 and not has_experts(spec):
-        raise ConfigError(f"ep_size is {parallel.expert}; expected 1: the model has no experts")
-    spec = on_expert_shards(spec, parallel.expert)
+    expert_shards = parallel.expert * args.expert_ranks
+    if expert_shards > 1 and not has_experts(spec):
+        raise ConfigError(f"ep_size is {expert_shards}; expected 1: the model has no experts")
+    spec = on_expert_shards(spec, expert_shards, data_shards=args.expert_ranks)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, parallel)
     if args.load_format != "dummy":
@@ -121,7 +122,7 @@ def load_models(
         target_path=paths.target,
         tokenizer=paths.tokenizer,
         shards=parallel.model,
-        expert_shards=parallel.expert,
+        expert_shards=expert_shards,
         kv_dtype=kv_dtype,
     )
     read_source = partial(source_of, read=drafters[args.algorithm.name])
@@ -251,12 +252,13 @@ def _draft_params(
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
-    abstract = abstract_params(table, dtype=dtype, shards=Parallel.of(mesh).model)
-    check_weights_fit(
-        devices_of_rank(mesh),
-        sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
-        f"{name} {str(path)!r}",
-    )
+    parallel, of_model = Parallel.of(mesh), jnp.dtype(dtype).name
+
+    def of_rank(spec: ParamSpec) -> int:
+        whole = num_bytes(spec.format_in(of_model), spec.physical_shape(parallel.model))
+        return whole // (parallel.data if "experts_of_ranks" in spec.axes else 1)
+
+    check_weights_fit(devices_of_rank(mesh), sum(map(of_rank, table)), f"{name} {str(path)!r}")
 
 
 def place(

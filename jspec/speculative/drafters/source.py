@@ -36,13 +36,14 @@ class DraftRequest:
     target_path: Path
     tokenizer: Path  # the directory of the target's tokenizer
     shards: int
-    expert_shards: int = 1  # of them
+    expert_shards: int = 1  # of all data ranks that share the experts
     formats: Formats = ()  # of the draft's weights that are not dense
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
     def on_devices(self, spec: ModelSpec) -> ModelSpec:
         """Return a model as this engine caches and splits it. Raises ConfigError."""
-        return on_expert_shards(cached_in(spec, self.kv_dtype), self.expert_shards)
+        cached, data_shards = cached_in(spec, self.kv_dtype), self.args.expert_ranks
+        return on_expert_shards(cached, self.expert_shards, data_shards=data_shards)
 
     @property
     def checkpoint(self) -> Path:
