@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jspec.config.engine_args import EngineArgs
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.messages.weight_update import ArrayUpdate
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.pallas_kernels import formats
 from jspec.spec.expert_shards import has_experts
 from jspec.spec.weight_format import MXFP4, Op
+from tests.engine.test_served_weights import Params
 from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, GOLDEN, logits_over
 from tests.models.test_gpt_oss import write_packed
 from tests.support.golden_arrays import arrays_of
@@ -94,3 +99,19 @@ def test_a_device_has_its_own_experts_alone(
         for shard in parts.addressable_shards:
             assert shard.data.shape[0] == whole.shape[0] // 2
             np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
+
+
+def test_split_experts_are_read_and_replaced_by_name() -> None:
+    mesh = Parallel(expert=2, tensor=2)
+    models = load(GOLDEN / "qwen3_moe", mesh)
+    runner = Params(models.params)
+    devices = jax.devices("cpu")[: mesh.model]
+    weights = ServedWeights(replace(models, params={}), runner, mesh=mesh.mesh(devices))
+    stored = load_file(GOLDEN / "qwen3_moe" / "model.safetensors")
+    experts = {name: value for name, value in stored.items() if ".experts." in name}
+    assert experts
+    for factor in (1, 2):
+        for name, value in experts.items():
+            np.testing.assert_array_equal(weights.tensor(name, None), factor * value)
+        doubled = {name: 2 * value for name, value in experts.items()}
+        weights.switch(weights.prepare(ArrayUpdate(arrays=doubled)))
