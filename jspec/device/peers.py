@@ -90,8 +90,12 @@ class Exchange:
 
     @classmethod
     def of(cls, mesh: Mesh, *, width: int) -> Exchange | None:
-        """Return None where no kernel can run: one device, or no access between them."""
-        if mesh.devices.shape[-1] == 1 or not have_access(list(mesh.devices.flat)):
+        """Return None where no kernel can run: one device, or no access between them.
+
+        Nor with other axes: experts are summed over two, and beside data ranks no card ran it.
+        """
+        devices = list(mesh.devices.flat)
+        if not 1 < len(devices) == mesh.devices.shape[-1] or not have_access(devices):
             return None
         return cls(mesh, width=width)
 

@@ -19,6 +19,7 @@ from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.errors import ConfigError
 from jspec.models.registry import table_of
 from jspec.spec.accelerators import read_devices
+from jspec.spec.expert_shards import on_expert_shards
 from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
 from tests.support.tiny_models import TinyPair, tiny_target_config, write_tiny_pair
 
@@ -44,7 +45,7 @@ def with_experts(spec: ModelSpec) -> ModelSpec:
     [
         (Split(tensor=4), Parallel(tensor=4), False),  # two kv heads, which are repeated
         (Split(tensor=2), Parallel(tensor=2), True),
-        (Split(data=4, whole_experts=True), Parallel(expert=4), True),
+        (Split(tensor=4, whole_experts=True), Parallel(expert=4), True),
     ],
     ids=["kv heads repeated", "parts of experts", "whole experts"],
 )
@@ -53,7 +54,7 @@ def test_the_bytes_are_those_of_placed_weights(
 ) -> None:
     spec = with_experts(tiny_target_config()) if has_experts else tiny_target_config()
     devices = jax.devices("cpu")[: split.num_devices]
-    tables = {"target": table_of(spec)}
+    tables = {"target": table_of(on_expert_shards(spec, mesh.expert))}
     params = dummy_params(
         tables, mesh=mesh.mesh(devices), vocab_size=spec.vocab_size, dtype=jnp.float32
     )
