@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
+from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.engine import interrupts
 from jspec.engine.memory.device_memory import least_memory
@@ -74,7 +75,7 @@ def _build_runner(
     limits = size_pool(
         models.config,
         groups,
-        devices=devices,
+        devices=hosts.memories(devices),
         ops=models.target.ops,
         weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
     )
@@ -102,16 +103,16 @@ def _build_runner(
         store=store,
         exchange=None if args.disable_custom_all_reduce else exchange_of(program, mesh),
     )
-    if least_memory(devices) is not None:
+    if least_memory(mesh.local_devices) is not None:
         check_scratch_fits(
-            devices,
+            mesh.local_devices,
             scratch_bytes(runner.executables),
             held=held_bytes(runner.params, runner.state, shares=models.source.shares),
             fraction=config.mem_fraction_static,
         )
     later = later_programs(limits, runner.ready_programs)
     recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
-    if later:
+    if later and hosts.is_one_process(mesh):  # else all hosts build together (`ensure`)
         maker = maker_of(recipe, later, mesh=mesh, store=store)
         wanted = len(program_keys(limits))
         runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
@@ -123,6 +124,15 @@ def _build_runner(
 def _devices(args: EngineArgs) -> list[jax.Device]:
     available = jax.devices()
     needed = args.dp_size * args.rank_size
+    if (num_hosts := jax.process_count()) > 1:
+        own, share = jax.local_device_count(), needed // num_hosts
+        if share > own:
+            raise ConfigError(
+                f"tp_size is {args.tp_size} over {num_hosts} hosts; expected at most {own * num_hosts}: "
+                f"host {jax.process_index()} has {own} {available[0].platform} devices"
+            )
+        each = [[x for x in available if x.process_index == i] for i in range(num_hosts)]
+        return [device for found in each for device in found[:share]]
     if needed > len(available):
         multiplied = args.dp_size > 1 and not args.enable_dp_attention
         found = f"tp_size is {args.tp_size}"

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jspec.config.limits import ServeLimits
+from jspec.device import hosts
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.peers import Exchange
 from jspec.device.state import EngineState, empty_caches, empty_rows, state_specs
@@ -230,7 +231,7 @@ class DeviceRunner(PlanRunner):
     def _run(self, executable: Any, operands: tuple[Any, ...]) -> Any:
         if not self._is_cpu:
             operands = tuple(
-                jax.device_put(each, self._by_rank) if isinstance(each, np.ndarray) else each
+                hosts.put(each, self._by_rank) if isinstance(each, np.ndarray) else each
                 for each in operands
             )
         self._state, output = executable(self._params, self.state, *operands)
@@ -359,12 +360,20 @@ def new_state(
     exchange: Exchange | None,
 ) -> EngineState:
     """Return zeroed state on the mesh, and renew the exchange that it has the addresses of."""
-    shards = Parallel.of(mesh).model
-    made = init_state(program, limits, shards=shards, kv_dtype=kv_dtype, mesh=mesh)
+    shards, is_here = Parallel.of(mesh).model, hosts.is_one_process(mesh)
+    how: Any = {"shards": shards, "kv_dtype": kv_dtype, "mesh": mesh if is_here else None}
+    make = partial(init_state, program, limits, **how)
+    if not is_here:
+        found: EngineState = hosts.made(make, partial(state_places, program=program, mesh=mesh))
+        return found
     peers = None if exchange is None else exchange.renew()
-    return place_state(dataclasses.replace(made, peers=peers), program, mesh)
+    return place_state(dataclasses.replace(make(), peers=peers), program, mesh)
 
 
 def place_state(state: EngineState, program: StepProgram, mesh: Mesh) -> EngineState:
+    return jax.device_put(state, state_places(state, program, mesh))
+
+
+def state_places(state: EngineState, program: StepProgram, mesh: Mesh) -> Any:
     specs = state_specs(state, program.target.cache_groups, program.drafter.cache_groups)
-    return jax.device_put(state, shardings(mesh, specs))
+    return shardings(mesh, specs)

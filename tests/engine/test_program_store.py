@@ -328,14 +328,20 @@ def test_devices_and_their_platform_are_told_apart() -> None:
         client = {"platform": "gpu", "platform_version": "1", **changes}
         device = SimpleNamespace(
             client=SimpleNamespace(
-                platform=client["platform"], platform_version=client["platform_version"]
+                platform=client["platform"],
+                platform_version=client["platform_version"],
+                process_index=lambda: changes.get("process", 0),
             ),
             device_kind=changes.get("kind", "H200"),
             id=changes.get("id", 0),
         )
+        devices = [device] * changes.get("number", 1)
+        num_here = changes.get("number_here", len(devices))
         return SimpleNamespace(
-            devices=np.array([device] * changes.get("number", 1)),
+            devices=np.array(devices),
             shape={"data": changes.get("ranks", 1)},
+            size=len(devices),
+            local_devices=devices[:num_here],
         )
 
     changes: tuple[dict[str, Any], ...] = (
@@ -346,6 +352,8 @@ def test_devices_and_their_platform_are_told_apart() -> None:
         {"ranks": 2},
         {"id": 1},
         {"number": 2},
+        {"number": 2, "number_here": 1},  # of two hosts
+        {"number": 2, "number_here": 1, "process": 1},
     )
     found = [repr(program_store.surroundings(mesh(**change))) for change in changes]
     assert len(set(found)) == len(changes)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-
-import jax
 
 from jspec.config.limits import (
     PoolLimits,
@@ -21,6 +19,7 @@ from jspec.config.limits import (
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shared_prefixes import SharingLimits
 from jspec.engine.memory import device_memory
+from jspec.engine.memory.device_memory import MemoryDevice
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import KV, CacheLayout, bytes_per_unit, kv_heads_per_shard
@@ -55,7 +54,7 @@ def size_pool(
     config: ResolvedConfig,
     groups: tuple[CacheGroup, ...],
     *,
-    devices: list[jax.Device],
+    devices: Sequence[MemoryDevice],
     ops: Ops,
     weights: Mapping[str, int] = NO_WEIGHTS,
 ) -> ServeLimits:
@@ -109,7 +108,7 @@ def _sized(
     config: ResolvedConfig,
     groups: tuple[CacheGroup, ...],
     *,
-    devices: list[jax.Device],
+    devices: Sequence[MemoryDevice],
     layout: CacheLayout,
     weights: Mapping[str, int],
 ) -> ServeLimits:
@@ -231,6 +230,6 @@ def _pages_of_context(config: ResolvedConfig) -> int:
     return max(roomy, indexing.num_pages(context, page_size) + scratch)
 
 
-def _pool_bytes(devices: list[jax.Device], fraction: float) -> int:
+def _pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int:
     found = device_memory.pool_bytes(devices, fraction)
     return CPU_POOL_BYTES if found is None else found

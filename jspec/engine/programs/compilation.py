@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jspec.config.limits import ServeLimits
+from jspec.device import hosts
 from jspec.device.fp8 import FP8Weight
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import state_specs
@@ -205,6 +206,8 @@ class Recipe:
             "is_recurrent": any(group.entry.unit is Unit.SLOT for group in groups),
         }
         options = compiler_options(key, self.limits, platform=platform, **how)
+        if platform == "gpu" and not hosts.is_one_process(mesh):
+            options["xla_gpu_shard_autotuning"] = False  # another host may have it in its store
         draft_shape = key.shape or self.program.draft_shape
         variant = dataclasses.replace(self.program, options=key.options, draft_shape=draft_shape)
         return shape_of(key, self.limits), variant, options
@@ -247,7 +250,9 @@ def compile_all(
     params = state = None
     keys = program_keys(limits) if keys is None else keys
     paths = recipe.paths(dict.fromkeys((*keys, *(first or ()))), mesh=mesh, store=store)
-    if first is not None:
+    if first is not None and not hosts.is_one_process(mesh):
+        keys = first  # what else a store has may differ between the hosts
+    elif first is not None:
         stored = (key for key in keys if key in paths and paths[key].exists())
         keys = tuple(dict.fromkeys((*first, *stored)))
     making = _Making(recipe, keys, paths, mesh=mesh, store=store, progress=progress)

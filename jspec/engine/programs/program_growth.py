@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from jspec.device import hosts
 from jspec.device.parallel import Parallel
 from jspec.engine.programs.compilation import Recipe, compile_all
 from jspec.engine.programs.program_bucket import ProgramBucket
@@ -118,7 +119,8 @@ def maker_of(
     recipe: Recipe, keys: tuple[ProgramKey, ...], *, mesh: Mesh, store: ProgramStore | None
 ) -> Maker:
     paths = recipe.paths(keys, mesh=mesh, store=store)
-    if store is None or not paths or mesh.devices.flat[0].platform == "tpu":
+    is_apart = hosts.is_one_process(mesh) and mesh.devices.flat[0].platform != "tpu"
+    if store is None or not paths or not is_apart:
         return ThreadMaker(recipe, keys, mesh=mesh, store=store)
     task = BuildTask(
         recipe=recipe,

@@ -25,6 +25,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jspec.device.hosts import is_one_process
 from jspec.engine.programs.program_bucket import ProgramBucket
 from jspec.engine.programs.source_digest import sources_digest
 from jspec.engine.programs.trusted_files import distrust
@@ -163,6 +164,7 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
         "devices": [(device.device_kind, device.id) for device in devices],
         "processor": _processor() if client.platform == "cpu" else "",
+        **({} if is_one_process(mesh) else {"process": client.process_index()}),
     }
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
+from jspec.device import hosts
 from jspec.device.parallel import Parallel, partition_spec
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
@@ -99,7 +100,7 @@ class AdapterSlots:
         def put(path: ParamPath, array: Any) -> jax.Array:
             first, last = self._specs[path]
             axes = (first, *[None] * (array.ndim - 2), last)
-            return jax.device_put(array, NamedSharding(self._mesh, PartitionSpec(*axes)))
+            return hosts.put(array, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
         return {path: put(path, array) for path, array in arrays.items()}
 

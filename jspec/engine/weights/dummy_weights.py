@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jspec.device import hosts
 from jspec.device.fp8 import FP8Weight
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
@@ -88,7 +89,7 @@ class _Maker:
         if spec.init is Init.IDS:
             # Strictly ascending, since U <= V; the product needs 64 bits.
             ids = np.arange(like.shape[0], dtype=np.int64) * self._vocab_size // like.shape[0]
-            return jax.device_put(ids.astype(np.int32), place)
+            return hosts.put(ids.astype(np.int32), place)
         if spec.init in (Init.ONES, Init.ZEROS):
             value = 1.0 if spec.init is Init.ONES else 0.0
             return jnp.full(like.shape, value, like.dtype, device=place)

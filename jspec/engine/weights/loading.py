@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.resolved_config import ResolvedConfig
+from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
@@ -138,7 +139,7 @@ def load_models(
         algorithm=source.algorithm,
         kv_dtype=kv_dtype,
     )
-    config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
+    config = resolve(args, checkpoint, DeviceFacts.of(mesh.local_devices))
     return _place_models(config, source, request, read_source, mesh=mesh)
 
 
@@ -258,7 +259,8 @@ def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: 
         whole = num_bytes(spec.format_in(of_model), spec.physical_shape(parallel.model))
         return whole // (parallel.data if "experts_of_ranks" in spec.axes else 1)
 
-    check_weights_fit(devices_of_rank(mesh), sum(map(of_rank, table)), f"{name} {str(path)!r}")
+    memories = hosts.memories(devices_of_rank(mesh))
+    check_weights_fit(memories, sum(map(of_rank, table)), f"{name} {str(path)!r}")
 
 
 def place(
@@ -266,7 +268,7 @@ def place(
 ) -> dict[str, Any]:
     places = param_places(mesh, tables, params, column_major=column_major)
     # Wait, so that temporaries of a layout change are freed before the pool is sized.
-    placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
+    placed: dict[str, Any] = jax.block_until_ready(hosts.put(params, places))
     return placed
 
 

@@ -244,7 +244,7 @@ class ServedWeights:
     def _is_half_of_free(self, needed: int) -> bool:
         """Leave the other half to steps that run meanwhile. A CPU has no limit."""
         devices = devices_of_rank(self._mesh)
-        memory = least_memory(devices)
+        memory = least_memory(self._mesh.local_devices)
         return memory is None or 2 * math.ceil(needed / len(devices)) <= memory.free
 
     def _place(self, reads: Sequence[ParamRead], found: Finite) -> Mapping[ParamPath, Any]:

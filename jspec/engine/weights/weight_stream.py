@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspec.device import hosts
 from jspec.device.weights import Weight
 from jspec.engine import interrupts
 from jspec.models.files.stored import ParamRead
@@ -34,7 +35,7 @@ def put_on(mesh: Mesh, *, column_major: bool) -> Put:
         for array in jax.tree.leaves(value):
             array.setflags(write=False)
         place = place_of(mesh, spec, column_major=column_major)
-        return jax.block_until_ready(jax.device_put(value, place))
+        return jax.block_until_ready(hosts.put(value, place))
 
     return put
 

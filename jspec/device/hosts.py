@@ -1,0 +1,74 @@
+"""Devices of several hosts: each process puts its own shards, and all agree on the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.experimental.layout import Format
+from jax.sharding import Mesh
+
+KIB = 1 << 10  # arrays of 32 bits are gathered
+
+
+def is_one_process(mesh: Mesh) -> bool:
+    return len(mesh.local_devices) == mesh.size
+
+
+def put(tree: Any, places: Any) -> Any:
+    """Put arrays of this process at `places`: shardings or Formats, a prefix of their tree.
+
+    Every host passes the same values, and nothing is sent: unlike `jax.device_put`, which compares
+    the values of all hosts, this may run while steps do.
+    """
+    if all(_sharding(place).is_fully_addressable for place in jax.tree.leaves(places)):
+        return jax.device_put(tree, places)
+
+    def put_own(array: Any, place: Any) -> jax.Array:
+        if isinstance(array, jax.Array) and array.sharding == _sharding(place):
+            return array
+        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+
+    return jax.tree.map(
+        lambda place, part: jax.tree.map(lambda x: put_own(x, place), part), places, tree
+    )
+
+
+def made(make: Callable[[], Any], places_of: Callable[[Any], Any]) -> Any:
+    """Return the arrays of `make`, made where their places are: no device could hold all."""
+    return jax.jit(make, out_shardings=places_of(jax.eval_shape(make)))()
+
+
+def _sharding(place: Any) -> Any:
+    return place.sharding if isinstance(place, Format) else place
+
+
+@dataclass(frozen=True, slots=True)
+class LikeDevice:
+    """A device that stands for one of any host: the one with the least free memory of all."""
+
+    platform: str
+    stats: dict[str, int] | None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+
+def memories(devices: Sequence[jax.Device]) -> Sequence[Any]:
+    """Return devices whose memory every host sees alike. A collective over several hosts."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if len(own) == len(devices):
+        return devices
+    found = [stats for device in own if (stats := device.memory_stats())]
+    if not found:
+        return [LikeDevice(own[0].platform, None)] * len(devices)
+    names = ("bytes_limit", "bytes_in_use")
+    pairs = np.array([[stats.get(name, 0) // KIB for name in names] for stats in found], np.int32)
+    gathered = np.asarray(multihost_utils.process_allgather(pairs)).reshape(-1, len(names))
+    limit, in_use = min(gathered.tolist(), key=lambda pair: int(pair[0]) - int(pair[1]))
+    stats = {"bytes_limit": limit * KIB, "bytes_in_use": in_use * KIB}
+    return [LikeDevice(own[0].platform, stats)] * len(devices)
