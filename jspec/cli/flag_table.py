@@ -179,9 +179,6 @@ _OTHER_MEMORY = (
     _refused("--cpu-offload-gb", _FLOAT, "weights stay on the device", neutral=("0", "0.0")),
     _refused("--enable-hierarchical-cache", _SWITCH, "the prefix cache is on the device only"),
     _refused("--pp-size", _INT, _ONE_HOST, "--pipeline-parallel-size", neutral=("1",)),
-    _refused("--nnodes", _INT, _ONE_HOST, neutral=("1",)),
-    _refused("--node-rank", _INT, _ONE_HOST, neutral=("0",)),
-    _refused("--dist-init-addr", _TEXT, _ONE_HOST),
     _refused(
         "--disaggregation-mode", _TEXT, "prefill and decode share a process", neutral=("null",)
     ),

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from jspec.cli.diagnosis.verify import Fault, VerifyReport
 
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
-UNLISTED = ("engine_process",)  # refused by `check_reads_weights`
+UNLISTED = (
+    "engine_process",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
+    "dist_timeout",
+)  # refused by `check_reads_weights`
 MAX_SHOWN = 10  # faults that the report lists
 # The minimum to compile for the comparison: two rows, so that batches differ.
 SMALL = {"max_running_requests": 2, "chunked_prefill_size": 32}
@@ -114,6 +120,11 @@ def _check_options(options: Any) -> None:
 
 def check_reads_weights(command: str, engine: Mapping[str, Any]) -> None:
     """Raise ConfigError before start if the engine's weights would be in another process."""
+    if (engine.get("nnodes") or 1) > 1:
+        raise ConfigError(
+            f"--nnodes is {engine['nnodes']}, but {command} reads weights in its own process; "
+            "expected it unset"
+        )
     if engine.get("engine_process"):
         raise ConfigError(
             f"--engine-process is set, but {command} reads weights in its own process; expected it "

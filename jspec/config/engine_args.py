@@ -17,6 +17,7 @@ from jspec.config.arguments import (
     unset_error,
 )
 from jspec.config.drafting import ALGORITHMS, ALIASES
+from jspec.config.hosts import check_hosts
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.config.lora_paths import as_texts, named_paths
 from jspec.errors import ConfigError
@@ -140,6 +141,32 @@ class EngineArgs:
         _MODEL,
         aliases=("--ep", "--expert-parallel-size"),
         low=1,
+    )
+    nnodes: int | None = argument(
+        None,
+        "Number of hosts that run this engine together, one command each; unset: 1, or those of "
+        "a TPU slice",
+        _MODEL,
+        low=1,
+    )
+    node_rank: int | None = argument(
+        None,
+        "This host, from 0 to --nnodes - 1; host 0 has HTTP, the others follow it; unset: 0",
+        _MODEL,
+        low=0,
+    )
+    dist_init_addr: str | None = argument(
+        None,
+        "HOST:PORT at which host 0 awaits the others; PORT + 1 is used too",
+        _MODEL,
+        aliases=("--nccl-init-addr",),
+    )
+    dist_timeout: float = argument(
+        600.0,
+        "Seconds that hosts wait for each other, at a start and after a failure",
+        _MODEL,
+        above=0,
+        expected="seconds, more than 0",
     )
     disable_custom_all_reduce: bool = argument(
         False,
@@ -411,6 +438,7 @@ class EngineArgs:
                 "False; expected both"
             )
         self._check_drafter()
+        check_hosts(self)
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
 
     def _check_parallel(self) -> None:

@@ -128,7 +128,8 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
         own, share = jax.local_device_count(), needed // num_hosts
         if share > own:
             raise ConfigError(
-                f"tp_size is {args.tp_size} over {num_hosts} hosts; expected at most {own * num_hosts}: "
+                f"tp_size is {args.tp_size} over {num_hosts} hosts; expected at most "
+                f"{own * num_hosts}: "
                 f"host {jax.process_index()} has {own} {available[0].platform} devices"
             )
         each = [[x for x in available if x.process_index == i] for i in range(num_hosts)]

@@ -19,8 +19,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.hosts import HostPlace
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.engine.gc_control import freeze_heap
+from jspec.engine.hosts.follower import follow
+from jspec.engine.hosts.handshake import token_in
+from jspec.engine.hosts.slices import place_of
 from jspec.engine.interrupts import interruptible
 from jspec.engine.programs.compilation import Progress
 from jspec.errors import ConfigError, JspecError
@@ -218,6 +222,10 @@ def serve(settings: Settings) -> None:
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each backend it lacks
     for warning in settings.warnings:
         LOGGER.warning("%s", warning)
+    place = place_of(settings.engine_args)
+    if place is not None and place.rank:
+        follow_until_told(settings.engine_args, place)
+        return
     with limited_lines(), bind(args) as bound, contextlib.ExitStack() as stack:
         with interruptible():
             LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
@@ -240,6 +248,15 @@ def serve(settings: Settings) -> None:
             freeze_heap()
         server.run(sockets=[bound])
         LOGGER.info("stopped")
+
+
+def follow_until_told(args: EngineArgs, place: HostPlace) -> None:
+    """Follow host 0 until it ends, or this process gets SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its runner process ends too
+    token = token_in(os.environ)
+    LOGGER.info("host %d of %d, of host 0 at %s", place.rank, place.count, place.address)
+    follow(args, place, token)
+    LOGGER.info("stopped")
 
 
 def _server(

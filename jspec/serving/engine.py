@@ -17,6 +17,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.engine.building import build_runner
+from jspec.engine.hosts.slices import place_of
 from jspec.engine.interrupts import interruptible
 from jspec.engine.plan_runner import PlanRunner
 from jspec.engine.process.process_runner import ProcessProfiler, ProcessRunner
@@ -146,8 +147,13 @@ class Engine:
         return self._weights.adapters.find(name)
 
     def _start_runner(self, progress: Progress | None) -> tuple[PlanRunner, Weights]:
-        if self.args.engine_process:
-            process = ProcessRunner.start(self.args, progress=progress)
+        place = place_of(self.args)
+        if place is not None and place.rank:
+            raise ConfigError(
+                f"node_rank is {place.rank}; expected 0 here: the other hosts run jspec serve"
+            )
+        if self.args.engine_process or place is not None:
+            process = ProcessRunner.start(self.args, progress=progress, place=place)
             self.config = process.config
             return process, process
         runner, self.config, self._served = self._build_runner(progress)
@@ -198,9 +204,10 @@ class Engine:
     @property
     def served(self) -> ServedWeights:
         """The models and weights in service. Raises ConfigError if another process has them."""
-        if self.args.engine_process:
+        if isinstance(self._runner, ProcessRunner):
             raise ConfigError(
-                "engine_process is True, and weights are to be read by this process; expected False"
+                "engine_process is True, or there are several hosts, and weights are to be read by "
+                "this process; expected engine_process False on one host"
             )
         return self._served
 

@@ -13,8 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.hosts import HostPlace
 from jspec.engine.process.process_messages import (
     MODULE,
+    Answer,
     Call,
     Enqueue,
     Failed,
@@ -35,10 +37,13 @@ END_SECONDS = 5.0
 class EngineProcess:
     """One engine process. on_end: gets the reason, from a thread, if it ends unexpectedly."""
 
-    def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, args: EngineArgs, *, on_end: Callable[[str], None], place: HostPlace | None = None
+    ) -> None:
         self._on_end = on_end
         self._is_ending = False
         self._calling = threading.Lock()
+        self._sending, self._reading = threading.RLock(), threading.RLock()  # of `steps`
         (self.steps, steps_there), (self._control, control_there) = _pipe(), _pipe()
         with steps_there, control_there:
             numbers = (steps_there.fileno(), control_there.fileno())
@@ -53,7 +58,8 @@ class EngineProcess:
         settings = settings_of((*SETTINGS, *PLATFORM_SETTINGS))
         level = root.level if root.handlers else None
         with suppress(BrokenPipeError):  # it has ended already, as `started` will find
-            self._control.send(StartTask(args=args, settings=settings, log_level=level))
+            task = StartTask(args=args, settings=settings, log_level=level, place=place)
+            self._control.send(task)
         self._watching = threading.Thread(
             target=self._watch, name="jspec-watch-engine", daemon=True
         )
@@ -92,25 +98,43 @@ class EngineProcess:
     def is_calling(self) -> bool:
         return self._calling.locked()
 
-    def send(self, message: Enqueue | Read) -> None:
-        """Send a message, on the engine's thread. Raises RunnerError if the process is gone."""
+    def send(self, message: Enqueue | Read | Call) -> None:
+        """Send a message to the steps' thread. Raises RunnerError if the process is gone."""
         try:
-            self.steps.send(message)
+            with self._sending:
+                self.steps.send(message)
         except OSError as error:
             self._raise_failure(error)
 
-    def output(self) -> Output:
-        """Receive the output of a Read. Raises RunnerError if the step or the process failed."""
+    def read(self, number: int) -> Output:
+        """Wait for an output. Raises RunnerError if the step or the process failed."""
+        with self._reading:
+            self.send(Read(number))
+            output = self.receive()
+        assert isinstance(output, Output)
+        return output
+
+    def call_in_order(self, name: str, *args: Any) -> Any:
+        """Like `call`, after the programs that were sent before it and before those after it."""
+        with self._reading:
+            self.send(Call(name, args))
+            answer = self.receive()
+        if isinstance(answer, Answer) and answer.failed is not None:
+            raise answer.failed.error or RunnerError(f"the engine failed: {answer.failed.text}")
+        return answer
+
+    def receive(self) -> Output | Answer:
+        """Receive what a Read or a Call gives. Raises RunnerError as `read` does."""
         message = self._receive(self.steps)
         if isinstance(message, Failed):
             raise RunnerError(f"the engine failed: {message.text}")
-        assert isinstance(message, Output)
+        assert isinstance(message, Output | Answer)
         return message
 
     def _raise_failure(self, error: OSError) -> None:
         with suppress(EOFError, OSError):
             if self.steps.poll():
-                self.output()
+                self.receive()
         raise RunnerError(self.why_ended()) from error
 
     def _receive(self, connection: Connection) -> Any:

@@ -21,15 +21,18 @@ from typing import Any
 
 import jax
 
+from jspec.config.hosts import HostPlace
 from jspec.engine.building import build_runner
 from jspec.engine.gc_control import collect_seldom, freeze_heap
 from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.process.process_messages import (
+    Answer,
     Call,
     Enqueue,
     Failed,
     Output,
     Progressed,
+    Read,
     Started,
     StartTask,
 )
@@ -45,9 +48,10 @@ LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 
 class StepServer:
-    def __init__(self, runner: DeviceRunner, steps: Connection) -> None:
+    def __init__(self, runner: DeviceRunner, steps: Connection, calls: Calls) -> None:
         self._runner = runner
         self._steps = steps
+        self._calls = calls
         self._outputs: dict[int, jax.Array] = {}
         self._kept: dict[int, Any] = {}  # outputs that are operands of later programs
         self._by_name: dict[str, ProgramKey] = {}
@@ -63,8 +67,13 @@ class StepServer:
                     return
                 if isinstance(message, Enqueue):
                     self._enqueue(message)
-                else:
+                elif isinstance(message, Read):
                     self._send(message.number)
+                else:
+                    answer = self._calls.answer(message)
+                    failed = answer if isinstance(answer, Failed) else None
+                    self._steps.send(Answer(failed))
+                    self._calls.end_after(answer)
         except Exception as error:
             self._steps.send(Failed.of(error))
             raise
@@ -114,6 +123,10 @@ class Calls:
         prepared, self._prepared = self._prepared, None
         self._weights.switch(prepared)
 
+    def drop(self) -> None:
+        """Forget what was prepared: another host could not."""
+        self._prepared = None
+
     def tensor(self, name: str, model: Model | None) -> Any:
         return self._weights.tensor(name, model)
 
@@ -130,15 +143,21 @@ class Calls:
                 call: Call = control.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            method: Callable[..., Any] = getattr(self, call.name)
-            answer: Any
-            try:
-                answer = method(*call.args)
-            except Exception as error:
-                answer = Failed.of(error)
+            answer = self.answer(call)
             control.send(answer)
-            if isinstance(answer, Failed) and isinstance(answer.error, EngineClosedError):
-                os._exit(1)  # the state that is left cannot run a step
+            self.end_after(answer)
+
+    def answer(self, call: Call) -> Any:
+        method: Callable[..., Any] = getattr(self, call.name)
+        try:
+            return method(*call.args)
+        except Exception as error:
+            return Failed.of(error)
+
+    @staticmethod
+    def end_after(answer: Any) -> None:
+        if isinstance(answer, Failed) and isinstance(answer.error, EngineClosedError):
+            os._exit(1)  # the state that is left cannot run a step
 
 
 def end_with(control: Connection, built: threading.Event) -> None:
@@ -150,6 +169,20 @@ def end_with(control: Connection, built: threading.Event) -> None:
             os._exit(0)  # EOF: the server sends no call before it receives Started
 
 
+def join_hosts(place: HostPlace) -> None:
+    """Make the devices of all hosts those of jax. Waits until all of them are there."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
+    jax.distributed.initialize(
+        place.coordinator,
+        place.count,
+        place.rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(place.timeout),
+        coordinator_bind_address=place.coordinator,
+    )
+
+
 def start(task: StartTask, control: Connection) -> tuple[DeviceRunner, ServedWeights, Started]:
     for name, value in task.settings.items():
         jax.config.update(name, value)
@@ -158,6 +191,8 @@ def start(task: StartTask, control: Connection) -> tuple[DeviceRunner, ServedWei
             level=task.log_level, format=LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr
         )
         logging.getLogger("jax").setLevel(max(task.log_level, logging.WARNING))
+    if task.place is not None:
+        join_hosts(task.place)
     runner, config, weights = build_runner(
         task.args, progress=lambda *all_of_it: control.send(Progressed(*all_of_it))
     )
@@ -196,7 +231,7 @@ def main() -> int:
     control.send(started)
     calls = Calls(runner, weights)
     threading.Thread(target=calls.serve, args=(control,), daemon=True).start()
-    StepServer(runner, steps).run()
+    StepServer(runner, steps, calls).run()
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.hosts import HostPlace
 from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.engine.steps.step_def import ProgramKey
@@ -21,6 +22,7 @@ class StartTask:
     args: EngineArgs
     settings: dict[str, Any]  # jax's, as the starting thread sees them
     log_level: int | None  # of the shared standard error; None: Python's default
+    place: HostPlace | None = None  # None: a single host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +79,9 @@ class Failed(NamedTuple):
     def of(cls, error: BaseException) -> Failed:
         known = error if isinstance(error, JspecError) else None
         return cls(f"{type(error).__name__}: {error}", known)
+
+
+class Answer(NamedTuple):
+    """The end of a Call that came among steps."""
+
+    failed: Failed | None = None

@@ -11,20 +11,22 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.hosts import HostPlace
 from jspec.config.resolved_config import ResolvedConfig
+from jspec.engine.hosts.gate import Gate
+from jspec.engine.hosts.handshake import identity_of, token_in
+from jspec.engine.hosts.host_process import HostsProcess
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.process.child_process import EngineProcess
-from jspec.engine.process.process_messages import (
-    Enqueue,
-    Read,
-    Started,
-)
+from jspec.engine.process.process_messages import Enqueue, Started
 from jspec.engine.programs.compilation import Progress
+from jspec.engine.programs.program_keys import later_programs
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import EngineClosedError, JspecError, RequestError, RunnerError
 from jspec.messages.weight_update import (
@@ -35,12 +37,21 @@ from jspec.messages.weight_update import (
     WeightUpdate,
 )
 
+Launch = Callable[[EngineArgs], EngineProcess]
+
 
 class ProcessRunner(PlanRunner):
     """Implements the protocols Runner and Weights (`messages.protocols`) with an EngineProcess."""
 
     def __init__(
-        self, process: EngineProcess, started: Started, args: EngineArgs, ends: Ends
+        self,
+        process: EngineProcess,
+        started: Started,
+        args: EngineArgs,
+        *,
+        ends: Ends,
+        launch: Launch,
+        gate: Gate | None,
     ) -> None:
         super().__init__(
             limits=started.limits,
@@ -53,6 +64,7 @@ class ProcessRunner(PlanRunner):
         # A restart must not choose another pool size because other memory is free then.
         self._args = replace(args, max_total_tokens=started.limits.max_total_tokens)
         self._ends = ends
+        self._launch, self._gate = launch, gate
         self._next_number = 0
         self._ensured: dict[ProgramKey, None] = {}
         self._update = DiskUpdate()  # all disk updates so far, merged
@@ -63,17 +75,33 @@ class ProcessRunner(PlanRunner):
         self._is_closed = False
 
     @classmethod
-    def start(cls, args: EngineArgs, *, progress: Progress | None) -> ProcessRunner:
-        """Start the process. Raises the errors of `building.build_runner`."""
-        ends = Ends()
-        process = EngineProcess(args, on_end=ends)
+    def start(
+        cls, args: EngineArgs, *, progress: Progress | None, place: HostPlace | None = None
+    ) -> ProcessRunner:
+        """Start the process, with those of the other hosts if `place` is that of host 0.
+
+        Raises the errors of `building.build_runner`, and ConfigError for hosts that do not fit.
+        """
+        ends, gate = Ends(), None
+        launch: Launch = partial(EngineProcess, on_end=ends)
+        if place is not None:
+            token = token_in(os.environ)
+            gate = Gate(place, token, identity_of(args, count=place.count))
+            launch = partial(HostsProcess, on_end=ends, gate=gate)
+        process: EngineProcess | None = None
         try:
+            process = launch(args)
             started = process.started(progress)
         except BaseException:
-            process.kill()
-            process.end()
+            if process is not None:
+                process.kill()
+                process.end()
+            if gate is not None:
+                gate.close()
             raise
-        return cls(process, started, args, ends)
+        runner = cls(process, started, args, ends=ends, launch=launch, gate=gate)
+        runner._grow_together()
+        return runner
 
     @property
     def config(self) -> ResolvedConfig:
@@ -112,6 +140,22 @@ class ProcessRunner(PlanRunner):
     def _learn(self, programs: Mapping[ProgramKey, float | None]) -> None:
         self._programs = ReadyPrograms.of_measured(programs)
 
+    def _grow_together(self) -> None:
+        """Build the programs of later turns in a thread, each on all hosts before it is used.
+
+        The runner process of a single host builds them itself.
+        """
+        if self._gate is None:
+            return
+        keys, process = later_programs(self._limits, self.ready_programs), self._process
+
+        def grow() -> None:
+            with suppress(JspecError):  # the hosts have ended, or start again
+                for key in keys:
+                    self._learn(process.call("ensure", (key,)))
+
+        threading.Thread(target=grow, name="jspec-grow-together", daemon=True).start()
+
     # Steps.
 
     def _enqueue(
@@ -128,8 +172,7 @@ class ProcessRunner(PlanRunner):
         return self._next_number
 
     def _read(self, output: int) -> np.ndarray:
-        self._process.send(Read(output))
-        message = self._process.output()
+        message = self._process.read(output)
         if message.programs is not None:
             self._learn(message.programs)
         return message.array
@@ -154,7 +197,7 @@ class ProcessRunner(PlanRunner):
         self._process.end()
         self._check_wanted()
         with self._restarting:
-            self._process = EngineProcess(self._args, on_end=self._ends)
+            self._process = self._launch(self._args)
             self._check_wanted()
             started = self._process.started(None)
             if started.limits != self._limits:
@@ -167,7 +210,8 @@ class ProcessRunner(PlanRunner):
             updates = () if self._update == DiskUpdate() else (self._update,)
             for update in (*updates, *self._adapters.values()):
                 self._process.call("prepare", update)
-                self._process.call("switch")
+                self._process.call_in_order("switch")
+        self._grow_together()
 
     def _check_wanted(self) -> None:
         if self._is_given_up:
@@ -175,6 +219,8 @@ class ProcessRunner(PlanRunner):
 
     def give_up(self) -> None:
         self._is_given_up = True
+        if self._gate is not None:
+            self._gate.close()
         if self._restarting.locked():
             self._process.kill()
 
@@ -200,7 +246,7 @@ class ProcessRunner(PlanRunner):
         return update
 
     def switch(self, prepared: WeightUpdate) -> None:
-        self._process.call("switch")
+        self._process.call_in_order("switch")
         if isinstance(prepared, AdapterUpdate):
             self._adapters.pop(prepared.slot, None)
             if prepared.path is not None:
