@@ -12,11 +12,34 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
+from jspec.errors import ConfigError
+from jspec.spec.axes import TENSOR
+
 KIB = 1 << 10  # arrays of 32 bits are gathered
 
 
 def is_one_process(mesh: Mesh) -> bool:
     return len(mesh.local_devices) == mesh.size
+
+
+def check_served(mesh: Mesh) -> None:
+    """Raise ConfigError for a mesh over several hosts that no engine serves yet."""
+    for name, degree in mesh.shape.items():
+        if name != TENSOR and degree > 1 and not is_one_process(mesh):
+            raise ConfigError(
+                f"{name} is {degree} on {jax.process_count()} hosts; expected 1: several hosts "
+                "share a model over tensor alone"
+            )
+
+
+def own_shards(mesh: Mesh) -> range | None:
+    """Return the shards of `tensor` that devices of this process have; None on a single host."""
+    if is_one_process(mesh):
+        return None
+    axis = mesh.axis_names.index(TENSOR)
+    is_own = np.vectorize(lambda x: x.process_index == jax.process_index())(mesh.devices)
+    found = np.argwhere(is_own)[:, axis]
+    return range(int(found.min()), int(found.max()) + 1)
 
 
 def put(tree: Any, places: Any) -> Any:

@@ -15,12 +15,15 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
-from jspec.models.files.tensor_files import open_tensors
+from jspec.models.files.tensor_files import StoredFile, open_tensors
 from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.placement import abstract_params, nested
+from jspec.models.registry import table_of
+from jspec.spec.axes import TENSOR, mesh_axis
 from jspec.spec.model_spec import AttentionSpec, MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
+from tests.support.tiny_models import tiny_target_config
 
 
 def attention_of(
@@ -147,6 +150,48 @@ def test_experts_are_read_one_by_one_and_fused(shards: int, tmp_path: Path) -> N
     np.testing.assert_array_equal(single["mlp.experts.2.up_proj.weight"], up[2].T, strict=True)
     fused = load_file(tmp_path / "fused" / "model.safetensors")
     np.testing.assert_array_equal(fused["mlp.experts.gate_up_proj"][1, :4], gate[1].T, strict=True)
+
+
+@pytest.mark.parametrize("layout", ["single", "fused"])
+def test_a_host_reads_its_own_shards(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of columns, or of rows, of every weight; two hosts read each byte of these once."""
+    target = table_of(tiny_target_config())
+    experts = expert_params(MIXTURE, size=6)
+    table = (*target, *(replace(spec, path=("more", *spec.path)) for spec in experts))
+    written = table if layout == "single" else other_layout(table)
+    save_file(
+        stored_tensors(written, random_params(table), dtype=np.float32),
+        tmp_path / "model.safetensors",
+    )
+    num_read = 0
+    read_into = StoredFile.read_into
+
+    def counted(file: StoredFile, out: Any, name: str, *, offset: int = 0) -> None:
+        nonlocal num_read
+        num_read += out.nbytes
+        read_into(file, out, name, offset=offset)
+
+    monkeypatch.setattr(StoredFile, "read_into", counted)
+    with open_tensors(tmp_path) as tensors:
+        for each in param_reads(tensors, table, dtype=np.float32, shards=2):
+            num_read = 0
+            whole = np.asarray(each.read())
+            of_all, num_read = num_read, 0
+            axes = [mesh_axis(axis) for axis in each.spec.axes]
+            axis = axes.index(TENSOR) if TENSOR in axes else None
+            for shard in range(2):
+                assert each.read_own is not None
+                found = np.asarray(each.read_own(range(shard, shard + 1)))
+                expected = whole
+                if axis is not None:
+                    found, expected = (
+                        np.split(array, 2, axis=axis)[shard] for array in (found, whole)
+                    )
+                np.testing.assert_array_equal(found, expected, strict=True)
+            if axis is not None and whole.ndim > 1 and layout == "single":
+                assert num_read == of_all, each.spec.path
 
 
 def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:

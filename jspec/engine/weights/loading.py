@@ -214,7 +214,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
         target.spec,
         dtype=dtype,
         shards=target.shard.size,
-        place=lambda reads: stream(reads, put),
+        place=lambda reads: stream(reads, put, own=hosts.own_shards(mesh)),
         formats=target.formats,
     )
     return loaded | no_adapters(target, mesh=mesh, dtype=dtype)
@@ -246,7 +246,8 @@ def _draft_params(
         )["draft"]
         return {**made, **{name: target_params[name] for name in source.shares}}
     put = put_on(mesh, column_major=target.ops.column_major)
-    found = source.read(target_params, dtype, lambda reads: stream(reads, put))
+    own_shards = hosts.own_shards(mesh)
+    found = source.read(target_params, dtype, lambda reads: stream(reads, put, own=own_shards))
     if path is not None and path != config.model_path:
         warn_of_other_targets(Path(path), source, target_params)
     return found

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
 from jspec.device.weights import Weight
-from jspec.engine.memory.device_memory import least_memory
+from jspec.engine.memory.device_memory import gib, least_memory
 from jspec.engine.weights.adapters import AdapterSlots, Placed
 from jspec.engine.weights.loading import LoadedModels
 from jspec.engine.weights.target_copies import warn_of_other_targets
@@ -254,8 +255,14 @@ class ServedWeights:
             for spec in (each.spec, each.tied)
             if spec is not None
         )
-        put = self._put if self._has_room(needed) else _on_host
-        return stream(reads, found.checking(put))
+        has_room = self._has_room(needed)
+        if not has_room and not hosts.is_one_process(self._mesh):
+            raise ConfigError(
+                f"new weights take {gib(needed)} over all devices, more than half of what is free; "
+                "expected room for both models where several hosts share one"
+            )
+        put = self._put if has_room else _on_host
+        return stream(reads, found.checking(put), own=hosts.own_shards(self._mesh))
 
     # From disk.
 

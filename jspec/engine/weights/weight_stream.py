@@ -44,16 +44,18 @@ def stream(
     reads: Sequence[ParamRead],
     put: Put,
     *,
+    own: range | None = None,
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,
 ) -> dict[ParamPath, Any]:
     """Read and put all weights, at most `num_workers` at once.
 
+    own: the shards that this host reads (`device.hosts.own_shards`); None: all.
     max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
     error or interrupt of a thread is raised, an error with a note naming the weight, and the arrays
     placed by then are deleted.
     """
-    flow = _Flow(put, max_bytes)
+    flow = _Flow(put, max_bytes, own)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
     try:
         for each in reads:
@@ -76,11 +78,11 @@ def stream(
 
 
 class _Flow:
-    def __init__(self, put: Put, max_bytes: int) -> None:
+    def __init__(self, put: Put, max_bytes: int, own: range | None) -> None:
         self.placed: dict[ParamPath, Any] = {}
         self.error: BaseException | None = None
         self._put = put
-        self._max_bytes = max_bytes
+        self._max_bytes, self._own = max_bytes, own
         self._bytes = 0
         self._num_open = 0
         self._is_stopped = False
@@ -120,7 +122,8 @@ class _Flow:
                 self._changed.notify_all()
 
     def _place(self, each: ParamRead) -> None:
-        value = each.read()
+        is_part = self._own is not None and each.read_own is not None
+        value = each.read_own(self._own) if is_part else each.read()
         self.placed[each.spec.path] = self._put(each.spec, value)
         if each.tied is not None:
             self.placed[each.tied.path] = self._put(each.tied, each.tied_value(value))

@@ -20,6 +20,7 @@ from jspec.models.files import mxfp4
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
+from jspec.spec.axes import TENSOR, mesh_axis
 from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
 
 
@@ -84,6 +85,9 @@ class ParamRead:
     # Returns a new weight over all shards, in the spec's format and owned by the caller;
     # CheckpointError names the tensor.
     read: Callable[[], Weight]
+    # The same for the shards of one of several hosts: other entries may be zeros, unread. None:
+    # there is only `read`.
+    read_own: Callable[[range], Weight] | None = None
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
     tied_width: int = 0  # its columns, padding included
 
@@ -104,13 +108,15 @@ def param_reads(
     differ. Raises ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
+    how: dict[str, Any] = {"dtype": dtype, "shards": shards}
     return [
         ParamRead(
             spec=spec,
             tied=tied.get(spec.path),
             tied_width=tied[spec.path].physical_shape(shards)[-1] if spec.path in tied else 0,
             host_bytes=_host_bytes(tensors, spec, dtype=dtype, shards=shards),
-            read=partial(_read, tensors, spec, tied.get(spec.path), dtype=dtype, shards=shards),
+            read=(read := partial(_read, tensors, spec, tied.get(spec.path), how)),
+            read_own=lambda own, read=read: read(own=own),  # type: ignore[misc]
         )
         for spec in table
         if spec.layouts and spec.tied_to is None
@@ -130,17 +136,18 @@ def _read(
     tensors: Tensors,
     spec: ParamSpec,
     tied: ParamSpec | None,
+    how: Mapping[str, Any],
     *,
-    dtype: npt.DTypeLike,
-    shards: int,
+    own: range | None = None,
 ) -> Weight:
     if spec.optional and all(part.names[0] not in tensors for part in spec.layouts[0]):
         make = np.ones if spec.init is Init.ONES else np.zeros
-        return _made(make, spec, dtype=dtype, shards=shards)
-    value = read_param(tensors, spec, dtype=dtype, shards=shards)
+        return _made(make, spec, **how)
+    value = read_param(tensors, spec, own=own, **how)
     name = tied.layouts[0][0].name if tied is not None else ""
     if name in tensors:
-        for first, block in tensors.row_blocks(name, range(len(value))):
+        rows = _own_rows(spec, own, how["shards"]) or range(len(value))
+        for first, block in tensors.row_blocks(name, rows):
             if not np.array_equal(block.astype(value.dtype), value[first : first + len(block)]):
                 raise CheckpointError(
                     f"{tensors.path}: {name} differs from {spec.layouts[0][0].name}; expected "
@@ -182,7 +189,23 @@ def _is_whole(part: Part, spec: ParamSpec) -> bool:
     return part.form is Form.AS_HELD and not part.stack and part.shape == spec.shape
 
 
-def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int) -> Weight:
+def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
+    """Return the rows [.., rows, columns] of own shards; None: all."""
+    if own is None or len(spec.axes) < 2 or mesh_axis(spec.axes[-2]) != TENSOR:
+        return None
+    share = spec.shape[-2] // shards
+    return range(own.start * share, own.stop * share)
+
+
+def read_param(
+    tensors: Tensors,
+    spec: ParamSpec,
+    *,
+    dtype: npt.DTypeLike,
+    shards: int,
+    own: range | None = None,
+) -> Weight:
+    """Read a weight over all shards. own: of which only these are needed; others may be zeros."""
     layout = chosen_layout(tensors, spec)
     if isinstance(spec.format, FP8):
         if stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(spec.format):
@@ -190,17 +213,24 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
         return jax.tree.map(np.array, quantised_weight(numbers, has_blocks=spec.format.has_blocks))
     part = layout[0]
+    own_rows = _own_rows(spec, own, shards)
     if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:
+        if own_rows is not None and len(spec.shape) == 2 and not part.plus:
+            table = _made(np.zeros, spec, dtype=dtype, shards=shards)
+            for first, block in tensors.row_blocks(part.name, own_rows):
+                table[first : first + len(block)] = block
+            return table
         whole = tensors.weight(part.name)
         if part.plus:
             whole = whole.astype(np.float32) + np.float32(part.plus)
         (array,) = spec.format_in(dtype).arrays(spec.shape).values()
         return whole.astype(array.dtype, copy=False)
-    out = _made(np.empty, spec, dtype=dtype, shards=shards)
+    out = _made(np.empty if own is None else np.zeros, spec, dtype=dtype, shards=shards)
     pieces: dict[int, list[tuple[range, slice]]] = {i: [] for i in range(len(layout))}
-    column = 0
-    for i, first, count in shard_columns(layout, spec.column_shards(shards)):
-        pieces[i].append((range(first, first + count), slice(column, column + count)))
+    column, column_shards = 0, spec.column_shards(shards)
+    for number, (i, first, count) in enumerate(shard_columns(layout, column_shards)):
+        if own is None or column_shards == 1 or number // len(layout) in own:
+            pieces[i].append((range(first, first + count), slice(column, column + count)))
         column += count
     if column < spec.physical_shape(shards)[-1]:
         out[..., column:] = 0
@@ -208,7 +238,7 @@ def read_param(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shard
         if _is_by_rows(part):
             for index, name in enumerate(part.names):
                 dest = out[index] if part.stack else out
-                _place_by_rows(dest, tensors, name, part, pieces[i])
+                _place_by_rows(dest, tensors, name, part, pieces[i], own=own_rows)
             continue
         for dest, stored in _stored_rows(tensors, part, out):
             for rows, columns in pieces[i]:
@@ -222,16 +252,19 @@ def _place_by_rows(
     name: str,
     part: Part,
     pieces: Sequence[tuple[range, slice]],
+    *,
+    own: range | None = None,
 ) -> None:
-    """Read a projection [out, in], or a stack of them, without a second copy."""
+    """Read a projection [out, in], or a stack of them, without a second copy. own: rows of `in`."""
     stack = dest if dest.ndim > 2 else dest[None]
     for index, one in enumerate(stack):
         start = index * part.shape[-2] + part.first
         for rows, columns in pieces:
             wanted = range(start + rows.start, start + rows.stop)
-            for first, block in tensors.row_blocks(name, wanted):
+            for first, block in tensors.row_blocks(name, wanted, own):
                 column = columns.start + first - wanted.start
-                transpose_into(one[:, column : column + len(block)], block)
+                read = one if own is None else one[own.start : own.stop]
+                transpose_into(read[:, column : column + len(block)], block)
 
 
 def _stored_rows(

@@ -140,19 +140,26 @@ class Tensors:
         file.read_into(out, stored)
         return out
 
-    def row_blocks(self, name: str, rows: range) -> Iterator[tuple[int, HostArray]]:
+    def row_blocks(
+        self, name: str, rows: range, columns: range | None = None
+    ) -> Iterator[tuple[int, HostArray]]:
         """Yield (first row, block) for `rows` of a weight [.., in] seen as [rows, in].
 
-        The next block, of 1 MiB or one row, overwrites it. Raise CheckpointError.
+        columns: of `in` that are read; None: all. The next block, of 1 MiB or one row, overwrites
+        it. Raise CheckpointError.
         """
         width = self.shape(name)[-1]
+        columns = range(width) if columns is None else columns
         dtype = self.weight_dtype(name)
-        per_block = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
-        buffer = np.empty((min(per_block, len(rows)), width), dtype)
+        per_block = max(BLOCK_BYTES // max(len(columns) * dtype.itemsize, 1), 1)
+        buffer = np.empty((min(per_block, len(rows)), len(columns)), dtype)
         file, stored = self.sources[name]
         for first in range(rows.start, rows.stop, per_block):
             block = buffer[: rows.stop - first]
-            file.read_into(block, stored, offset=first * width * dtype.itemsize)
+            together = (block,) if len(columns) == width else block
+            for row, read in enumerate(together, first):
+                at = row * width + columns.start
+                file.read_into(read, stored, offset=at * dtype.itemsize)
             yield first, block
 
     def packed(self, name: str, index: int) -> HostArray:
