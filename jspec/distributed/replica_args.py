@@ -21,6 +21,10 @@ NOT_OF_SERVE = {
         ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
         "TLS in the load balancer before Ray's proxies",
     ),
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr", "dist_timeout"),
+        "it to be left out: a replica runs on one host",
+    ),
     "shutdown_timeout": "graceful_shutdown_timeout_s",
     "profile_dir": "it to be left out: a profile is one engine's",
     "trace_requests": "otlp_traces_endpoint, or it to be left out",

@@ -68,6 +68,7 @@ def _build_runner(
     mesh = parallel.mesh(_devices(args))
     devices = devices_of_rank(mesh)  # each rank has the same on them
     interrupts.check()
+    hosts.check_served(mesh)
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups

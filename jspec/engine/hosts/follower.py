@@ -16,7 +16,7 @@ from jspec.config.hosts import HostPlace
 from jspec.engine.hosts.frames import Frame, FrameError, FrameSocket, message_of
 from jspec.engine.hosts.handshake import Identity, greet, identity_of
 from jspec.engine.process.child_process import EngineProcess
-from jspec.engine.process.process_messages import Answer, Call
+from jspec.engine.process.process_messages import Answer, Call, Enqueue, Read
 from jspec.engine.programs.program_keys import wanted_programs
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import ConfigError, JspecError, RunnerError
@@ -83,6 +83,7 @@ class _Following:
         self._programs: dict[str, ProgramKey] = {}
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._is_ended = False
+        self._unread: int | None = None  # an output that nothing has waited for
 
     def run(self) -> bool:
         """Return True if host 0 has ended in order. Raises ConfigError if a start failed."""
@@ -119,8 +120,12 @@ class _Following:
         message = message_of(frame, self._programs)
         if isinstance(message, Call) and not frame.fields.get("in_order"):
             self._calls.put(message)
-        else:
-            self._process.send(message)
+            return
+        self._process.send(message)
+        if isinstance(message, Enqueue):
+            if self._unread is not None:  # one step late, so that it delays no program
+                self._process.send(Read(self._unread))
+            self._unread = message.number if message.is_read else None
 
     def _start_and_report(self, process: EngineProcess) -> None:
         """Start the process, then report what it answers among its steps."""

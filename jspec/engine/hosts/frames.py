@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.engine.process.process_messages import Call, Enqueue, Read
+from jspec.engine.process.process_messages import Call, Enqueue
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import JspecError
 from jspec.messages.weight_update import AdapterUpdate, DiskUpdate
@@ -116,9 +116,7 @@ class FrameSocket:
 # Messages to a runner process as frames, and back.
 
 
-def frame_of(message: Enqueue | Read | Call, *, in_order: bool = False) -> Frame:
-    if isinstance(message, Read):
-        return Frame("read", {"number": message.number})
+def frame_of(message: Enqueue | Call, *, in_order: bool = False) -> Frame:
     if isinstance(message, Enqueue):
         arrays = tuple(x for x in message.operands if isinstance(x, np.ndarray))
         operands = [x if isinstance(x, int) else None for x in message.operands]
@@ -135,12 +133,10 @@ def frame_of(message: Enqueue | Read | Call, *, in_order: bool = False) -> Frame
     return Frame("call", fields)
 
 
-def message_of(frame: Frame, programs: dict[str, ProgramKey]) -> Enqueue | Read | Call:
+def message_of(frame: Frame, programs: dict[str, ProgramKey]) -> Enqueue | Call:
     """Raises FrameError. programs: all that may be named."""
     fields = frame.fields
     try:
-        if frame.kind == "read":
-            return Read(int(fields["number"]))
         if frame.kind == "enqueue":
             arrays = iter(frame.arrays)
             operands = tuple(next(arrays) if x is None else int(x) for x in fields.pop("operands"))

@@ -30,9 +30,9 @@ class Gate:
         self._members: dict[int, FrameSocket] = {}
         self._refused: str | None = None
         self._is_closed = False
-        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         try:
-            self._listening = socket.create_server((place.host, place.port), family=family)
+            found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+            self._listening = socket.create_server(found[4][:2], family=found[0])
         except OSError as error:
             raise ConfigError(
                 f"dist_init_addr is {place.address}: host 0 cannot listen there: "
@@ -48,6 +48,10 @@ class Gate:
         """
         self._members, self._refused = {}, None
         deadline = time.monotonic() + self.place.timeout
+        log.info(
+            "waiting up to %g s for %d other hosts at %s",
+            *(self.place.timeout, self.place.count - 1, self.place.address),
+        )
         try:
             while not self._is_complete():
                 interrupts.check()
@@ -62,10 +66,15 @@ class Gate:
         return dict(sorted(self._members.items()))
 
     def dismiss(self, members: dict[int, FrameSocket], error: JspecError | None) -> None:
-        """Close connections. The hosts end with an error of the first start, or come again."""
+        """Close connections. The hosts end with an error of the first start, or come again.
+
+        They end without an error if the engine is being closed.
+        """
         for member in members.values():
-            if error is not None and self.is_first:
-                with suppress(OSError):
+            with suppress(OSError):
+                if self._is_closed:
+                    member.send("end")
+                elif error is not None and self.is_first:
                     member.send("end", error=str(error))
             member.close()
 

@@ -86,9 +86,9 @@ class HostsProcess(EngineProcess):
         self._loss: JspecError | None = None
         self._agreed: dict[ProgramKey, float | None] = {}  # programs that all hosts have
         self._calling_all = threading.Lock()
-        channels = gate.gather()
+        self._channels = gate.gather()
         super().__init__(args, on_end=on_end, place=gate.place)
-        self._members = [Member(rank, each, self._lose) for rank, each in channels.items()]
+        self._members = [Member(rank, each, self._lose) for rank, each in self._channels.items()]
         self._tell("begin", max_total_tokens=args.max_total_tokens)
 
     def _lose(self, loss: JspecError) -> None:
@@ -119,7 +119,7 @@ class HostsProcess(EngineProcess):
                     member.ended.wait(REASON_SECONDS)
                 found = self._loss or error
             self._is_ending = True
-            self._gate.dismiss({each.rank: each.channel for each in self._members}, found)
+            self._gate.dismiss(self._channels, found)
             if found is error:
                 raise
             raise found from error
@@ -130,9 +130,9 @@ class HostsProcess(EngineProcess):
     # Steps.
 
     def send(self, message: Enqueue | Read | Call) -> None:
-        frame = encoded(frame_of(message, in_order=True))
         with self._sending:
-            self._send_bytes(frame)
+            if not isinstance(message, Read):  # the other hosts read by themselves
+                self._send_bytes(encoded(frame_of(message, in_order=True)))
             super().send(message)
 
     def read(self, number: int) -> Output:
@@ -228,8 +228,7 @@ class HostsProcess(EngineProcess):
 
     def kill(self) -> None:
         super().kill()
-        for member in self._members:
-            member.channel.close()
+        self._gate.dismiss(self._channels, None)
 
     def end(self) -> None:
         if not self._is_ending:
@@ -237,6 +236,5 @@ class HostsProcess(EngineProcess):
             self._tell("end")
             for member in self._members:
                 member.ended.wait(1.0)
-        for member in self._members:
-            member.channel.close()
+        self._gate.dismiss(self._channels, None)
         super().end()

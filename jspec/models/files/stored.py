@@ -20,7 +20,6 @@ from jspec.models.files import mxfp4
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.axes import TENSOR, mesh_axis
 from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
 
 
@@ -191,7 +190,7 @@ def _is_whole(part: Part, spec: ParamSpec) -> bool:
 
 def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
     """Return the rows [.., rows, columns] of own shards; None: all."""
-    if own is None or len(spec.axes) < 2 or mesh_axis(spec.axes[-2]) != TENSOR:
+    if own is None or len(spec.axes) < 2 or spec.shards_of(-2, shards) != shards:
         return None
     share = spec.shape[-2] // shards
     return range(own.start * share, own.stop * share)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from jspec.engine.hosts.handshake import TOKEN_VARIABLE
 from jspec.errors import CheckpointError, ConfigError, RequestError
 from jspec.serving.engine import Engine
 from tests.support.hosts import TOKEN, FollowerProcess, FollowerThread, free_address
+from tests.support.lora_adapters import write_adapter
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 PROMPTS = ["def f(", "def g(", "x = "]
@@ -23,8 +25,18 @@ PARAMS: list[dict[str, Any]] = [
     {"max_new_tokens": 40, "ignore_eos": True, "sampling_seed": 7, **each}
     for each in ({"temperature": 0.9}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9})
 ]
-PLAIN: dict[str, Any] = {"speculative_algorithm": "NONE"}
+# As few programs as possible: every host compiles them.
+SMALL: dict[str, Any] = {"disable_radix_cache": True, "disable_logprobs": True}
+NGRAM = {**SMALL, "speculative_algorithm": "NGRAM", "max_running_requests": 1}
+ADAPTERS = {
+    **SMALL,
+    "speculative_algorithm": "NONE",
+    "enable_lora": True,
+    "max_lora_rank": 4,
+    "lora_target_modules": ("q_proj", "down_proj"),
+}
 TREE = {
+    **SMALL,
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 6,
@@ -76,27 +88,44 @@ def over(count: int, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def ids_of(engine: Engine, params: list[dict[str, Any]] = PARAMS) -> list[list[int]]:
-    return [answer["output_ids"] for answer in engine.generate(PROMPTS, params)]
+def ids_of(engine: Engine, params: list[dict[str, Any]] = PARAMS, **more: Any) -> list[list[int]]:
+    return [answer["output_ids"] for answer in engine.generate(PROMPTS, params, **more)]
 
 
-def check_texts(count: int, arguments: dict[str, Any]) -> None:
+def check_texts(
+    count: int, arguments: dict[str, Any], found: Callable[[Engine], object] = ids_of
+) -> None:
     with Engine(**arguments) as engine:
-        expected = ids_of(engine)
+        expected = found(engine)
     shared = over(count, arguments)
     followers = [FollowerThread(rank, shared) for rank in range(1, count)]
     with Engine(**shared) as engine:
-        assert ids_of(engine) == expected
+        assert found(engine) == expected
     assert [each.join() for each in followers] == [None] * (count - 1)
 
 
-def test_two_hosts_give_the_text_of_one(chain: dict[str, Any]) -> None:
-    check_texts(2, chain)
+def test_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
+    check_texts(2, {**arguments, **NGRAM})
 
 
 @pytest.mark.slow
-def test_plain_steps_on_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
-    check_texts(2, {**arguments, **PLAIN})
+def test_plain_steps_and_adapters_on_two_hosts_give_the_text_of_one(
+    arguments: dict[str, Any], pair: TinyPair, tmp_path: Path
+) -> None:
+    write_adapter(
+        tmp_path / "a",
+        load_file(pair.target_path / "model.safetensors"),
+        ADAPTERS["lora_target_modules"],
+    )
+
+    def found(engine: Engine) -> object:
+        plain = ids_of(engine)
+        engine.load_lora_adapter("a", str(tmp_path / "a"))
+        adapted = ids_of(engine, lora_path=["a", "a", None])
+        assert adapted[:2] != plain[:2]
+        return plain, adapted
+
+    check_texts(2, {**arguments, **ADAPTERS}, found)
 
 
 @pytest.mark.slow
@@ -141,9 +170,12 @@ def pair_of_hosts(
 @pytest.mark.slow
 def test_text_goes_on_over_the_loss_of_any_process(
     pair_of_hosts: tuple[Engine, list[FollowerProcess], dict[str, Any], Path],
+    chain: dict[str, Any],
 ) -> None:
     engine, followers, shared, log = pair_of_hosts
-    expected = ids_of(engine, LONG)
+    with Engine(**chain) as one:
+        expected = ids_of(one, LONG)
+    assert ids_of(engine, LONG) == expected
     assert engine.process_id is not None
     assert kill_while(engine, engine.process_id) == expected
     assert kill_while(engine, followers[-1].runner_id) == expected
