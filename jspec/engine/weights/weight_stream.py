@@ -122,8 +122,8 @@ class _Flow:
                 self._changed.notify_all()
 
     def _place(self, each: ParamRead) -> None:
-        is_part = self._own is not None and each.read_own is not None
-        value = each.read_own(self._own) if is_part else each.read()
+        own, read_own = self._own, each.read_own
+        value = each.read() if own is None or read_own is None else read_own(own)
         self.placed[each.spec.path] = self._put(each.spec, value)
         if each.tied is not None:
             self.placed[each.tied.path] = self._put(each.tied, each.tied_value(value))

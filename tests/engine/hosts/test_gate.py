@@ -91,15 +91,15 @@ def test_a_host_that_does_not_fit_ends_the_start_on_all(
 
 def test_a_host_that_is_late_is_named_after_the_stated_time() -> None:
     address = free_address()
-    gate = Gate(place_at(address, 0, timeout=0.3), TOKEN, IDENTITY)
-    with pytest.raises(ConfigError, match=r"dist_timeout is 0\.3: of 3 hosts, those of rank 1, 2"):
+    gate = Gate(place_at(address, 0, timeout=0.1), TOKEN, IDENTITY)
+    with pytest.raises(ConfigError, match=r"dist_timeout is 0\.1: of 3 hosts, those of rank 1, 2"):
         gate.gather()
     gate.is_first = False  # a restart is tried again
-    with pytest.raises(RunnerError, match=r"dist_timeout is 0\.3"):
+    with pytest.raises(RunnerError, match=r"dist_timeout is 0\.1"):
         gate.gather()
     gate.close()
     with pytest.raises(RunnerError, match=f"host 0 did not answer at {address}"):
-        follower._arrive(place_at(address, 1, timeout=0.3), TOKEN, IDENTITY)
+        follower._arrive(place_at(address, 1, timeout=0.1), TOKEN, IDENTITY)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

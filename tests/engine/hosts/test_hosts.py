@@ -27,7 +27,13 @@ PARAMS: list[dict[str, Any]] = [
 ]
 # As few programs as possible: every host compiles them.
 SMALL: dict[str, Any] = {"disable_radix_cache": True, "disable_logprobs": True}
-NGRAM = {**SMALL, "speculative_algorithm": "NGRAM", "max_running_requests": 1}
+NGRAM = {
+    **SMALL,
+    "speculative_algorithm": "NGRAM",
+    "max_running_requests": 1,
+    "chunked_prefill_size": 16,
+    "compile_at_start": "common",
+}
 ADAPTERS = {
     **SMALL,
     "speculative_algorithm": "NONE",
