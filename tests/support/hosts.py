@@ -65,7 +65,7 @@ class FollowerProcess:
         flags = [
             word
             for name, value in {**arguments, "node_rank": rank}.items()
-            for word in (f"--{name.replace('_', '-')}", str(value))
+            for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
         ]
         with log.open("ab") as file:
             self.process = subprocess.Popen(
