@@ -152,3 +152,11 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
     assert [key for key, _ in lowered] == list(keys)
     assert {name for _, name in lowered} == {threading.current_thread().name}
     assert found == {key: key for key in keys}
+
+
+def test_no_array_without_elements_is_returned_as_it_came() -> None:
+    state = {"features": jnp.zeros((4, 2, 0)), "ids": jnp.zeros((4, 2), jnp.int32)}
+    run = compilation.of_rank(lambda _, state, flat: (state, flat))
+    program = jax.make_jaxpr(run)({}, state, jnp.zeros((1, 3), jnp.int32))
+    came = [x for x in program.jaxpr.outvars if any(x is taken for taken in program.jaxpr.invars)]
+    assert [x.aval.shape for x in came] == [(4, 2)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
@@ -118,11 +119,16 @@ def _entry(
 
 
 def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state."""
+    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state.
+
+    Features of width 0 are returned as new arrays: jaxlib 0.11.2 crashes while it compiles a
+    program over several devices that returns an array without elements as it came.
+    """
 
     def run(params: Any, state: Any, *arrays: Any) -> Any:
         own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)
         state, output = entry(params, state, *own)
+        state = jax.tree.map(lambda x: x if x.size else jnp.zeros_like(x), state)
         return state, jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), output)
 
     return run
