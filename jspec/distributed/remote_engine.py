@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from functools import reduce
+from itertools import chain
 from typing import Any, NoReturn, Protocol, cast
 
 from jspec.config.engine_args import EngineArgs
@@ -248,9 +249,10 @@ def total_of(found: Sequence[SchedulerStats]) -> SchedulerStats:
     sums: dict[str, Any] = {
         name: tuple(map(sum, zip(*values, strict=True))) if name in WINDOWS else sum(values)
         for name, values in by_name.items()
-        if name not in {"counters", "shapes", *BY_LORA}
+        if name not in {"counters", "shapes", "by_rank", *BY_LORA}
     }
     sums |= {name: sum(by_name[name], start=Counter()) for name in BY_LORA}
+    sums["by_rank"] = tuple(chain.from_iterable(by_name["by_rank"]))  # of all replicas, in order
     if not found:
         sums |= {"num_pages": 1, "num_free_pages": 1}  # an empty pool, of which nothing is used
     counters = reduce(added, by_name["counters"], SpecCounters())
