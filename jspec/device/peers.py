@@ -22,6 +22,7 @@ from jspec.device.pytree import pytree, static
 TURNS = 3  # places of a row
 NOTHING = -1  # a word where nothing has arrived; as two bfloat16 numbers, both not a number
 LEAST_WIDTH = 256  # of a row: eight numbers for each thread of a warp
+MOST_DEVICES = 2  # over more, no card has compared the sums with exact ones yet
 HEADER = 3  # words of a table before the addresses: this device's number, its address
 
 
@@ -90,12 +91,14 @@ class Exchange:
 
     @classmethod
     def of(cls, mesh: Mesh, *, width: int) -> Exchange | None:
-        """Return None where no kernel can run: one device, or no access between them.
+        """Return None where no kernel runs: one device, too many, or no access between them.
 
         Nor with other axes: experts are summed over two, and beside data ranks no card ran it.
         """
         devices = list(mesh.devices.flat)
-        if not 1 < len(devices) == mesh.devices.shape[-1] or not have_access(devices):
+        if not 1 < len(devices) <= MOST_DEVICES or len(devices) != mesh.devices.shape[-1]:
+            return None
+        if not have_access(devices):
             return None
         return cls(mesh, width=width)
 
