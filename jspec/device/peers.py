@@ -22,7 +22,7 @@ from jspec.device.pytree import pytree, static
 TURNS = 3  # places of a row
 NOTHING = -1  # a word where nothing has arrived; as two bfloat16 numbers, both not a number
 LEAST_WIDTH = 256  # of a row: eight numbers for each thread of a warp
-MOST_DEVICES = 2  # over more, no card has compared the sums with exact ones yet
+MOST_DEVICES = 4  # over more, no machine has compared the sums with exact ones yet
 HEADER = 3  # words of a table before the addresses: this device's number, its address
 
 

@@ -57,6 +57,10 @@ class Shard:
         """Without peers: what inner jits are compiled for."""
         return Shard(self.size, self.axis)
 
+    def exchanges(self, num_words: int, area: Area) -> bool:
+        """Return whether an area of the peers has room for so many words of a shard."""
+        return self.peers is not None and num_words <= self.peers.of(area).most_words
+
     def sum(self, x: jax.Array) -> jax.Array:
         if self.axis is None:
             return x
@@ -128,7 +132,7 @@ def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tupl
     if shard.axis is None or shard.size == 1:
         return tuple(x[None] for x in arrays)
     words = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays])
-    if shard.peers is not None and words.size <= shard.peers.most_words:
+    if shard.peers is not None and shard.exchanges(words.size, area):
         flat = gather_over_peers(words.reshape(-1), shard.peers.of(area))
         found = flat.reshape(shard.size, *words.shape).swapaxes(0, 1)
     else:
@@ -168,7 +172,19 @@ def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Floa
 
 
 def all_columns(shard: Shard, x: Float[Array, "*b o"]) -> Float[Array, "*b O"]:
-    """Return the whole of a column-parallel product, of which each shard has some columns."""
-    return (
-        x if shard.axis is None else jax.lax.all_gather(x, shard.axis, axis=x.ndim - 1, tiled=True)
-    )
+    """Return the whole of a column-parallel product, of which each shard has some columns.
+
+    Gathered as shards and moved: XLA for GPUs would make the whole column-major, and all that reads
+    it, down to the rows of the embedding (0.37 ms of a chain's step with 64 rows on four H200s).
+    Between peers as pairs of numbers, in the draft's area: a draft's layers follow.
+    """
+    if shard.axis is None:
+        return x
+    is_paired = x.dtype == jnp.bfloat16 and x.shape[-1] % 2 == 0
+    if is_paired and shard.exchanges(x.size // 2, Area.DRAFT):
+        pairs = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int32)
+        (found,) = gathered(shard, pairs, area=Area.DRAFT)
+        columns = jax.lax.bitcast_convert_type(found, x.dtype).reshape(shard.size, *x.shape)
+    else:
+        columns = jax.lax.all_gather(x, shard.axis)
+    return jnp.moveaxis(columns, 0, -2).reshape(*x.shape[:-1], -1)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from jspec.device.peers import Peers
 from jspec.device.weights import Weight
+from jspec.layers import linear as linear_module
 from jspec.layers.embedding import embed
-from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.linear import Shard, all_columns, linear, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm, norm_of_sum
 from jspec.pallas_kernels.ops import Ops
@@ -31,6 +33,33 @@ def test_linear_multiplies_and_adds() -> None:
     np.testing.assert_allclose(
         linear(params, jnp.asarray(x), ops=Ops()), expected, rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("columns", [6, 3])
+@pytest.mark.parametrize("rows", [4, 600])
+def test_columns_gathered_between_peers_are_those_of_a_collective(
+    columns: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """600 rows of 6 are more words than the draft's area of a narrow buffer has."""
+    sent: list[int] = []
+
+    def gather(words: jax.Array, peers: Peers) -> jax.Array:
+        assert words.size <= peers.most_words
+        sent.append(words.size)
+        return jax.lax.all_gather(words, "tensor")
+
+    monkeypatch.setattr(linear_module, "gather_over_peers", gather)
+    peers = Peers(table=jnp.zeros(7, jnp.int32), width=4)
+    x = jax.random.normal(jax.random.key(0), (rows, 2 * columns), jnp.bfloat16)
+    whole = jax.shard_map(
+        lambda x: all_columns(Shard(2, "tensor", peers=peers), x)[None],
+        mesh=mesh_of_two(),
+        in_specs=PartitionSpec(None, "tensor"),
+        out_specs=PartitionSpec("tensor"),
+        check_vma=False,
+    )(x)
+    assert (np.asarray(whole) == np.asarray(x)[None]).all()
+    assert sent == ([rows * columns // 2] if (rows, columns) == (4, 6) else [])
 
 
 class HalvedOps(Ops):

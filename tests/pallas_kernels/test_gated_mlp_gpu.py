@@ -22,6 +22,7 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
     FEW,
+    HALVED,
     LEAST_FEW,
     LEAST_TOKENS,
     MOST_FEW,
@@ -199,7 +200,7 @@ def test_lowers_for_cuda(m: int) -> None:
 def test_compiles_ahead_of_time_for_an_h200_and_spills_no_register() -> None:
     """XLA's compiler and ptxas for sm_90a, in a separate process, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_gated_compile")
-    assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 11
+    assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 12
 
 
 def chosen(
@@ -244,6 +245,8 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         assert chosen(m, of_prompts=True) == (programs if has_mosaic_gpu() else [None, None]), m
     of_eight_shards = chosen(8192, n2=2 * N // 8)
     assert of_eight_shards == ([DEFAULT, turned] if has_mosaic_gpu() else [None, None])
+    of_four_shards = chosen(256, n2=2 * N // 4)  # 2 x 32 tiles of 128 tokens: half of the chip
+    assert of_four_shards == [None, HALVED if has_mosaic_gpu() else None]
     assert chosen(20) == [None, None]  # no whole eights: two copies more
     assert chosen(32, n2=N) == [None, None]  # 64 tiles are too few
     assert chosen(32, k=8192, n2=4 * N) == [None, None]  # 256 are two turns

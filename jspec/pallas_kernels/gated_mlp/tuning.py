@@ -62,6 +62,9 @@ class GatedTuning:
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
         return ring + 2 * self.tile_m * self.piece * 2
 
+    def num_tiles(self, m: int, columns: int) -> int:
+        return -(-m // self.tile_m) * (columns // (2 * self.tile_n))
+
     def fills_one_turn(self, columns: int) -> bool:
         """Return whether a row of tiles is one wave that fills nearly every multiprocessor."""
         return LEAST_BUSY * self.num_blocks <= columns // (2 * self.tile_n) <= self.num_blocks
