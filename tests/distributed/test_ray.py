@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes whose replicas are killed under 32 open streams."""
+"""A Ray cluster of two nodes whose replicas are killed under open streams."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_no_stream_notices_that_its_replica_was_killed(tmp_path: Path) -> None:
+def test_no_stream_notices_that_its_replica_was_killed(
+    tmp_path: Path, programs_of_all: Path
+) -> None:
+    """Eight streams are one of each kind; benchmarks/results/ray_kill_cpu.json has 32."""
     output = tmp_path / "result.json"
-    words = ["--seconds", "20", "--kill-every", "5", "--max-tokens", "100"]
+    engine = {"compilation_cache_dir": str(programs_of_all), "context_length": 512}
+    words = ["--seconds", "15", "--kill-every", "5", "--streams", "8", "--max-tokens", "60"]
+    words += ["--engine", json.dumps(engine)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.ray_kill", *words, "--output", str(output)],
         cwd=ROOT,
@@ -31,4 +36,4 @@ def test_no_stream_notices_that_its_replica_was_killed(tmp_path: Path) -> None:
     assert (result["num_errors"], result["errors"]) == (0, [])
     assert result["num_differing"] == 0
     assert result["num_kills"] >= 2
-    assert result["num_answers"] >= 32
+    assert result["num_answers"] >= 8

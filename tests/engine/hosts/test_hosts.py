@@ -103,6 +103,7 @@ def check_texts(
     assert [each.join() for each in followers] == [None] * (count - 1)
 
 
+@pytest.mark.slow
 def test_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
     check_texts(2, {**arguments, **NGRAM})
 
