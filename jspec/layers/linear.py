@@ -58,7 +58,7 @@ class Shard:
         return Shard(self.size, self.axis)
 
     def exchanges(self, num_words: int, area: Area) -> bool:
-        """Return whether an area of the peers has room for so many words of a shard."""
+        """Return whether an area of the peers has room for that number of words from a shard."""
         return self.peers is not None and num_words <= self.peers.of(area).most_words
 
     def sum(self, x: jax.Array) -> jax.Array:
