@@ -104,14 +104,14 @@ def converse(session: Session, *, num_turns: int) -> list[list[int]]:
     return cached
 
 
-@pytest.mark.slow_cases("tree of a lookup-32")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunk_size", "snapshots"),
     [
         (TREE, 32, MANY),
         (TREE, 13, FEW),
-        pytest.param(CHAIN, 5, MANY, marks=pytest.mark.slow),
-        pytest.param(CHAIN, 32, FEW, marks=pytest.mark.slow),
+        (CHAIN, 5, MANY),
+        (CHAIN, 32, FEW),
     ],
     ids=str,
 )
