@@ -196,8 +196,7 @@ def few(layers: int = 2) -> list[Job]:
 
 def fewest(layers: int = 2) -> list[Job]:
     """Return one kind of `few` of each model on a v6e, which so compiles all three shapes and all
-    three programs, and of the first on a v7x. Model m has shape 2 - m: the dense one the tree, which
-    costs most.
+    three programs, and of the first on a v7x. Model m has shape 2 - m.
     """
     return [
         job

@@ -193,7 +193,7 @@ def near_name(name: str, known: Sequence[str]) -> str:
     return near[0] if near else whole.pop() if len(whole) == 1 else ""
 
 
-def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:
+def unset_error(name: str, value: object, algorithm: str) -> ConfigError:
     return ConfigError(
-        f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset{hint}"
+        f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset"
     )

@@ -260,7 +260,7 @@ class EngineArgs:
     )
     speculative_token_map: str | None = argument(
         None,
-        "File with the token ids that an EAGLE head or a recurrent NEXTN layer may draft "
+        "File with the token ids that a head which shares the target's lm_head may draft "
         "(FR-Spec): .json, .npy, .safetensors or .pt",
         _SPECULATION,
         is_local=True,
@@ -487,10 +487,10 @@ class EngineArgs:
         if of_draft is not None and not algorithm.has_model:
             raise unset_error("speculative_draft_model_quantization", of_draft, algorithm.name)
         token_map = self.speculative_token_map
-        with_map = (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.MULTI_LAYER_EAGLE)
-        if token_map is not None and algorithm not in with_map:
-            hint = " (an EAGLE-3 head has a map of its own)" * (algorithm == Algorithm.EAGLE3)
-            raise unset_error("speculative_token_map", token_map, algorithm.name, hint=hint)
+        if token_map is not None and not (
+            algorithm.has_model and algorithm != Algorithm.STANDALONE
+        ):
+            raise unset_error("speculative_token_map", token_map, algorithm.name)
         name = f"{_NGRAM}_min_match_window_size"
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
         if not 1 <= shortest <= longest:

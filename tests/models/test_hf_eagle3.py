@@ -135,6 +135,10 @@ def test_a_full_vocabulary_head_may_use_the_target_s_lm_head(tmp_path: Path) -> 
     assert found["lm_head"]["kernel"] is target["lm_head"]["kernel"]
     assert "d2t" not in load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(found["draft_ids"], np.arange(20))
+    hot = np.array([3, 4, 19], np.int32)
+    limited = load_eagle3(tmp_path, FULL, hot_ids=hot, target_params=target, dtype=np.float32)
+    np.testing.assert_array_equal(limited["lm_head"]["kernel"], target["lm_head"]["kernel"][:, hot])
+    np.testing.assert_array_equal(limited["draft_ids"], hot)
 
 
 def test_a_missing_t2d_is_no_error(tmp_path: Path) -> None:

@@ -33,6 +33,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def hot_ids(pair: Path) -> Path:
+    """A token map: every second id."""
+    np.save(pair / "map.npy", np.arange(0, TARGET.vocab_size, 2))
+    return pair / "map.npy"
+
+
 def load(pair: Path, draft: Path, **arguments: Any) -> LoadedModels:
     args = EngineArgs(
         model_path=str(pair / "target"),
@@ -70,6 +77,23 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoint_s(pair: Path, tmp_path: P
     models = load(pair, tmp_path, load_format="dummy")
     assert models.params["draft"]["lm_head"]["kernel"].shape == (TARGET.hidden_size, 160)
     assert models.params["draft"]["markov"]["after"].shape == (12, 160)
+
+
+@pytest.mark.parametrize("name", own_blocks.SPECS)
+def test_a_map_of_frequent_ids_takes_columns(name: str, pair: Path, hot_ids: Path) -> None:
+    """Columns of the target's head and of the Markov head's logits; codebooks stay whole."""
+    ids, whole = np.load(hot_ids), load(pair, pair / name).params
+    models = load(pair, pair / name, speculative_token_map=str(hot_ids))
+    assert models.drafter.model.spec.draft_vocab_size == len(ids)
+    expected = {**whole["draft"], "draft_ids": ids}
+    expected["lm_head"] = {"kernel": whole["target"]["lm_head"]["kernel"][:, ids]}
+    if "markov" in expected:
+        after = expected["markov"]["after"][:, ids]
+        expected["markov"] = {**expected["markov"], "after": after}
+    jax.tree.map(np.testing.assert_array_equal, models.params["draft"], expected)
+    how = {"speculative_token_map": str(hot_ids), "load_format": "dummy"}
+    dummy = load(pair, pair / name, **how).params
+    assert jax.tree.map(np.shape, dummy) == jax.tree.map(np.shape, models.params)
 
 
 def test_a_parallel_head_is_told_by_its_config() -> None:
@@ -157,7 +181,8 @@ def test_layouts_count_layers_and_windows_differently(pair: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_it_is_served_from_its_files_and_changes_no_text(pair: Path) -> None:
+def test_it_is_served_from_its_files_and_changes_no_text(pair: Path, hot_ids: Path) -> None:
+    """With a token map, which changes drafts alone."""
     requests = [
         make_request(
             i, prompt_len=9, seed=i, temperature=float(i), max_new_tokens=40, ignore_eos=True
@@ -166,8 +191,9 @@ def test_it_is_served_from_its_files_and_changes_no_text(pair: Path) -> None:
     ]
     with Engine(
         model_path=str(pair / "target"),
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=str(pair / "dflash"),
+        speculative_algorithm="DSPARK",
+        speculative_draft_model_path=str(pair / "dspark"),
+        speculative_token_map=str(hot_ids),
         speculative_num_draft_tokens=6,
         dtype="float32",
         max_running_requests=1,
@@ -185,4 +211,4 @@ def test_it_is_served_from_its_files_and_changes_no_text(pair: Path) -> None:
             out = engine.generate(input_ids=list(request.prompt_ids), sampling_params=sampling)
             assert tuple(out["output_ids"]) == plain_ids(request)
         info = engine.get_server_info()
-    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == ("DFLASH", 5)
+    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == ("DSPARK", 5)

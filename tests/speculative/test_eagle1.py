@@ -111,6 +111,14 @@ def test_what_does_not_fit_is_refused_before_the_target_is_read(pair: Path) -> N
         load(pair)
 
 
-def test_a_map_belongs_to_an_eagle_head() -> None:
-    with pytest.raises(ConfigError, match=r"speculative_token_map is 'x\.npy', .* EAGLE3; .* map"):
-        EngineArgs(speculative_token_map="x.npy")
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "NONE"])
+def test_a_map_belongs_to_a_head(algorithm: str) -> None:
+    message = rf"speculative_token_map is 'x\.npy', .* {algorithm}; expected it unset"
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(speculative_token_map="x.npy", speculative_algorithm=algorithm)
+
+
+def test_a_head_with_an_lm_head_of_its_own_takes_no_map() -> None:
+    args = EngineArgs(speculative_token_map="x.npy")
+    with pytest.raises(ConfigError, match="draft has an lm_head of its own; expected it unset"):
+        load_models(args, resolve_paths(args), mesh=mesh_of(1))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored import Place, on_host, stored_tensors
-from jspec.models.files.tensor_files import write_checkpoint
+from jspec.models.files.tensor_files import HostArray, write_checkpoint
 from jspec.models.heads.block_config import block_config_json
 from jspec.models.heads.head_files import (
     Params,
@@ -160,6 +160,7 @@ def load_block(
     path: Path,
     spec: BlockSpec,
     *,
+    hot_ids: HostArray | None = None,
     target_params: Params,
     dtype: npt.DTypeLike,
     shards: int = 1,
@@ -184,6 +185,7 @@ def load_block(
             own,
             shares=shares,
             ids=read_draft_ids(tensors, spec),
+            hot_ids=hot_ids,
             target_params=target_params,
             dtype=dtype,
             shards=shards,

@@ -32,7 +32,6 @@ from jspec.models.heads.head_files import (
     stored_names,
 )
 from jspec.models.heads.head_params import head_params
-from jspec.models.heads.token_map import with_hot_columns
 from jspec.models.params import ParamTable
 from jspec.models.registry import family_named
 from jspec.spec.head_spec import HeadSpec, eagle1_spec
@@ -138,20 +137,19 @@ def load_eagle1(
         if "embed_tokens.weight" in tensors:
             own.append(stored_embed(head_params(spec)[0]))
             shares.remove("embed")
-        ids = np.arange(spec.draft_vocab_size) if hot_ids is None else hot_ids
-        params = read_head(
+        return read_head(
             tensors,
             spec,
             own,
             shares=shares,
-            ids=ids.astype(np.int32),
+            ids=np.arange(spec.draft_vocab_size, dtype=np.int32),
+            hot_ids=hot_ids,
             target_params=target_params,
             dtype=dtype,
             shards=shards,
             place=place,
             formats=formats,
         )
-    return params if hot_ids is None else with_hot_columns(hot_ids, target_params, params)
 
 
 def save_eagle1(path: Path, spec: HeadSpec, params: Params, *, dtype: npt.DTypeLike) -> None:

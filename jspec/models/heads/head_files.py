@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -251,6 +253,7 @@ def read_head(
     *,
     shares: Collection[str],
     ids: HostArray | None,
+    hot_ids: HostArray | None = None,
     target_params: Params,
     dtype: npt.DTypeLike,
     shards: int,
@@ -259,8 +262,10 @@ def read_head(
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
 
-    ids: i32[U], the head's `draft_ids`, if it has them
+    ids: i32[U], the head's `draft_ids`, if it has them. hot_ids: the only ones that are drafted, of
+    a head that shares the target's lm_head; it gets their columns.
     """
+    ids = ids if hot_ids is None else hot_ids
     reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)
     if ids is not None:
         reads.append(ParamRead(spec=draft_ids(ids.size), host_bytes=ids.nbytes, read=lambda: ids))
@@ -268,7 +273,24 @@ def read_head(
     for path in (EMBED, HEAD):
         if path[0] in shares:
             _check_shared(tensors, spec, target_params, path)
-    return own_params | {name: target_params[name] for name in shares}
+    params = own_params | {name: target_params[name] for name in shares}
+    if hot_ids is None:
+        return params
+    if "markov" in params:
+        after = _columns(params["markov"]["after"], hot_ids)
+        params["markov"] = {**params["markov"], "after": after}
+    return with_hot_columns(hot_ids, target_params, params)
+
+
+def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
+    """Return a head's params with the columns hot_ids of the target's lm_head."""
+    kernel = _columns(target_params["lm_head"]["kernel"], hot_ids)
+    return {**params, "lm_head": {"kernel": kernel}}
+
+
+def _columns(kernel: Any, ids: HostArray) -> jax.Array:
+    chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(ids), axis=1, mode="clip")
+    return jax.device_put(chosen, kernel.sharding) if isinstance(kernel, jax.Array) else chosen
 
 
 def _check_shared(

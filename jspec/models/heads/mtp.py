@@ -31,7 +31,6 @@ from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
 from jspec.models.heads.head_files import Params, read_head, refuse_unknown
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
 from jspec.models.heads.target_copies import Copies, TargetCopy
-from jspec.models.heads.token_map import with_hot_columns
 from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.head_spec import HeadSpec, mtp_spec
@@ -137,19 +136,19 @@ def load_mtp(
     """
     with open_tensors(path) as tensors:
         every = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
-        params = read_head(
+        return read_head(
             tensors,
             spec,
             _check(tensors, spec, names),
             shares=shared(spec),
-            ids=every if hot_ids is None else hot_ids,
+            ids=every,
+            hot_ids=hot_ids,
             target_params=target_params,
             dtype=dtype,
             shards=shards,
             place=place,
             formats=formats,
         )
-    return params if hot_ids is None else with_hot_columns(hot_ids, target_params, params)
 
 
 def written_config(

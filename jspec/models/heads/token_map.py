@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -19,7 +17,6 @@ from jspec.errors import CheckpointError
 from jspec.files.json_files import MIB, check_regular, read_text
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.files.torch_files import read_torch_tensor
-from jspec.models.heads.head_files import Params
 
 MAX_BYTES = 256 * MIB
 
@@ -51,15 +48,6 @@ def read_token_map(path: Path, *, vocab_size: int) -> HostArray:
             f"{path}: has the id {distinct[counts > 1][0]} {counts.max()} times; expected each once"
         )
     return distinct.astype(np.int32)
-
-
-def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
-    """Return a head's params with the columns hot_ids of the target's lm_head."""
-    kernel = target_params["lm_head"]["kernel"]
-    chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(hot_ids), axis=1, mode="clip")
-    if isinstance(kernel, jax.Array):
-        chosen = jax.device_put(chosen, kernel.sharding)
-    return {**params, "lm_head": {"kernel": chosen}}
 
 
 def _read_json(path: Path) -> Any:

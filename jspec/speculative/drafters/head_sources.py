@@ -31,7 +31,7 @@ from jspec.models.heads.eagle1 import (
 from jspec.models.heads.eagle3 import check_eagle3, load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.feature_head import FeatureHead
-from jspec.models.heads.head_files import canonical_name, published_specs
+from jspec.models.heads.head_files import canonical_name, published_specs, with_hot_columns
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
 from jspec.models.heads.mtp import (
     check_mtp,
@@ -41,7 +41,7 @@ from jspec.models.heads.mtp import (
     shared,
 )
 from jspec.models.heads.target_copies import TargetCopy
-from jspec.models.heads.token_map import read_token_map, with_hot_columns
+from jspec.models.heads.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.block_spec import BlockSpec
 from jspec.spec.head_spec import HeadSpec
@@ -140,7 +140,6 @@ def block_source(request: DraftRequest) -> DraftSource:
         path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
     )
     spec = replace(spec, layer=request.on_devices(spec.layer))
-    _check_draft_vocabulary(spec, request)
     if args.speculative.num_steps > spec.most_steps:
         raise ConfigError(
             f"speculative_num_steps is {args.speculative.num_steps}; expected at most "
@@ -154,21 +153,25 @@ def block_source(request: DraftRequest) -> DraftSource:
             f"draft's selector_top_k"
         )
 
-    def make(ops: Ops, shard: Shard) -> Drafter:
-        model = BlockHead(spec, ops, shard, request.formats)
-        return BlockDrafter(model, args.speculative, args.speculative_draft_noise)
-
     if args.load_format == "dummy":
         is_whole = spec.draft_vocab_size == spec.layer.vocab_size
         shares: tuple[str, ...] = ("embed", "lm_head") if is_whole else ("embed",)
     else:
         shares = check_block(path, spec)  # before the slower read of the target
+    load, hot = partial(load_block, path, spec), _hot_ids(request, shares)
+    drafted = spec if hot is None else replace(spec, draft_vocab_size=len(hot))
+    _check_draft_vocabulary(drafted, request)
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        model = BlockHead(drafted, ops, shard, request.formats)
+        return BlockDrafter(model, args.speculative, args.speculative_draft_noise)
+
     return DraftSource(
         make=make,
-        read=_reader(partial(load_block, path, spec), request),
+        read=_reader(load, request, hot),
         specs=(spec.layer,),
         aux_layer_ids=spec.aux_layer_ids,
-        shares=shares,
+        **_shared(shares, hot),
         published=published_specs(block_params(spec)),
         canonical=block_name,
         copies={
@@ -193,12 +196,8 @@ def _source_of(
     **more: Any,
 ) -> DraftSource:
     args = request.args
-    hot_ids = _hot_ids(spec, request, shares)
-    if hot_ids is not None:
-        spec = replace(spec, draft_vocab_size=len(hot_ids))
-        load = partial(load, hot_ids=hot_ids)
-        shares = tuple(name for name in shares if name != "lm_head")
-        more["with_target"] = partial(with_hot_columns, hot_ids)
+    hot = _hot_ids(request, shares, per_level=spec.per_level)
+    spec = spec if hot is None else replace(spec, draft_vocab_size=len(hot))
     _check_draft_vocabulary(spec, request)
     speculation = replace(args.speculative, algorithm=algorithm or args.algorithm)
 
@@ -211,22 +210,25 @@ def _source_of(
 
     return DraftSource(
         make=make,
-        read=_reader(load, request),
+        read=_reader(load, request, hot),
         specs=(spec.layer,),
         aux_layer_ids=spec.aux_layer_ids,
         algorithm=algorithm,
-        shares=shares,
+        **_shared(shares, hot),
         **more,
     )
 
 
-def _hot_ids(spec: HeadSpec, request: DraftRequest, shares: tuple[str, ...]) -> HostArray | None:
-    """Return the ids of the token map, if one is given. Raises ConfigError for a head without."""
+def _hot_ids(
+    request: DraftRequest, shares: tuple[str, ...], *, per_level: bool = False
+) -> HostArray | None:
+    """Return the ids of the token map, if one is given. Raises ConfigError for a head that cannot
+    be limited to them: it must share the target's lm_head, and run at every level."""
     name = request.args.speculative_token_map
     if name is None:
         return None
-    if spec.per_level or "lm_head" not in shares:
-        why = "layers that draft one level each" if spec.per_level else "an lm_head of its own"
+    if per_level or "lm_head" not in shares:
+        why = "layers that draft one level each" if per_level else "an lm_head of its own"
         raise ConfigError(
             f"speculative_token_map is {name!r}, but {request.checkpoint} has {why}; expected it "
             f"unset"
@@ -234,13 +236,22 @@ def _hot_ids(spec: HeadSpec, request: DraftRequest, shares: tuple[str, ...]) -> 
     return read_token_map(Path(name), vocab_size=request.target.vocab_size)
 
 
+def _shared(shares: tuple[str, ...], hot_ids: HostArray | None) -> dict[str, Any]:
+    """Return the fields of a DraftSource that say what is the target's."""
+    if hot_ids is None:
+        return {"shares": shares}
+    own = tuple(name for name in shares if name != "lm_head")
+    return {"shares": own, "with_target": partial(with_hot_columns, hot_ids)}
+
+
 def _reader(
-    load: Callable[..., Params], request: DraftRequest
+    load: Callable[..., Params], request: DraftRequest, hot_ids: HostArray | None
 ) -> Callable[[Params, DTypeLike, Place], Params]:
     """Return `DraftSource.read` of a loader of heads."""
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
         how: dict[str, Any] = {"shards": request.shards, "formats": request.formats}
+        how["hot_ids"] = hot_ids
         return load(target_params=target_params, dtype=np.dtype(dtype), place=place, **how)
 
     return read
