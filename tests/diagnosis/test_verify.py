@@ -19,6 +19,7 @@ PROMPTS = examples()[:3]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the next one verifies as much, and fails if a healthy text would
 def test_a_healthy_pair_has_no_fault(arguments: dict[str, Any]) -> None:
     report = verify(arguments, PROMPTS, SETTINGS)
     assert report.num_texts == 6

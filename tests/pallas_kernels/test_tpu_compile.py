@@ -20,7 +20,7 @@ import pytest
     ("topology", "words", "number"),
     [
         ("v6e:2x2", ["few"], 12),
-        ("tpu7x:2x2x1", ["few"], 12),
+        pytest.param("tpu7x:2x2x1", ["few"], 12, marks=pytest.mark.exhaustive),
         pytest.param("v5e:2x2", [], 69, marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x1", ["few"], 12, marks=pytest.mark.exhaustive),
     ],

@@ -111,6 +111,7 @@ def test_two_ranks_answer_as_one(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # texts of such meshes: tests/speculative/test_data_ranks.py
 def test_ranks_of_two_devices_in_a_process_of_their_own(
     engine: Engine, engine_arguments: dict[str, Any]
 ) -> None:

@@ -201,6 +201,7 @@ def test_what_cannot_start_is_said_as_it_is_in_this_process(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # starts four engines
 def test_weights_from_disk_come_back_and_given_ones_end_it(
     apart: Engine, engine_arguments: dict[str, Any]
 ) -> None:

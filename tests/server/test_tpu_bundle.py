@@ -30,6 +30,7 @@ def most_likely(pair: TinyPair) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/speculative/test_tpu_kernels.py has the kernels without a server
 @pytest.mark.timeout(1200)
 def test_a_request_is_answered_by_interpreted_tpu_kernels_over_four_devices(
     tmp_path: Path,

@@ -161,7 +161,7 @@ def some(values: Iterable[Any], *, every: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", some(range(len(ARRAY)), every=50))
+@pytest.mark.parametrize("number", some(range(len(ARRAY)), every=100))
 def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
     case = ARRAY[number]
     names = [field.name for field in dataclasses.fields(Setting) if field.name in case]
@@ -257,7 +257,7 @@ def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", some(itertools.product(KINDS, (1, 16)), every=18))
+@pytest.mark.parametrize("case", some(itertools.product(KINDS, (1, 16)), every=36))
 def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
     """K = 16 with N = 64: scratch slots fill whole pages, and exhaust the pool."""
     name, page_size = case

@@ -62,7 +62,10 @@ def requests_of(temperature: float) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "shards", "shapes"),
-    [("fbgemm", 1, [TREE]), ("blocks", 2, [CHAIN, TREE])],
+    [
+        pytest.param("fbgemm", 1, [TREE], marks=pytest.mark.exhaustive),
+        ("blocks", 2, [CHAIN, TREE]),
+    ],
     ids=["channels", "blocks on two shards"],
 )
 def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(

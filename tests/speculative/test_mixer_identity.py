@@ -52,9 +52,10 @@ class Case:
 
 
 CHAIN = Case("hybrid", (3, 1, 4), page_size=16, chunk=8, rounds=2)
+LATENT = Case("latent", (3, 3, 10), page_size=4, chunk=8)
 FAST = (CHAIN,)  # a lookup's trees on two shards are test_state_snapshots.py's
 REST = (
-    Case("latent", (3, 3, 10), page_size=4, chunk=8),
+    LATENT,
     Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
     Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
 )
@@ -133,7 +134,11 @@ def test_speculative_equals_plain(case: Case) -> None:
     assert histogram.all(), histogram
 
 
-@pytest.mark.parametrize(("case", "num_pages"), [(CHAIN, 20), (FAST[0], 80)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "num_pages"),
+    [(CHAIN, 20), pytest.param(LATENT, 80, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
     """Their states are computed again from zero, in slots that other rows had."""
     requests = many_requests(8, num_tokens=90, seed=300, temperature=1.0)

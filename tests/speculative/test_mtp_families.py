@@ -99,6 +99,7 @@ def check_identity(plain: Compiled, compiled: Compiled) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # every drafter on two shards: tests/speculative/test_engine_laws.py
 def test_two_shards_write_the_text_of_plain_decoding(checkpoint: Path) -> None:
     """With a tree; test_drafter_laws.py and test_multi_layer.py have chains on one shard."""
     plain = engine_of(load(checkpoint), (0, 1, 1))

@@ -113,10 +113,16 @@ def engine(kind: str) -> Compiled:
     )
 
 
-# Compiling dominates a kind's cost.
+# Compiling dominates a kind's cost. "chain" is fast, and these are of CI's slow suite.
+IN_CI = ("not_chained", "standalone", "dflash")
 DRAFTING = [
     "chain",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind != "chain"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in IN_CI),
+    *(
+        pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+        for kind in SETTINGS
+        if kind not in ("chain", *IN_CI)
+    ),
 ]
 KINDS_AND_PLAIN = ["plain", *DRAFTING]
 

@@ -6,6 +6,8 @@ drafting for one step or for more than may be pending.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jspec.messages.plan import StepKind
@@ -26,8 +28,9 @@ from tests.speculative.law_engines import (
 from tests.support.random_shapes import RandomShapes
 
 OFF = (0, 1, 1)
-# The first is of the fast suite, the first six are chains: all of a chain's drafts are right where
-# the drafter is; of a tree that is cut to N nodes the right path may be left out.
+# The first is of the fast suite, IN_CI of the slow one. The first six are chains: all of a chain's
+# drafts are right where the drafter is; of a tree that is cut to N nodes the right path may be left
+# out.
 SETTINGS = (
     OF_SHAPES,
     Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
@@ -38,9 +41,16 @@ SETTINGS = (
     Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4), (3, 2, 5))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
 )
+IN_CI = (5, 7)
+
+
+def marks_of(number: int) -> Any:
+    in_ci = () if number in IN_CI else (pytest.mark.exhaustive,)
+    return () if number == 0 else (pytest.mark.slow, *in_ci)
+
+
 EVERY_SETTING = [
-    pytest.param(setting, id=setting.name, marks=() if i < 1 else pytest.mark.slow)
-    for i, setting in enumerate(SETTINGS)
+    pytest.param(setting, id=setting.name, marks=marks_of(i)) for i, setting in enumerate(SETTINGS)
 ]
 
 

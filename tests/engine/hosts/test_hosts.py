@@ -104,6 +104,7 @@ def check_texts(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # four hosts have trees, two plain steps and adapters
 def test_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
     check_texts(2, {**arguments, **NGRAM})
 
