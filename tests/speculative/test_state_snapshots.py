@@ -128,6 +128,7 @@ def test_conversations_go_on_after_their_states(
         assert cached[1] == [min(n - ahead, n - 1) // size * size for n in lens]
 
 
+@pytest.mark.slow
 def test_any_sequence_of_shapes_gives_the_same_text() -> None:
     """Each step folds what the last one accepted, a smaller tree, a chain or a plain step."""
     compiled = engine(TREE)
