@@ -125,7 +125,8 @@ def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: 
 
 
 def _is_stray(name: str) -> bool:
-    """Match what no head reads, and DSpark's estimate of acceptance, which drafting does not."""
+    """Match what no head reads, and DSpark's estimate of acceptance: a path's score, which knows
+    the noise, is the better one (docs/decisions/0053)."""
     return is_stray(name) or name.startswith(CONFIDENCE)
 
 
