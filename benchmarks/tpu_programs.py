@@ -173,6 +173,28 @@ def hybrid() -> list[Job]:
     ]
 
 
+def blocks() -> list[Job]:
+    """Return decode steps of drafters that guess a block at once, as a chain and as trees of 64 and
+    256 nodes, on each of the newer chips.
+
+    No batch has as many tokens as the model is wide: activations would look like weights.
+    """
+    return [
+        Job(
+            model="llama-3.1-8b",
+            topology=topology,
+            shape=shape,
+            program=f"decode B={rows}",
+            layers=2,
+            drafter=drafter,
+            rows=rows,
+        )
+        for shape, rows in (("7/8/64", 48), ("7/1/8", 48), ("7/8/256", 12))
+        for drafter in ("dflash", "dspark", "dflash2", "peagle")
+        for topology in (V6E, V5P, V7X)
+    ]
+
+
 def few(layers: int = 2) -> list[Job]:
     """Return three of the nine kinds (S/K/N x program) on each model and chip, so that every chip
     compiles all nine, and every model does.

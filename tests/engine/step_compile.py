@@ -4,6 +4,7 @@
     python -m tests.engine.step_compile gpt-oss-20b tpu7x:2x2x1 3/1/4 --layers 2 --backend tpu
     python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only 'decode*'
     python -m tests.engine.step_compile mimo-v2-flash v5p:2x2x1 3/1/4 --layers 2 --drafter mtp
+    python -m tests.engine.step_compile llama-3.1-8b v6e:2x2 7/8/64 --drafter dspark --backend tpu
 
 It compiles, for each S/K/N, every program of an engine with one bucket of each kind: one prefill
 chunk, and decode over all slots without and with filters and penalties, with a pool that fills the
@@ -27,10 +28,12 @@ import argparse
 import dataclasses
 import json
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +49,7 @@ from benchmarks.workloads import (
     MIMO_V2_FLASH,
     QWEN3_5_9B,
     QWEN3_30B_A3B,
+    block_json,
     draft_of,
     eagle1_of,
     mtp_of,
@@ -62,15 +66,19 @@ from jspec.engine.transfer import shape_of
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
+from jspec.models.heads.block_config import load_block_config
+from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import MODEL
+from jspec.spec.block_spec import BlockSpec
 from jspec.spec.expert_shards import on_expert_shards
 from jspec.spec.head_spec import default_aux_layer_ids
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
@@ -112,8 +120,23 @@ ALGORITHMS = {
     "eagle1": Algorithm.EAGLE,
     "mtp": Algorithm.MULTI_LAYER_EAGLE,
     "nextn": Algorithm.NEXTN,
+    "peagle": Algorithm.EAGLE3,
     "standalone": Algorithm.STANDALONE,
     "ngram": Algorithm.NGRAM,
+    "dflash": Algorithm.DFLASH,
+    "dflash2": Algorithm.DFLASH,
+    "dspark": Algorithm.DFLASH,
+}
+BLOCKS: dict[str, dict[str, Any]] = {  # config.json of a block of 8 rows, with published sizes
+    "dflash": {},
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+    "dspark": {"projector_type": "dspark", "markov_rank": 256},
 }
 
 
@@ -270,11 +293,24 @@ def _drafter(
         own = config.family == MIMO_V2_FLASH.family
         layers = own_layers_of(config) if own else mtp_of(config, num_layers=draft_shape.num_steps)
         return MultiLayerDrafter(FeatureHead(layers, ops, shard), draft_shape)
+    if kind in BLOCKS:
+        return BlockDrafter(BlockHead(_block_of(kind, config), ops, shard), draft_shape)
     if kind == "nextn":
         return EagleDrafter(FeatureHead(own_layers_of(config), ops, shard), draft_shape)
     aux = aux_layers(config.num_layers)
     head = draft_of(config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux)
+    if kind == "peagle":
+        head = dataclasses.replace(head, mask_token_id=config.vocab_size - 1)
+        return ParallelDrafter(FeatureHead(head, ops, shard), draft_shape)
     return EagleDrafter(FeatureHead(head, ops, shard), draft_shape)
+
+
+def _block_of(kind: str, target: ModelSpec) -> BlockSpec:
+    """Return a block drafter's model as its reader makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = json.dumps(block_json(target, block_size=8, **BLOCKS[kind]))
+        (Path(folder) / "config.json").write_text(written)
+        return load_block_config(Path(folder), target=target)
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:

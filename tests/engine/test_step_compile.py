@@ -29,6 +29,7 @@ from benchmarks.tpu_programs import (
     SLICES,
     CompileError,
     Job,
+    blocks,
     few,
     fewest,
     full_depth,
@@ -37,12 +38,15 @@ from benchmarks.tpu_programs import (
     run_job,
 )
 from benchmarks.workloads import WORKLOADS
+from jspec.pallas_kernels.attention.tpu import MAX_QUERIES_PER_ROW
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
 from jspec.spec.model_spec import MoESpec
 from tests.engine.step_watch import BOUNDS, dump_environment, inner_loops, over_bounds
 
 LAYERS = 2
 CI = fewest(LAYERS)
+# The cheapest: a block's forward without a tree.
+CI_BLOCK = next(job for job in blocks() if (job.drafter, job.shape) == ("dflash", "7/1/8"))
 TIMEOUT = 300.0  # seconds of one process; alone on two cores a program takes 5 to 20
 
 needs_compiler = pytest.mark.skipif(
@@ -131,6 +135,28 @@ def test_a_multi_layer_draft_compiles_for_a_tpu(job: Job) -> None:
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
     assert (found["program"], found["layers"]) == (job.program, 2)
     assert found["kernels"] >= 2 + 5, "a forward of a layer without a Mosaic kernel"
+    assert (found["pool_copies"], found["weight_copies"]) == ([], [])
+    assert found["device_bytes"] < found["hbm_bytes"]
+    assert found["pool_bytes"] > found["hbm_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+@needs_compiler
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=str(job), marks=() if job == CI_BLOCK else pytest.mark.exhaustive)
+        for job in blocks()
+    ],
+)
+def test_a_block_drafter_compiles_for_a_tpu(job: Job) -> None:
+    """A chain and trees of 64 and 256 nodes, whose block is one forward of the draft's layers."""
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert (found["program"], found["layers"]) == (job.program, 2)
+    nodes = int(job.shape.rpartition("/")[2])
+    layers = 2 + 2 * (nodes <= MAX_QUERIES_PER_ROW)  # the target's are XLA's for larger trees
+    assert found["kernels"] >= layers, "a layer of the draft or the target without a Mosaic kernel"
     assert (found["pool_copies"], found["weight_copies"]) == ([], [])
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3
