@@ -62,8 +62,8 @@ class Made:
 # A byte that UTF-8 never has, so no text of the corpus has its token.
 MASK_TOKEN = "\u00ff"
 # Sizes with which a head has at most the parameters that are trained in the pair's EAGLE-3 head.
-# DFlash has room for 496 columns, with which training fails on an H200 within 2,000 steps, with one
-# product of cuBLAS or another (CUDA_ERROR_LAUNCH_FAILED, jax 0.11.2).
+# DFlash has room for 496 columns, with which training failed on an H200 within 2,000 steps, for an
+# unknown reason (CUDA_ERROR_LAUNCH_FAILED, jax 0.11.2, XLA without its Triton products).
 BLOCK_SIZES: dict[str, dict[str, Any]] = {
     "dflash": {"intermediate_size": 480},
     "dflash2": {"intermediate_size": 320, "selector_rank": 32},
