@@ -4,6 +4,7 @@ routes."""
 from __future__ import annotations
 
 import asyncio
+import html
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -305,7 +306,10 @@ def test_the_openapi_document_has_every_route_and_field(client: httpx.Client) ->
     assert "messages" in body["schema"]["required"]
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert "POST /v1/score" in page.text
+    assert "<h2><code>POST /v1/score</code></h2>" in page.text
+    assert "<p>SGLang's native endpoint.</p>" in html.unescape(page.text)
+    assert ">0 fields" not in page.text
+    assert 'href="docs"' in client.get("/").text
 
 
 def test_the_docs_name_every_route(client: httpx.Client) -> None:
