@@ -59,7 +59,15 @@ def test_a_call_comes_back_in_openais_shape(speaker: Callable[..., Speaker], nam
 
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_a_call_is_streamed_in_pieces(speaker: Callable[..., Speaker], name: str) -> None:
-    chunks = speaker(name)(CALLS[name], tools=[WEATHER], stream=True)
+    """While it is written. A slow reader gets what was written meanwhile in one piece, so on a busy
+    machine it is called again."""
+    counts = (check_pieces(speaker(name), name) for _ in range(20))
+    assert any(count > 1 for count in counts)
+
+
+def check_pieces(speak: Speaker, name: str) -> int:
+    """Return the number of pieces of a call."""
+    chunks = speak(CALLS[name], tools=[WEATHER], stream=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [delta.role for delta in deltas if delta.role] == ["assistant"]
     pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
@@ -68,11 +76,11 @@ def test_a_call_is_streamed_in_pieces(speaker: Callable[..., Speaker], name: str
     assert len([piece.id for piece in pieces if piece.id]) == 1
     assert pieces[0].function.name
     assert "".join(piece.function.arguments for piece in pieces) == ARGUMENTS
-    assert len(pieces) > 1  # while they are written; a slow reader gets fewer
     assert "".join(delta.content or "" for delta in deltas) == ""
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [
         "tool_calls"
     ]
+    return len(pieces)
 
 
 def test_text_and_two_calls(speaker: Callable[..., Speaker]) -> None:
