@@ -64,6 +64,7 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
     "glm45": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    "minimax-m2": ("<|im_start|>", "<|im_end|>", "<minimax:tool_call>", "</minimax:tool_call>"),
     "deepseekv3": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "deepseekv31": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>", "<|stray|>"),
@@ -72,6 +73,7 @@ TEMPLATES: Mapping[str, str] = {
     "qwen": HERMES_TEMPLATE,
     "qwen3_coder": HERMES_TEMPLATE,
     "glm45": HERMES_TEMPLATE,
+    "minimax-m2": HERMES_TEMPLATE,
     "deepseekv3": HERMES_TEMPLATE,
     "deepseekv31": DEEPSEEK_TEMPLATE,
     "llama3": LLAMA_TEMPLATE,
@@ -88,6 +90,8 @@ CALLS: Mapping[str, str] = {
     "</function>\n</tool_call>",
     "glm45": "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris é</arg_value>\n"
     "</tool_call>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris é'
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
     "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"

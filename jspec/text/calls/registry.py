@@ -77,6 +77,10 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             *filter(None, xml_calls.GLM45.key),
         ),
     ),
+    "minimax-m2": CallFormat(
+        parser=partial(xml_calls.XmlCallParser, marks=xml_calls.MINIMAX),
+        markers=(xml_calls.MINIMAX.open, xml_calls.MINIMAX.close),
+    ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
     "kimi_k2": CallFormat(parser=kimi.KimiParser, markers=kimi.MARKERS),
@@ -96,11 +100,14 @@ CALL_ALIASES: Mapping[str, str] = {
     "llama3_json": "llama3",
     "deepseek_v3": "deepseekv3",
     "deepseek_v31": "deepseekv31",
+    "minimax_m2": "minimax-m2",
     "openai": GPT_OSS,
 }
 REASONING_ALIASES: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
     "kimi_k2": "deepseek-r1",
+    "minimax": "deepseek-r1",
+    "minimax_m2": "deepseek-r1",
     "glm45": "qwen3",
     "deepseek-v3": "qwen3",
     "deepseek_v3": "qwen3",

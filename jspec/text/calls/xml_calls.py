@@ -1,10 +1,13 @@
-"""Tool calls with each argument between marks: Qwen3-Coder's and GLM-4.5's.
+"""Tool calls with each argument between marks: Qwen3-Coder's, GLM-4.5's and MiniMax-M2's.
 
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
+    <minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>
+    </minimax:tool_call>
 
-Lines may break between marks, and a value may have its own line. Values are plain text; the tool's
-schema gives their types (`value_of`), and arguments are returned as JSON.
+Only the last may have several calls between its outer marks. Lines may break between marks, and a
+value may have its own line. Values are plain text; the tool's schema gives their types
+(`value_of`), and arguments are returned as JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class XmlMarks:
     value_end: str
     call_end: str  # ends the arguments
     close: str = ""  # may follow those
+    has_several: bool = False  # another head may follow those
 
 
 QWEN3_CODER = XmlMarks(
@@ -48,6 +52,17 @@ GLM45 = XmlMarks(
     key=("<arg_key>", NAME, "</arg_key>", "<arg_value>"),
     value_end="</arg_value>",
     call_end="</tool_call>",
+)
+
+
+MINIMAX = XmlMarks(
+    open="<minimax:tool_call>",
+    head=("<invoke name=", NAME, ">"),
+    key=("<parameter name=", NAME, ">"),
+    value_end="</parameter>",
+    call_end="</invoke>",
+    close="</minimax:tool_call>",
+    has_several=True,
 )
 
 
@@ -73,7 +88,7 @@ def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
             found = _NAME.match(text, at)
             if found is None:
                 return Head.UNDECIDED if at == len(text) else Head.BAD
-            at, name = found.end(), found[0].strip(BLANKS)
+            at, name = found.end(), found[0].strip(BLANKS).strip('"')
             if at == len(text):
                 return Head.UNDECIDED
         elif text.startswith(part, at):
@@ -130,9 +145,9 @@ class XmlCallParser(CallMachine):
 
     def _may_be_name(self) -> bool:
         mark = self._marks.head[0]
-        begun = self._rest.lstrip(BLANKS).removeprefix(mark).strip(BLANKS)
+        begun = self._rest.lstrip(BLANKS).removeprefix(mark).strip(BLANKS).lstrip('"')
         is_mark = mark != NAME and mark.startswith(self._rest.lstrip(BLANKS))
-        return is_mark or any(name.startswith(begun.rstrip(">")) for name in self._names)
+        return is_mark or any(name.startswith(begun.rstrip('">')) for name in self._names)
 
     def _between(self) -> list[Event] | None:
         marks, text = self._marks, self._rest.lstrip(BLANKS)
@@ -174,7 +189,11 @@ class XmlCallParser(CallMachine):
 
     def _close(self) -> list[Event] | None:
         text, mark = self._rest.lstrip(BLANKS), self._marks.close
-        if mark.startswith(text) and text != mark:
+        if self._marks.has_several and text.startswith(self._marks.head[0]):
+            self._rest, self._place = text, _Place.HEAD
+            return []
+        ends = (mark, self._marks.head[0]) if self._marks.has_several else (mark,)
+        if text != mark and any(end.startswith(text) for end in ends):
             return None
         self._place = _Place.OUTSIDE
         self._rest = text.removeprefix(mark) if mark and text.startswith(mark) else self._rest

@@ -44,6 +44,7 @@ KIMI = AnswerFormat(calls="kimi_k2")
 GEMMA = AnswerFormat(calls="gemma4", reasoning="gemma4")
 MAGISTRAL = AnswerFormat(calls="mistral", reasoning="mistral")
 FORCED = AnswerFormat()
+MINIMAX = AnswerFormat(calls="minimax-m2")
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
     "llama3": LLAMA,
@@ -54,6 +55,7 @@ STYLES = {
     "forced": FORCED,
     "qwen3_coder": CODER,
     "glm45": GLM,
+    "minimax-m2": MINIMAX,
     "deepseekv3": DEEPSEEK,
     "deepseekv31": DEEPSEEK_31,
     "deepseekv3 and r1": DEEPSEEK_R1,
@@ -151,6 +153,13 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
         ['f({"x": "many"}', " done"],
     ),
     (
+        MINIMAX,
+        '\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">3</parameter>\n'
+        '<parameter name="s">a < b</parameter>\n</invoke>\n<invoke name="get_weather">\n</invoke>\n'
+        "</minimax:tool_call>\n",
+        ['f({"x": 3, "s": "a < b"}', "get_weather({}"],
+    ),
+    (
         GLM,
         "<think>Hm</think>\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>-2</arg_value>\n"
         "<arg_key>s</arg_key>\n<arg_value>é\n</arg_value>\n</tool_call>",
@@ -234,6 +243,13 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (CODER, "<tool_call><function=f><parameter=s>Par\n</pa", ['f({"s": "Par\\n</pa']),
     (CODER, "<tool_call><function=f><parameter=x>1", ['f({"x": 1']),
     (CODER, "<tool_call><function=f><para", ["f("]),
+    (MINIMAX, '<minimax:tool_call><invoke name="nobody"></invoke></minimax:tool_call>', None),
+    (MINIMAX, "a <minimax:tool", None),
+    (
+        MINIMAX,
+        '<minimax:tool_call><invoke name="f"></invoke><invoke name="nobody"></invoke>',
+        ["f({}", '<invoke name="nobody"></invoke>'],
+    ),
     (GLM, "<tool_call>nobody<arg_key>x</arg_key>", None),
     (GLM, "<tool_call>f is a function", None),
     (GLM, "<tool_call>f", None),
@@ -337,7 +353,7 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
 @given(
     st.sampled_from(
         [
-            *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"),
+            *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45", "minimax-m2"),
             *("deepseekv3", "deepseekv31", "kimi_k2", "gemma4", "mistral, reasoning"),
         ]
     ),
