@@ -28,17 +28,22 @@ class Accelerator:
     link_bytes: float  # between devices of a host, or of a slice
     between_hosts: float  # between devices of two hosts
     sum_seconds: float  # of an all-reduce, without its bytes
+    few_sum_seconds: float = 0.0  # the same through peers' memory, over at most `few` devices
+    few: int = 0
     devices_per_chip: int = 1
     host_chips: int  # most chips of one host
     slice_chips: int  # chips of each host where there are several
     lanes: int = 1  # a cache's records are as wide as a multiple of this
 
 
-def _gpu(name: str, *, gib: float, read: float, flops: float, link: float) -> Accelerator:
+def _gpu(
+    name: str, *, gib: float, read: float, flops: float, link: float, few: int = 0
+) -> Accelerator:
     """Return a card of a host of eight.
 
-    0.95 is a server's share of its memory. Two H200s take 30 us for each sum of a step
-    (h200_table_tp2.json).
+    0.95 is a server's share of its memory. Two H200s take 30 us for each sum of a step by XLA's
+    all-reduce (h200_table_tp2.json). Through each other's memory four take 4 us for a row and its
+    norm, and smaller products lose 6 us a sum (tensor_parallel_h200.json).
     """
     return Accelerator(
         name=name,
@@ -50,6 +55,8 @@ def _gpu(name: str, *, gib: float, read: float, flops: float, link: float) -> Ac
         link_bytes=link,
         between_hosts=50e9,
         sum_seconds=30e-6,
+        few_sum_seconds=10e-6,
+        few=few,
         host_chips=8,
         slice_chips=8,
     )
@@ -79,8 +86,8 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     each.name.lower(): each
     for each in (
         _gpu("A100", gib=79.2, read=2.0e12, flops=312e12, link=300e9),
-        _gpu("H100", gib=79.6, read=3.35e12, flops=989e12, link=450e9),
-        _gpu("H200", gib=139.8, read=4.49e12, flops=790e12, link=450e9),
+        _gpu("H100", gib=79.6, read=3.35e12, flops=989e12, link=450e9, few=4),
+        _gpu("H200", gib=139.8, read=4.49e12, flops=790e12, link=450e9, few=4),
         _gpu("B200", gib=178.0, read=7.7e12, flops=2250e12, link=900e9),
         _tpu("v5e", memory=16911433728, read=819e9, flops=197e12, link=90e9, host=8),
         _tpu("v5p", memory=102005473280, read=2765e9, flops=459e12, link=180e9, host=4),

@@ -289,4 +289,6 @@ class Engine:
         if over == 1:
             return 0.0
         link = own.link_bytes if over <= self.group.host_devices else own.between_hosts
-        return own.sum_seconds + 2 * (over - 1) / over * size / link
+        is_few = self.split.tensor == self.split.num_devices <= own.few
+        delay = own.few_sum_seconds if is_few else own.sum_seconds
+        return delay + 2 * (over - 1) / over * size / link
