@@ -1,10 +1,11 @@
 """A decode or tree step of the gated delta rule on an NVIDIA GPU (Pallas-Triton).
 
 `delta_inputs`, a program for each row and head of queries, keys or values, reads what the last step
-left pending and this step's inputs, and runs the convolution and norms. With several nodes,
-`delta_pairs` solves the triangular system of each value head. `delta_states`, a program for each
-row, value head and strip of V, reads its part of the state once, folds the accepted tokens into it,
-writes it once, and computes all outputs and updates from it (reference.py has the formulas).
+left pending and this step's inputs, and runs the convolution and norms. `delta_states`, a program
+for each row, value head and strip of V, reads its part of the state once, folds the accepted tokens
+into it, writes it once, and computes all outputs and updates from it (reference.py has the
+formulas). Few nodes are substituted one after the other; before many, `delta_pairs` solves the
+triangular system of each value head.
 
 What a program writes to `pending` no other program of its launch reads, and a barrier is between
 its own reads and writes: `delta_inputs` copies the accepted keys and decays for `delta_states`.
@@ -14,6 +15,7 @@ Rows of slot 0 are padding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +28,9 @@ from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.delta_rule.reference import NORM_EPS, Cache
-from jspec.pallas_kernels.delta_rule.tuning import Tuning, choose_tuning
+from jspec.pallas_kernels.delta_rule.tuning import FEW_NODES, Tuning, choose_tuning
 
-LEAST_NODES = 16  # M of the smallest tensor core tile; a single node needs no product
+LEAST_NODES = 16  # M of the smallest tensor core tile
 MOST_NODES = 64
 PAIR_WARPS = 4
 CHANNELS = 32  # of keys, in a step of a product over them
@@ -49,6 +51,10 @@ class _Sizes:
     path: int  # M
     is_chain: bool
     interpret: bool
+
+    @property
+    def are_few(self) -> bool:
+        return self.nodes <= FEW_NODES
 
     @property
     def repeats(self) -> int:
@@ -128,7 +134,7 @@ def run_rows(
         value_dim=value_dim,
         window=window,
         nodes=nodes,
-        padded=1 if nodes == 1 else max(pl.next_power_of_2(nodes), LEAST_NODES),
+        padded=pl.next_power_of_2(nodes if nodes <= FEW_NODES else max(nodes, LEAST_NODES)),
         path=cache["path"].shape[1],
         is_chain=rows.tail_mask is None,
         interpret=interpret,
@@ -136,7 +142,7 @@ def run_rows(
     tuning = tuning or choose_tuning(rows=rows.prefix_lens.shape[0], nodes=nodes)
     small, tail, pending = _inputs(inputs, decay, conv, cache, rows, sizes, tuning)
     small |= {"decay": decay, "beta": beta}
-    if nodes > 1:
+    if not sizes.are_few:
         small |= _pairs(small, rows, cache, sizes)
     out, state, pending = _states(small, cache, pending, rows, sizes, tuning)
     return out, {**cache, "state": state, "conv": tail, "pending": pending}
@@ -315,23 +321,26 @@ def _pairs(
 ) -> dict[str, jax.Array]:
     """Return each value head's system, solved, and its products of queries and keys."""
     batch = rows.prefix_lens.shape[0]
-    shape = jax.ShapeDtypeStruct((batch, sizes.num_values, sizes.nodes, sizes.nodes), jnp.float32)
+    of_head = (batch, sizes.num_values, sizes.nodes)
+    grown, shape = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_head, (*of_head, sizes.nodes))
+    )
     given = [small[name] for name in ("q", "k", "decay", "beta")]
-    solve, near = pl.pallas_call(
+    solve, near, grown = pl.pallas_call(
         functools.partial(_run_pairs, sizes=sizes),
         grid=(batch, sizes.num_keys),
-        out_shape=(shape, shape),
+        out_shape=(shape, shape, grown),
         compiler_params=plt.CompilerParams(num_warps=PAIR_WARPS, num_stages=1),
         interpret=sizes.interpret,
         name="delta_pairs",
     )(*_rows_of(rows, cache), *given)
-    return {"solve": solve, "near": near}
+    return {"solve": solve, "near": near, "grown": grown}
 
 
 def _run_pairs(*refs: Any, sizes: _Sizes) -> None:
     _, prefixes, positions, _, *others = refs
     mask_ref = None if sizes.is_chain else others.pop(0)
-    queries, keys, decay, beta, solve_out, near_out = others
+    queries, keys, decay, beta, solve_out, near_out, grown_out = others
     row, head = pl.program_id(0), pl.program_id(1)
     tree = _tree(row, plt.load(prefixes.at[row]), positions, mask_ref, sizes)
     node = tree.node
@@ -355,6 +364,7 @@ def _run_pairs(*refs: Any, sizes: _Sizes) -> None:
         matrix = (row, value, node[:, None], node[None])
         plt.store(solve_out.at[matrix], solved, mask=square)
         plt.store(near_out.at[matrix], fade * near, mask=square)
+        plt.store(grown_out.at[row, value, node], jnp.exp(total), mask=tree.is_node)
 
 
 def _states(
@@ -386,74 +396,172 @@ def _states(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """What one program of `delta_states` works on: some columns of a value head of a row."""
+
+    row: jax.Array
+    head: jax.Array  # of keys and queries
+    value: jax.Array
+    column: jax.Array
+    is_column: jax.Array
+    channel: jax.Array
+    is_channel: jax.Array
+    slot: jax.Array
+    states: Any
+    given: dict[str, Any]
+    out: Any
+    pending: Any
+    first_update: jax.Array
+
+    @property
+    def tile(self) -> jax.Array:
+        return self.is_channel[:, None] & self.is_column[None]
+
+    @property
+    def place(self) -> Any:
+        return self.states.at[self.slot, self.value, self.channel[:, None], self.column[None]]
+
+    def at(self, name: str, *index: Any) -> jax.Array:
+        """Load a number of the value head, at indices that a program computes."""
+        found: jax.Array = plt.load(self.given[name].at[self.row, self.value, *index])
+        return found
+
+    def vectors(self, name: str, node: Any) -> jax.Array:
+        """Load a node's key or query [Dk]."""
+        place = self.given[name].at[self.row, self.head, node, self.channel]
+        return plt.load(place, mask=self.is_channel, other=0.0)
+
+    def values(self, node: Any) -> jax.Array:
+        place = self.given["v"].at[self.row, self.value, node, self.column]
+        return plt.load(place, mask=self.is_column, other=0.0)
+
+    def store(self, token: Any, node: Any, found: jax.Array, update: jax.Array) -> None:
+        """Store a node's output and update [strip]."""
+        plt.store(self.out.at[token, self.value, self.column], found, mask=self.is_column)
+        place = self.pending.at[self.slot, node, self.first_update + self.column]
+        plt.store(place, update, mask=self.is_column)
+
+
 def _run_states(*refs: Any, names: tuple[str, ...], sizes: _Sizes, strip: int) -> None:
-    slots, prefixes, positions, paths, *others = refs
+    slots, prefixes, _, paths, *others = refs
     mask_ref = None if sizes.is_chain else others.pop(0)
     given = dict(zip(names, others, strict=False))
     out, states, pending = others[len(names) + 2 :]
     row, value, part = (pl.program_id(axis) for axis in range(3))
-    head = value // sizes.repeats
     slot, prefix = plt.load(slots.at[row]), plt.load(prefixes.at[row])
-    is_fresh = prefix == 0
     column = part * strip + jnp.arange(strip, dtype=jnp.int32)
-    is_column = column < sizes.value_dim
     channel = jnp.arange(sizes.wide_key, dtype=jnp.int32)
-    is_channel = channel < sizes.key_dim
-    tile = is_channel[:, None] & is_column[None]
-    place = states.at[slot, value, channel[:, None], column[None]]
-    held = plt.load(place, mask=tile & jnp.logical_not(is_fresh), other=0.0)
-    held = held * plt.load(given["carried"].at[row, value, row * 0])
-    in_updates = sizes.in_keys + value * sizes.value_dim
-    for step in range(sizes.path):
-        nth = row * 0 + step  # jax 0.10 cannot interpret a load at a constant index
-        accepted = plt.load(paths.at[slot, nth])
-        is_kept = (accepted >= 0) & jnp.logical_not(is_fresh)
-        update_at = pending.at[slot, jnp.maximum(accepted, 0), in_updates + column]
-        update = plt.load(update_at, mask=is_column & is_kept, other=0.0)
-        update = update * plt.load(given["fade"].at[row, value, nth])
-        key = plt.load(given["old_k"].at[row, head, nth, channel], mask=is_channel, other=0.0)
-        held = held + key[:, None] * update[None]
+    own = _Strip(
+        row=row,
+        head=value // sizes.repeats,
+        value=value,
+        column=column,
+        is_column=column < sizes.value_dim,
+        channel=channel,
+        is_channel=channel < sizes.key_dim,
+        slot=slot,
+        states=states,
+        given=given,
+        out=out,
+        pending=pending,
+        first_update=sizes.in_keys + value * sizes.value_dim,
+    )
+    held = _folded(own, paths, is_fresh=prefix == 0, sizes=sizes)
     sizes.barrier()
-    plt.store(place, held, mask=tile)
-
-    tree = _tree(row, prefix, positions, mask_ref, sizes)
-    node, is_node = tree.node, tree.is_node
-    is_value = is_node[:, None] & is_column[None]
-    v_at = given["v"].at[row, value, node[:, None], column[None]]
-    v = plt.load(v_at, mask=is_value, other=0.0)
-    grown = jnp.exp(_total(tree, plt.load(given["decay"].at[tree.at, value])))[:, None]
-    if sizes.padded == 1:
-        at = (row, head, row * 0, channel)
-        q, k = (plt.load(given[name].at[at], mask=is_channel, other=0.0) for name in ("q", "k"))
-        of_key, of_query = (jnp.sum(x[:, None] * held, axis=0)[None] for x in (k, q))
-        update = plt.load(given["beta"].at[tree.at, value])[:, None] * (v - grown * of_key)
-        found = grown * of_query + jnp.sum(q * k) * update
+    plt.store(own.place, held, mask=own.tile)
+    if sizes.are_few:
+        _run_few(own, held, _ancestors(row, mask_ref, sizes), sizes.nodes)
     else:
         sizes.barrier()
-        some = min(CHANNELS, sizes.wide_key)
+        _run_many(own, sizes)
 
-        def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            """Add the products with a few channels, read again: all would fill the registers."""
-            channel = step * some + jnp.arange(some, dtype=jnp.int32)
-            is_channel = channel < sizes.key_dim
-            again = states.at[slot, value, channel[:, None], column[None]]
-            x = plt.load(again, mask=is_channel[:, None] & is_column[None], other=0.0)
-            at, mask = (row, head, node[:, None], channel[None]), is_node[:, None] & is_channel
-            q, k = (plt.load(given[name].at[at], mask=mask, other=0.0) for name in ("q", "k"))
-            return carry[0] + sizes.product(k, x), carry[1] + sizes.product(q, x)
 
-        nothing = jnp.zeros((sizes.padded, strip), jnp.float32)
-        of_key, of_query = lax.fori_loop(0, sizes.wide_key // some, add, (nothing, nothing))
-        at = (row, value, node[:, None], node[None])
-        mask = is_node[:, None] & is_node[None]
-        solve, near = (
-            plt.load(given[name].at[at], mask=mask, other=0.0) for name in ("solve", "near")
-        )
-        update = sizes.product(solve, v - grown * of_key)
-        found = grown * of_query + sizes.product(near, update)
-    token = row * sizes.nodes + node
-    plt.store(out.at[token[:, None], value, column[None]], found, mask=is_value)
-    plt.store(pending.at[slot, node[:, None], in_updates + column[None]], update, mask=is_value)
+def _ancestors(row: jax.Array, mask: Any, sizes: _Sizes) -> Callable[[int, int], Any]:
+    """Return a function that tells whether node j < i is an ancestor of node i."""
+    if mask is None:
+        return lambda *_: True
+    words = [plt.load(mask.at[row * sizes.nodes + i, row * 0]) for i in range(sizes.nodes)]
+    return lambda i, j: ((words[i] >> j) & 1) > 0
+
+
+def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> jax.Array:
+    """Return the state [Dk, strip] after the tokens of the last step that were accepted."""
+    held = plt.load(own.place, mask=own.tile & jnp.logical_not(is_fresh), other=0.0)
+    held = held * own.at("carried", own.row * 0)
+    in_updates = own.first_update + own.column
+    for step in range(sizes.path):
+        nth = own.row * 0 + step  # jax 0.10 cannot interpret a load at a constant index
+        accepted = plt.load(paths.at[own.slot, nth])
+        is_kept = (accepted >= 0) & jnp.logical_not(is_fresh)
+        update_at = own.pending.at[own.slot, jnp.maximum(accepted, 0), in_updates]
+        update = plt.load(update_at, mask=own.is_column & is_kept, other=0.0)
+        held = held + own.vectors("old_k", nth)[:, None] * (update * own.at("fade", nth))[None]
+    return held
+
+
+def _run_few(own: _Strip, held: jax.Array, sees: Callable[[int, int], Any], nodes: int) -> None:
+    """Run nodes one after the other, parents first, with the state in registers.
+
+    sees: of (i, j), whether j < i is an ancestor of i.
+    """
+    totals: list[jax.Array] = []
+    keys: list[jax.Array] = []
+    updates: list[jax.Array] = []
+    for node in range(nodes):
+        nth = own.row * 0 + node  # jax 0.10 cannot interpret a load at a constant index
+        token = own.row * nodes + node
+        before = range(node)
+        decays = [plt.load(own.given["decay"].at[token - node + j, own.value]) for j in before]
+        total = plt.load(own.given["decay"].at[token, own.value])
+        for j in before:
+            total = total + jnp.where(sees(node, j), decays[j], 0.0)
+        query, key = (own.vectors(name, nth) for name in ("q", "k"))
+        fades = [jnp.exp(jnp.where(sees(node, j), total - totals[j], NEVER)) for j in before]
+        update = own.values(nth) - jnp.exp(total) * jnp.sum(key[:, None] * held, axis=0)
+        found = jnp.exp(total) * jnp.sum(query[:, None] * held, axis=0)
+        for j in before:
+            update = update - fades[j] * jnp.sum(key * keys[j]) * updates[j]
+            found = found + fades[j] * jnp.sum(query * keys[j]) * updates[j]
+        update = plt.load(own.given["beta"].at[token, own.value]) * update
+        own.store(token, nth, found + jnp.sum(query * key) * update, update)
+        totals, keys, updates = [*totals, total], [*keys, key], [*updates, update]
+
+
+def _run_many(own: _Strip, sizes: _Sizes) -> None:
+    """Run all nodes at once, with the state that was stored."""
+    node = jnp.arange(sizes.padded, dtype=jnp.int32)
+    is_node = node < sizes.nodes
+    some = min(CHANNELS, sizes.wide_key)
+
+    def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Add the products with a few channels, read again: all would fill the registers."""
+        channel = step * some + jnp.arange(some, dtype=jnp.int32)
+        is_channel = channel < sizes.key_dim
+        again = own.states.at[own.slot, own.value, channel[:, None], own.column[None]]
+        x = plt.load(again, mask=is_channel[:, None] & own.is_column[None], other=0.0)
+        at = (own.row, own.head, node[:, None], channel[None])
+        mask = is_node[:, None] & is_channel
+        q, k = (plt.load(own.given[name].at[at], mask=mask, other=0.0) for name in ("q", "k"))
+        return carry[0] + sizes.product(k, x), carry[1] + sizes.product(q, x)
+
+    nothing = jnp.zeros((sizes.padded, own.column.shape[0]), jnp.float32)
+    of_key, of_query = lax.fori_loop(0, sizes.wide_key // some, add, (nothing, nothing))
+    at = (own.row, own.value, node[:, None], node[None])
+    mask = is_node[:, None] & is_node[None]
+    solve, near = (
+        plt.load(own.given[name].at[at], mask=mask, other=0.0) for name in ("solve", "near")
+    )
+    grown = plt.load(own.given["grown"].at[own.row, own.value, node], mask=is_node, other=0.0)
+    is_value = is_node[:, None] & own.is_column[None]
+    v_at = own.given["v"].at[own.row, own.value, node[:, None], own.column[None]]
+    v = plt.load(v_at, mask=is_value, other=0.0)
+    update = sizes.product(solve, v - grown[:, None] * of_key)
+    found = grown[:, None] * of_query + sizes.product(near, update)
+    token = own.row * sizes.nodes + node
+    plt.store(own.out.at[token[:, None], own.value, own.column[None]], found, mask=is_value)
+    place = own.pending.at[own.slot, node[:, None], own.first_update + own.column[None]]
+    plt.store(place, update, mask=is_value)
 
 
 def _likeness(
