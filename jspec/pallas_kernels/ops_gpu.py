@@ -36,6 +36,7 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import scaled_outputs, scaled_queries
+from jspec.pallas_kernels.latent_attention import gpu as latent_attention_gpu
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
@@ -148,8 +149,10 @@ class GpuOps(Ops):
             return Ops.attend_latent(self, q, records, pages, rows, call, scales, rank=rank)
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call)
-        how: Any = {"scale": call.scale, "value_dim": rank, "interpret": self.interpret}
-        return gpu_wide.attend_rows(q, pages, rows, queries_per_row=few, **how), pages
+        how: Any = {"queries_per_row": few, "scale": call.scale, "interpret": self.interpret}
+        if latent_attention_gpu.serves(q, pages, queries_per_row=few, rank=rank):
+            return latent_attention_gpu.attend_rows(q, pages, rows, rank=rank, **how), pages
+        return gpu_wide.attend_rows(q, pages, rows, value_dim=rank, **how), pages
 
     def rotate_write_and_attend(
         self,
