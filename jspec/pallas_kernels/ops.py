@@ -260,8 +260,8 @@ class Ops:
         *,
         eps: float,
         spec: MoESpec,
-    ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, the MoE output for that sum's norm); None without a kernel.
+    ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"], Mixed] | None:
+        """Return (x + delta, that sum's norm, the MoE output for it); None without a kernel.
 
         params: of router and experts, unsharded.
         """

@@ -285,9 +285,12 @@ class GpuOps(Ops):
         *,
         eps: float,
         spec: MoESpec,
-    ) -> tuple[jax.Array, Mixed] | None:
-        """Use a few launches instead of 20 to 30. Supports the softmax routers only."""
-        if x.ndim != 2 or not spec.has_plain_router or spec.num_experts > MOST_RANKED:
+    ) -> tuple[jax.Array, jax.Array, Mixed] | None:
+        """Use a few launches instead of 20 to 30. Supports routers without groups."""
+        if x.ndim != 2 or not spec.has_ranked_router or spec.num_experts > MOST_RANKED:
+            return None
+        router = params["router"]
+        if "factors" in router or (spec.has_router_bias and router["kernel"].dtype != x.dtype):
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())

@@ -29,6 +29,7 @@ from jspec.pallas_kernels.experts.gpu_router import (
     choose,
     norm_and_score,
     ranked,
+    rule_of,
     scores_of,
 )
 from jspec.pallas_kernels.experts.reference import gated
@@ -52,8 +53,8 @@ def moe_of_sum(
     spec: MoESpec,
     tuning: ExpertsTuning,
     interpret: bool = False,
-) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
+    """Return (x + delta, that sum's norm, the experts' output for it). params: of layers.moe.
 
     Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """
@@ -65,15 +66,15 @@ def moe_of_sum(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
     bias = router.get("bias")
-    rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
+    rule = {**rule_of(router, spec, dtype=x.dtype), "interpret": interpret}
     how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
     if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
         inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
     else:
-        ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
+        ids, weights = choose(shares, bias, **rule)
         inner = gate_up(normed, ids, experts, **how, interpret=interpret)
     rows = down(inner, ids, experts["down"], size=size, tuning=tuning, interpret=interpret)
-    return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
+    return total, normed, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
 
 
 def gate_up(
@@ -107,19 +108,26 @@ def choose_and_gate_up(
     *,
     top_k: int,
     routing: Routing,
+    dtype: Any,
+    weight_scale: float,
+    correction: Float[Array, "X"] | None,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
     """Run `choose` and `gate_up` for one token in one launch: (inner rows, ids, weights)."""
     inner = sizes_of(params).inner
-    operands = [x, params["gate_up"], shares, *_bias(params)]
-    has_bias, pair = len(operands) == 4, (1, top_k)
+    biases = {**params, "router_bias": router_bias, "correction": correction}
+    every = ("gate_up_bias", "router_bias", "correction")
+    names = tuple(name for name in every if biases.get(name) is not None)
+    pair = (1, top_k)
     out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(
             _choose_and_gate_up,
+            names=names,
             routing=routing,
-            has_bias=has_bias,
+            dtype=dtype,
+            weight_scale=weight_scale,
             gate=gate,
             tuning=tuning,
             interpret=interpret,
@@ -133,7 +141,7 @@ def choose_and_gate_up(
         compiler_params=_compiler_params(tuning),
         interpret=interpret,
         name="few_experts_choose_gate_up",
-    )(*operands, *([] if router_bias is None else [router_bias]))
+    )(x, params["gate_up"], shares, *(biases[name] for name in names))
     return out
 
 
@@ -211,19 +219,27 @@ def _choose_and_gate_up(
     gate_up_ref: Any,
     shares_ref: Any,
     *rest: Any,
+    names: tuple[str, ...],
     routing: Routing,
-    has_bias: bool,
+    dtype: Any,
+    weight_scale: float,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
     *biases, out_ref, ids_ref, weights_ref = rest
-    bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
+    given = {name: [ref] for name, ref in zip(names, biases, strict=True)}
     top_k = ids_ref.shape[1]
     place = pl.program_id(0)
     only = place * 0  # the token; jax 0.10 cannot interpret a store at a constant index
-    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
-    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    rank, weight = ranked(
+        scores_of(shares_ref, given.get("router_bias", []), only, dtype=dtype),
+        shares_ref.shape[2],
+        given.get("correction", []),
+        top_k=top_k,
+        routing=routing,
+        weight_scale=weight_scale,
+    )
     found, chosen = at_rank(place[None], rank, weight)
     expert = jnp.sum(found)
 
@@ -233,6 +249,7 @@ def _choose_and_gate_up(
         plt.store(weights_ref.at[only, place], jnp.sum(chosen))
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    bias_ref = given.get("gate_up_bias", [])
     tile = _gate_up_tile(
         x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
     )
