@@ -37,12 +37,13 @@ from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_p
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import scaled_outputs, scaled_queries
 from jspec.pallas_kernels.latent_attention import gpu as latent_attention_gpu
+from jspec.pallas_kernels.latent_attention import gpu_few as gpu_few_latents
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
-from jspec.spec.model_spec import Gate, MoESpec
+from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
 # Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
 # are fast in isolation. Whole steps of Llama-3.1-8B on an H200, in ms:
@@ -153,6 +154,28 @@ class GpuOps(Ops):
         if latent_attention_gpu.serves(q, pages, queries_per_row=few, rank=rank):
             return latent_attention_gpu.attend_rows(q, pages, rows, rank=rank, **how), pages
         return gpu_wide.attend_rows(q, pages, rows, value_dim=rank, **how), pages
+
+    def latent_inputs(
+        self,
+        params: dict[str, Any],
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        *,
+        spec: LatentAttentionSpec,
+    ) -> tuple[jax.Array, jax.Array] | None:
+        if not gpu_few_latents.serves(params, x, spec):
+            return None
+        how: Any = {"spec": spec, "interpret": self.interpret}
+        return gpu_few_latents.queries_and_records(params, x, cos, sin, **how)
+
+    def latent_outputs(
+        self, params: dict[str, Any], mixed: jax.Array, *, spec: LatentAttentionSpec
+    ) -> jax.Array | None:
+        if not gpu_few_latents.serves(params, mixed, spec):
+            return None
+        v_up = params["v_up"]["kernel"]
+        return gpu_few_latents.values(mixed, v_up, interpret=self.interpret)
 
     def rotate_write_and_attend(
         self,

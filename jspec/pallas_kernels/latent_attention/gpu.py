@@ -45,7 +45,7 @@ LEAST_TOKENS = 4  # of a step: for fewer, a launch outside of a CUDA graph costs
 BLOCK = 64  # keys of one iteration
 STAGES = 2  # blocks in the ring; with the queries they fill the shared memory
 CONSUMERS = 2
-MOST_SHARES = 16  # of a row's keys; more would make the merge too expensive
+MOST_SHARES = 32  # of a row's keys; more would make the merge too expensive
 COLUMNS = 64  # of a swizzled tile
 MOST_RANK = CONSUMERS * 256  # float32 sums in registers
 
