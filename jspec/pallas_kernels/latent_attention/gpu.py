@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention import gpu_plan
 from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
+from jspec.pallas_kernels.attention.gpu_merge import merge_shares
 from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, BlockPlan, tiles_of
 from jspec.pallas_kernels.hopper import (
     LOG2E,
@@ -57,6 +57,7 @@ class _Shape:
     page_size: int
     tiles: int  # of a row
     stored: int  # queries of a tile, rounded up to 8
+    group: int  # heads, of one query
     shares: int
     dtype: Any
     scale: float
@@ -123,6 +124,7 @@ def attend_rows(
         page_size=pages.shape[1],
         tiles=tiles,
         stored=stored,
+        group=num_heads,
         shares=shares or choose_shares(items=batch * tiles, max_blocks=max_blocks),
         dtype=pages.dtype,
         scale=scale,
@@ -135,10 +137,11 @@ def attend_rows(
     packed = gpu_plan.pack_queries(q, batch, 1, queries_per_row, width=width)
     packed = packed.reshape(batch * tiles, stored, width)
     parts, heights = _launch(packed, pages, rows.page_table, plan, shape=shape)
-    sizes: Any = {"num_heads": num_heads, "num_kv": 1}
     if shape.shares > 1:
+        sizes: Any = {"num_heads": num_heads, "num_kv": 1}
         return merge_shares(parts, heights, plan.valid, **sizes, interpret=interpret)
-    return in_order(parts[0], plan.valid, **sizes)
+    of_rows = parts.reshape(batch, tiles * stored, rank)[:, : queries_per_row * num_heads]
+    return of_rows.reshape(batch * queries_per_row, num_heads, rank)
 
 
 @functools.partial(jax.jit, static_argnames=("shape",))
@@ -218,11 +221,12 @@ class _Work:
     end: Any
     edge: Any  # first block that needs the mask
     keys: Any  # written slots of the row
+    valid: Any  # valid queries of the row
 
 
 def _locate(shape: _Shape, refs: _Refs) -> _Work:
     row, share, tile = (lax.axis_index(name) for name in ("row", "share", "tile"))
-    _, edge, last, keys = (refs.bounds[row, i] for i in range(4))
+    _, edge, last, keys, valid = (refs.bounds[row, i] for i in range(5))
     return _Work(
         row=row,
         share=share,
@@ -232,6 +236,7 @@ def _locate(shape: _Shape, refs: _Refs) -> _Work:
         end=lax.div(last * (share + 1), shape.shares),
         edge=edge,
         keys=keys,
+        valid=valid,
     )
 
 
@@ -314,10 +319,12 @@ def _consume(shape: _Shape, refs: _Refs, work: _Work, number: int) -> None:
 
 
 def _store(shape: _Shape, refs: _Refs, work: _Work, number: int, carry: Any) -> None:
-    """Store this consumer's columns of the mean."""
+    """Store this consumer's columns of the mean, zero for invalid queries."""
     top, total, mixed = carry
     safe = jnp.maximum(total, 1e-30)
     mean = mixed / lax.broadcast_in_dim(safe, mixed.shape, [0])
+    row = plgpu.broadcasted_iota(jnp.int32, mean.shape, 0, layout=plgpu.Layout.WGMMA)
+    mean = jnp.where(row < work.valid * shape.group - work.tile * TILE_ROWS, mean, 0.0)
     _meet(refs)  # the other consumer no longer reads the queries
     refs.mean[number] = mean.astype(shape.dtype)
     plgpu.commit_smem()
