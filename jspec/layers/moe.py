@@ -167,7 +167,7 @@ def moe_of_sum(
         )
         if fused is not None:
             x, normed, mixed = fused
-            if spec.shared is not None:
+            if spec.shared is not None and not mixed.has_shared:
                 how: Any = {"shard": shard, "ops": ops, "limit": spec.shared.limit}
                 mixed = replace(mixed, shared=gated_mlp(params["shared"], normed, **how))
             return Residual(x=x, delta=mixed)

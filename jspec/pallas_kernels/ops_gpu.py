@@ -318,7 +318,8 @@ class GpuOps(Ops):
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())
         if few is not None:
-            return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, **how)
+            shared = None if self.columns else gpu_few.shared_of(params, spec)
+            return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, shared=shared, **how)
         experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
         if many is None:
             return None

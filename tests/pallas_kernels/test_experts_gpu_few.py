@@ -21,7 +21,7 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu_few
 from jspec.pallas_kernels.experts.gpu_router import choose, norm_and_score
 from jspec.pallas_kernels.experts.tuning import MOST_TOKENS, ExpertsTuning, choose_few
-from jspec.spec.model_spec import MoESpec, Routing
+from jspec.spec.model_spec import DenseSpec, MoESpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
     BY_SIGMOID,
@@ -49,7 +49,8 @@ CASES = (
     Case(16, 272, spec_of(20, 1, 16, Routing.SOFTMAX_THEN_TOP, bias=False)),
     Case(5, 32, spec_of(3, 3, 32, Routing.SOFTMAX_THEN_TOP, bias=True)),
     Case(1, 48, BY_SIGMOID),
-    Case(3, 32, replace(BY_SIGMOID, routing=Routing.SIGMOID_THEN_TOP)),
+    Case(3, 32, BY_SIGMOID),
+    Case(2, 32, replace(BY_SIGMOID, routing=Routing.SIGMOID_THEN_TOP, shared=DenseSpec(inner=16))),
 )
 
 

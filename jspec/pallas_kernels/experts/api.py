@@ -26,6 +26,7 @@ class Mixed:
     bias: jax.Array | None = None  # [X, E], of `down`
     place: jax.Array | None = None  # i32[T * k], row of pair t * k + j; None: row t * k + j
     shared: jax.Array | None = None  # [T, E], of the expert of every token
+    has_shared: bool = static(default=False)  # that expert is one of the pairs
 
     def sum(self) -> jax.Array:
         """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases, plus

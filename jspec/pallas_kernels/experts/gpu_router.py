@@ -174,14 +174,16 @@ def choose(
     dtype: Any,
     weight_scale: float = 1.0,
     correction: Float[Array, "X"] | None = None,
+    with_shared: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
 
-    correction: the router bias of a sigmoid's choice, which the weights are without.
+    correction: the router bias of a sigmoid's choice, which the weights are without. with_shared:
+    expert X of weight 1 follows, the shared one.
     """
     num_tokens = shares.shape[1]
-    shape = (num_tokens, top_k)
+    shape = (num_tokens, top_k + with_shared)
     ids, weights = pl.pallas_call(
         functools.partial(
             _choose,
@@ -189,6 +191,7 @@ def choose(
             dtype=dtype,
             weight_scale=weight_scale,
             has_bias=bias is not None,
+            top_k=top_k,
         ),
         grid=(num_tokens,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32)),
@@ -206,21 +209,26 @@ def _choose(
     dtype: Any,
     weight_scale: float,
     has_bias: bool,
+    top_k: int,
 ) -> None:
     *biases, ids_ref, weights_ref = rest
-    token, top_k = pl.program_id(0), ids_ref.shape[1]
+    token, num_experts = pl.program_id(0), shares_ref.shape[2]
     rank, weight = ranked(
         scores_of(shares_ref, biases[:has_bias], token, dtype=dtype),
-        shares_ref.shape[2],
+        num_experts,
         biases[has_bias:],
         top_k=top_k,
         routing=routing,
         weight_scale=weight_scale,
     )
-    place = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)
+    num_places = ids_ref.shape[1]
+    place = jnp.arange(pl.next_power_of_2(num_places), dtype=jnp.int32)
     expert, chosen = at_rank(place, rank, weight)
-    plt.store(ids_ref.at[token, place], expert, mask=place < top_k)
-    plt.store(weights_ref.at[token, place], chosen, mask=place < top_k)
+    if num_places > top_k:
+        expert = jnp.where(place < top_k, expert, num_experts)
+        chosen = jnp.where(place < top_k, chosen, 1.0)
+    plt.store(ids_ref.at[token, place], expert, mask=place < num_places)
+    plt.store(weights_ref.at[token, place], chosen, mask=place < num_places)
 
 
 def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -> jax.Array:
