@@ -147,8 +147,8 @@ def main() -> None:
     for batch, nodes, path, is_tree in CASES:
         delta_rule(batch, nodes, path, is_tree=is_tree)
         latents(batch, nodes, is_tree=is_tree)
-        for is_latent in (True, False):
-            attention(batch, nodes, is_tree=is_tree, is_latent=is_latent)
+        attention(batch, nodes, is_tree=is_tree, is_latent=False)
+    attention(1, 1, is_tree=False, is_latent=True)  # steps of more tokens are the other kernel's
     cache, *others = delta_arguments(1, 1, 1, is_tree=False)
 
     def plain(cache: Any, inputs: Any, decay: Any, beta: Any, conv: Any, rows: Any) -> Any:
