@@ -44,6 +44,30 @@ def latent_attention(
     layer's norms, unused: the low-rank norms have their own.
     """
     del eps
+    rank, cos_sin = spec.kv_rank, angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
+    found = ops.latent_inputs(params, x, *cos_sin, spec=spec)
+    if found is None:
+        found = _inputs(params, x, positions, *cos_sin, spec=spec, shard=shard, ops=ops)
+    mixed = take_kept(attend(*found), kept)[..., :rank]
+    heads = ops.latent_outputs(params, mixed, spec=spec)
+    if heads is None:
+        v_up = params["v_up"]["kernel"].reshape(rank, -1, spec.value_dim)
+        heads = jnp.einsum("thr,rhv->thv", mixed, v_up).reshape(mixed.shape[0], -1)
+    return linear(params["out"], heads, ops=ops, reduce=shard)
+
+
+def _inputs(
+    params: dict[str, Any],
+    x: Float[Array, "T I"],
+    positions: Int[Array, "T"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    *,
+    spec: LatentAttentionSpec,
+    shard: Shard,
+    ops: Ops,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
+    """Return what `attend` reads: absorbed queries, and the tokens' records."""
     num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
     given = x
     if "q_a" in params:
@@ -52,19 +76,15 @@ def latent_attention(
     queries = grown(queries, positions, spec.growth)
     latent, shared = jnp.split(linear(params["kv_a"], x, ops=ops), (rank,), axis=-1)
     latent = norm(params["kv_a_norm"], latent, eps=spec.norm_eps)
-    cos, sin = angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
     plain, turned = jnp.split(queries, (spec.nope_dim,), axis=-1)
     if spec.interleaved:
         turned, shared = _in_halves(turned), _in_halves(shared)
     k_up = params["k_up"]["kernel"].reshape(rank, num_heads, spec.nope_dim)
     absorbed = jnp.einsum("thd,rhd->thr", plain, k_up)
-    mixed = attend(
+    return (
         jnp.concatenate((absorbed, rotate(turned, cos, sin)), axis=-1),
         jnp.concatenate((latent, rotate(shared[:, None], cos, sin)[:, 0]), axis=-1),
     )
-    v_up = params["v_up"]["kernel"].reshape(rank, num_heads, spec.value_dim)
-    heads = jnp.einsum("thr,rhv->thv", take_kept(mixed, kept)[..., :rank], v_up)
-    return linear(params["out"], heads.reshape(heads.shape[0], -1), ops=ops, reduce=shard)
 
 
 def _in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:

@@ -9,6 +9,7 @@ that share the experts gather their tokens first, and each takes the sums of its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -160,12 +161,16 @@ def moe_of_sum(
 ) -> Residual:
     """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
     is_whole = shard.size == spec.shards == 1
-    if is_whole and spec.shared is None and isinstance(stream.delta, jax.Array):
+    if is_whole and not spec.shared_gate and isinstance(stream.delta, jax.Array):
         fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )
         if fused is not None:
-            return Residual(x=fused[0], delta=fused[1])
+            x, normed, mixed = fused
+            if spec.shared is not None and not mixed.has_shared:
+                how: Any = {"shard": shard, "ops": ops, "limit": spec.shared.limit}
+                mixed = replace(mixed, shared=gated_mlp(params["shared"], normed, **how))
+            return Residual(x=x, delta=mixed)
     x, normed = norm_of_sum(post_norm, stream, eps=eps, ops=ops)
     flat = normed.reshape(-1, normed.shape[-1])
     out = moe(params, flat, spec=spec, shard=shard, ops=ops)

@@ -35,7 +35,7 @@ from jspec.pallas_kernels.kv_write.reference import (
 )
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.sample import reference as sample
-from jspec.spec.model_spec import Gate, MoESpec
+from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,29 @@ class Ops:
         out = self.attend_written(q, pages, rows, call, scales=scales)
         return out[..., : q.shape[-1]], pages
 
+    def latent_inputs(
+        self,
+        params: dict[str, Any],
+        x: Float[Array, "T I"],
+        cos: Float[Array, "T half"],
+        sin: Float[Array, "T half"],
+        *,
+        spec: LatentAttentionSpec,
+    ) -> tuple[Float[Array, "T H Dq"], Float[Array, "T Dq"]] | None:
+        """Return (absorbed queries, records) for `attend_latent`; None without a kernel.
+
+        params, x: those of layers.latent_attention.
+        """
+        del params, x, cos, sin, spec
+        return None
+
+    def latent_outputs(
+        self, params: dict[str, Any], mixed: Float[Array, "T H rank"], *, spec: LatentAttentionSpec
+    ) -> Float[Array, "T HV"] | None:
+        """Return the heads' values from their means of latents; None without a kernel."""
+        del params, mixed, spec
+        return None
+
     def delta_rule(
         self,
         inputs: Float[Array, "T C"],
@@ -260,8 +283,8 @@ class Ops:
         *,
         eps: float,
         spec: MoESpec,
-    ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, the MoE output for that sum's norm); None without a kernel.
+    ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"], Mixed] | None:
+        """Return (x + delta, that sum's norm, the MoE output for it); None without a kernel.
 
         params: of router and experts, unsharded.
         """

@@ -36,12 +36,14 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import scaled_outputs, scaled_queries
+from jspec.pallas_kernels.latent_attention import gpu as latent_attention_gpu
+from jspec.pallas_kernels.latent_attention import gpu_few as gpu_few_latents
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
-from jspec.spec.model_spec import Gate, MoESpec
+from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
 # Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
 # are fast in isolation. Whole steps of Llama-3.1-8B on an H200, in ms:
@@ -148,8 +150,32 @@ class GpuOps(Ops):
             return Ops.attend_latent(self, q, records, pages, rows, call, scales, rank=rank)
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call)
-        how: Any = {"scale": call.scale, "value_dim": rank, "interpret": self.interpret}
-        return gpu_wide.attend_rows(q, pages, rows, queries_per_row=few, **how), pages
+        how: Any = {"queries_per_row": few, "scale": call.scale, "interpret": self.interpret}
+        if latent_attention_gpu.serves(q, pages, queries_per_row=few, rank=rank):
+            return latent_attention_gpu.attend_rows(q, pages, rows, rank=rank, **how), pages
+        return gpu_wide.attend_rows(q, pages, rows, value_dim=rank, **how), pages
+
+    def latent_inputs(
+        self,
+        params: dict[str, Any],
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        *,
+        spec: LatentAttentionSpec,
+    ) -> tuple[jax.Array, jax.Array] | None:
+        if not gpu_few_latents.serves(params, x, spec):
+            return None
+        how: Any = {"spec": spec, "interpret": self.interpret}
+        return gpu_few_latents.queries_and_records(params, x, cos, sin, **how)
+
+    def latent_outputs(
+        self, params: dict[str, Any], mixed: jax.Array, *, spec: LatentAttentionSpec
+    ) -> jax.Array | None:
+        if not gpu_few_latents.serves(params, mixed, spec):
+            return None
+        v_up = params["v_up"]["kernel"]
+        return gpu_few_latents.values(mixed, v_up, interpret=self.interpret)
 
     def rotate_write_and_attend(
         self,
@@ -282,14 +308,18 @@ class GpuOps(Ops):
         *,
         eps: float,
         spec: MoESpec,
-    ) -> tuple[jax.Array, Mixed] | None:
-        """Use a few launches instead of 20 to 30. Supports the softmax routers only."""
-        if x.ndim != 2 or not spec.has_plain_router or spec.num_experts > MOST_RANKED:
+    ) -> tuple[jax.Array, jax.Array, Mixed] | None:
+        """Use a few launches instead of 20 to 30. Supports routers without groups."""
+        if x.ndim != 2 or not spec.has_ranked_router or spec.num_experts > MOST_RANKED:
+            return None
+        router = params["router"]
+        if "factors" in router or (spec.has_router_bias and router["kernel"].dtype != x.dtype):
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())
         if few is not None:
-            return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, **how)
+            shared = None if self.columns else gpu_few.shared_of(params, spec)
+            return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, shared=shared, **how)
         experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
         if many is None:
             return None

@@ -240,13 +240,10 @@ class MoESpec:
     data_shards: int = 1  # data ranks that share the experts, each with some of the shards
 
     @property
-    def has_plain_router(self) -> bool:
-        """True if the weights are softmaxes of logits, chosen among all experts."""
-        return (
-            not self.has_router_bias
-            and self.top_groups == self.num_groups
-            and (self.weight_scale == 1.0)
-        )
+    def has_ranked_router(self) -> bool:
+        """True if all experts compete and only the weights of a sigmoid are scaled."""
+        is_grouped = self.top_groups != self.num_groups
+        return not is_grouped and (self.has_router_bias or self.weight_scale == 1.0)
 
     @property
     def has_router_bias(self) -> bool:

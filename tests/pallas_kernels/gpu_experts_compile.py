@@ -44,7 +44,7 @@ def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
         fused = OPS["gpu"].moe_of_sum(x, x, scale, params, eps=1e-6, spec=spec)
         if fused is None:
             raise SystemExit(f"{name}, {tokens} tokens: the kernels are not chosen")
-        return OPS["gpu"].mixed_norm(*fused, scale, eps=1e-6)
+        return OPS["gpu"].mixed_norm(fused[0], fused[2], scale, eps=1e-6)
 
     whole = PartitionSpec()
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

@@ -15,9 +15,18 @@ from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
-from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
 
 EPS = 1e-5
+# DeepSeek-V3's router in one group, as GLM-4.7-Flash has it, and its shared expert.
+BY_SIGMOID = MoESpec(
+    num_experts=6,
+    top_k=3,
+    inner=32,
+    routing=Routing.SIGMOID_THEN_TOP_NORMALIZED,
+    weight_scale=1.8,
+    shared=DenseSpec(inner=32),
+)
 BY_SOFTMAX = [r for r in Routing if not r.name.startswith("SIGMOID")]
 
 
@@ -47,6 +56,8 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
         return jnp.asarray(rng.standard_normal(shape) * scale, case.dtype)
 
     router = {"kernel": array(E, X, scale=E**-0.5)}
+    if spec.has_router_bias:
+        router["correction"] = array(X).astype(jnp.float32)
     experts = {
         "gate_up": array(X, E, 2 * inner, scale=E**-0.5),
         "down": array(X, inner, E, scale=inner**-0.5),
@@ -54,8 +65,15 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
     if spec.bias:
         router["bias"] = array(X)
         experts |= {"gate_up_bias": array(X, 2 * inner), "down_bias": array(X, E)}
+    params: dict[str, Any] = {"router": router, "experts": experts}
+    if spec.shared is not None:
+        width = spec.shared.inner
+        params["shared"] = {
+            "gate_up": {"kernel": array(E, 2 * width, scale=E**-0.5)},
+            "down": {"kernel": array(width, E, scale=width**-0.5)},
+        }
     stream = Residual(x=array(case.tokens, E), delta=array(case.tokens, E))
-    return stream, {"router": router, "experts": experts}, {"scale": array(E) + 1}
+    return stream, params, {"scale": array(E) + 1}
 
 
 def run(

@@ -21,9 +21,10 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu_few
 from jspec.pallas_kernels.experts.gpu_router import choose, norm_and_score
 from jspec.pallas_kernels.experts.tuning import MOST_TOKENS, ExpertsTuning, choose_few
-from jspec.spec.model_spec import Routing
+from jspec.spec.model_spec import DenseSpec, MoESpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
+    BY_SIGMOID,
     BY_SOFTMAX,
     EPS,
     MINE,
@@ -47,6 +48,9 @@ CASES = (
     Case(7, 32, TOP_FIRST),
     Case(16, 272, spec_of(20, 1, 16, Routing.SOFTMAX_THEN_TOP, bias=False)),
     Case(5, 32, spec_of(3, 3, 32, Routing.SOFTMAX_THEN_TOP, bias=True)),
+    Case(1, 48, BY_SIGMOID),
+    Case(3, 32, BY_SIGMOID),
+    Case(2, 32, replace(BY_SIGMOID, routing=Routing.SIGMOID_THEN_TOP, shared=DenseSpec(inner=16))),
 )
 
 
@@ -89,15 +93,21 @@ def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
     check_a_row_that_is_not_finite(CASES[2], token=token, value=value)
 
 
-def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
-    stream, params, scale = drawn(CASES[2], 1)
+def test_groups_scaled_softmaxes_and_factors_are_left_to_the_other_kernels() -> None:
     ops = OPS["gpu_interpret"]
-    assert isinstance(stream.delta, jax.Array)
-    given = (stream.x, stream.delta, scale["scale"], params)
-    assert ops.moe_of_sum(*given, eps=EPS, spec=CASES[2].spec) is not None
-    for routing in set(Routing) - set(BY_SOFTMAX):
-        spec = replace(CASES[2].spec, routing=routing)
-        assert ops.moe_of_sum(*given, eps=EPS, spec=spec) is None
+
+    def is_taken(spec: MoESpec, **router: jax.Array) -> bool:
+        stream, params, scale = drawn(Case(7, 32, spec), 1)
+        assert isinstance(stream.delta, jax.Array)
+        params = params | {"router": params["router"] | router}
+        given = (stream.x, stream.delta, scale["scale"], params)
+        return ops.moe_of_sum(*given, eps=EPS, spec=spec) is not None
+
+    assert is_taken(BY_SIGMOID)
+    assert not is_taken(replace(BY_SIGMOID, num_groups=2))
+    assert not is_taken(BY_SIGMOID, factors=jnp.ones(6))
+    assert not is_taken(BY_SIGMOID, kernel=jnp.ones((32, 6), jnp.bfloat16))
+    assert not is_taken(replace(CASES[0].spec, weight_scale=2.0))
 
 
 @pytest.mark.parametrize("routing", BY_SOFTMAX)

@@ -15,6 +15,7 @@ from jspec.pallas_kernels.experts.gpu_router import score
 from jspec.spec.model_spec import Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
+    BY_SIGMOID,
     Case,
     check_a_row_that_is_not_finite,
     check_against_xla,
@@ -27,7 +28,8 @@ from tests.pallas_kernels.moe_cases import (
 # tokens and one more, all biases.
 MANY = Case(40, 48, spec_of(6, 3, 32, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False))
 BIASED = Case(33, 32, spec_of(5, 2, 16, Routing.TOP_THEN_SOFTMAX, bias=True))
-CASES = (MANY, BIASED)
+SHARED = Case(18, 32, BY_SIGMOID)
+CASES = (MANY, BIASED, SHARED)
 
 
 @settings(max_examples=6, deadline=None)

@@ -28,7 +28,8 @@ from jspec.pallas_kernels.hopper import NOTHING, capped
 from jspec.pallas_kernels.kv_write.reference import records_of
 
 MOST_QUERIES = 64  # of a row
-MOST_SHARES = 16  # of a row's keys; more would make the merge too expensive
+# Of a row's keys; more would make the merge too expensive. Latents are one head: few programs.
+MOST_SHARES, MOST_LATENT_SHARES = 16, 32
 LEAST = 16  # of any side of a tensor core product
 PIECE = 128  # most columns of a part, whose sums are scaled at once
 
@@ -79,6 +80,7 @@ def attend_rows(
     tiles, stored = tiles_of(queries_per_row * group)
     tuning = tuning or choose_wide_tuning(first, rows=stored, is_latent=is_latent)
     items = batch * num_kv * tiles
+    most = MOST_LATENT_SHARES if is_latent else MOST_SHARES
     blocks = -(-rows.page_table.shape[1] * pages.shape[1] // tuning.block)
     static = _Static(
         first=first,
@@ -87,7 +89,7 @@ def attend_rows(
         num_kv=num_kv,
         tiles=tiles,
         stored=stored,
-        shares=max(1, min(tuning.programs * NUM_SMS // items, blocks, MOST_SHARES)),
+        shares=max(1, min(tuning.programs * NUM_SMS // items, blocks, most)),
         block=tuning.block,
         scale=scale,
         soft_cap=soft_cap,
@@ -96,6 +98,8 @@ def attend_rows(
         rows, queries_per_row=queries_per_row, group=group, window=None, block_tokens=tuning.block
     )
     packed = gpu_plan.pack_queries(q, batch, num_kv, queries_per_row, width=width)
+    if tiles == 1:  # the kernel masks what is missing, which saves a launch
+        packed = packed[:, : queries_per_row * group]
     wide = _wide(first)
     parts, heights = pl.pallas_call(
         functools.partial(_attend, static=static),
@@ -142,7 +146,7 @@ def _attend(
     batch_row, head = packed // static.num_kv, packed % static.num_kv
     page_size, block = pool_ref.shape[1], static.block
     row = jnp.arange(max(pl.next_power_of_2(static.stored), LEAST), dtype=jnp.int32)
-    is_row = (row < static.stored)[:, None]
+    is_row, query = (row < static.stored)[:, None], tile * static.stored + row
     only = item * 0  # jax 0.10 cannot interpret a load at a constant index
     edge, last, keys = (plt.load(bounds_ref.at[batch_row, only + i]) for i in (1, 2, 3))
     # Columns of each part of K, and where they end; the first parts are those of V.
@@ -154,8 +158,8 @@ def _attend(
         columns.append((rest, static.first + static.rest))
     q = [
         plt.load(
-            q_ref.at[packed, (tile * static.stored + row)[:, None], column],
-            mask=is_row & (column < end),
+            q_ref.at[packed, query[:, None], column],
+            mask=(is_row & (query < q_ref.shape[1])[:, None]) & (column < end),
             other=0.0,
         )
         for column, end in columns

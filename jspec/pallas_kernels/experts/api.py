@@ -25,16 +25,19 @@ class Mixed:
     ids: jax.Array  # i32[T, k]
     bias: jax.Array | None = None  # [X, E], of `down`
     place: jax.Array | None = None  # i32[T * k], row of pair t * k + j; None: row t * k + j
+    shared: jax.Array | None = None  # [T, E], of the expert of every token
+    has_shared: bool = static(default=False)  # that expert is one of the pairs
 
     def sum(self) -> jax.Array:
-        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases.
+        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases, plus
+        the shared expert's output.
 
         Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
         """
         out = jnp.sum(self._pairs() * self.weights[..., None], axis=1).astype(self.rows.dtype)
-        if self.bias is None:
-            return out
-        return out + biases_of(self.bias, self.ids, self.weights).astype(out.dtype)
+        if self.bias is not None:
+            out = out + biases_of(self.bias, self.ids, self.weights).astype(out.dtype)
+        return out if self.shared is None else out + self.shared
 
     def own_sum(self, num_experts: int) -> jax.Array:
         """Return f32 [T, E], the sum over the experts of one of several shards.

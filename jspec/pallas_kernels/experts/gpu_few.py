@@ -6,14 +6,15 @@ A launch takes about two microseconds, so there is no sort and no table. A progr
 (token, expert) pair and one tile of columns, and ends at once if an earlier pair has the same
 expert. Otherwise it multiplies the expert's weights by all of its tokens, at most 16, the smallest
 tensor core tile; rows of other tokens are 0 and are not stored. For one token every program of the
-first product ranks the experts itself (gpu_router). Rounding is that of gpu.py and add_norm/gpu.py.
+first product ranks the experts itself (gpu_router). A shared expert of their size is one more, X,
+of every token. Rounding is that of gpu.py and add_norm/gpu.py; the one last sum includes X.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jspec.pallas_kernels.experts.gpu_router import (
     choose,
     norm_and_score,
     ranked,
+    rule_of,
     scores_of,
 )
 from jspec.pallas_kernels.experts.reference import gated
@@ -42,6 +44,31 @@ from jspec.pallas_kernels.experts.tuning import (
 from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 
+class Shared(NamedTuple):
+    """The dense weights of a shared expert, as wide as the others."""
+
+    gate_up: jax.Array  # [E, 2I]
+    down: jax.Array  # [I, E]
+
+
+def shared_of(params: Mapping[str, Mapping[str, Any]], spec: MoESpec) -> Shared | None:
+    """Return the shared expert if it can run as one of the experts, else None.
+
+    params: those of layers.moe, with row-major weights.
+    """
+    shared, experts = spec.shared, params["experts"]
+    if shared is None or spec.bias or shared.inner != spec.inner or shared.limit is not None:
+        return None
+    parts = [params["shared"][name] for name in ("gate_up", "down")]
+    if any(part.keys() != {"kernel"} for part in parts):
+        return None
+    kernels = [part["kernel"] for part in parts]
+    arrays = (*kernels, experts["gate_up"], experts["down"])
+    if any(not isinstance(x, jax.Array) or x.dtype != kernels[0].dtype for x in arrays):
+        return None
+    return Shared(kernels[0], kernels[1]) if spec.gate is Gate.SILU else None
+
+
 def moe_of_sum(
     x: Float[Array, "T E"],
     delta: Float[Array, "T E"],
@@ -51,11 +78,13 @@ def moe_of_sum(
     eps: float,
     spec: MoESpec,
     tuning: ExpertsTuning,
+    shared: Shared | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
+    """Return (x + delta, that sum's norm, the experts' output for it). params: of layers.moe.
 
-    Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
+    shared: of every token, added to the output. Raises ValueError unless there are 1 to MOST_TOKENS
+    tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
     if not 1 <= x.shape[0] <= MOST_TOKENS:
@@ -65,15 +94,26 @@ def moe_of_sum(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
     bias = router.get("bias")
-    rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
-    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
+    rule = {**rule_of(router, spec, dtype=x.dtype), "interpret": interpret}
+    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning, "shared": shared}
     if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
         inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
     else:
-        ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
+        ids, weights = choose(shares, bias, **rule, with_shared=shared is not None)
         inner = gate_up(normed, ids, experts, **how, interpret=interpret)
-    rows = down(inner, ids, experts["down"], size=size, tuning=tuning, interpret=interpret)
-    return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
+    of_down: dict[str, Any] = {"size": size, "tuning": tuning, "shared": shared}
+    rows = down(inner, ids, experts["down"], **of_down, interpret=interpret)
+    return (
+        total,
+        normed,
+        Mixed(
+            rows=rows,
+            weights=weights,
+            ids=ids,
+            bias=experts.get("down_bias"),
+            has_shared=shared is not None,
+        ),
+    )
 
 
 def gate_up(
@@ -83,13 +123,22 @@ def gate_up(
     *,
     gate: Gate,
     tuning: ExpertsTuning,
+    shared: Shared | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R I"]:
     """Return each pair's activated inner row, at t * k + j. A token's ids must be distinct."""
     inner = sizes_of(params).inner
     operands = [x, params["gate_up"], ids, *_bias(params)]
+    if shared is not None:
+        operands.append(shared.gate_up[None])
     out: jax.Array = pl.pallas_call(
-        functools.partial(_gate_up, gate=gate, tuning=tuning, interpret=interpret),
+        functools.partial(
+            _gate_up,
+            has_shared=shared is not None,
+            gate=gate,
+            tuning=tuning,
+            interpret=interpret,
+        ),
         grid=(ids.size, inner // tuning.gate_up_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
         compiler_params=_compiler_params(tuning),
@@ -107,33 +156,44 @@ def choose_and_gate_up(
     *,
     top_k: int,
     routing: Routing,
+    dtype: Any,
+    weight_scale: float,
+    correction: Float[Array, "X"] | None,
     gate: Gate,
     tuning: ExpertsTuning,
+    shared: Shared | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
     """Run `choose` and `gate_up` for one token in one launch: (inner rows, ids, weights)."""
     inner = sizes_of(params).inner
-    operands = [x, params["gate_up"], shares, *_bias(params)]
-    has_bias, pair = len(operands) == 4, (1, top_k)
+    others = {**params, "router_bias": router_bias, "correction": correction}
+    others["shared"] = None if shared is None else shared.gate_up[None]
+    every = ("gate_up_bias", "router_bias", "correction", "shared")
+    names = tuple(name for name in every if others.get(name) is not None)
+    num_places = top_k + (shared is not None)
+    pair = (1, num_places)
     out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(
             _choose_and_gate_up,
+            names=names,
+            top_k=top_k,
             routing=routing,
-            has_bias=has_bias,
+            dtype=dtype,
+            weight_scale=weight_scale,
             gate=gate,
             tuning=tuning,
             interpret=interpret,
         ),
-        grid=(top_k, inner // tuning.gate_up_n),
+        grid=(num_places, inner // tuning.gate_up_n),
         out_shape=(
-            jax.ShapeDtypeStruct((top_k, inner), x.dtype),
+            jax.ShapeDtypeStruct((num_places, inner), x.dtype),
             jax.ShapeDtypeStruct(pair, jnp.int32),
             jax.ShapeDtypeStruct(pair, jnp.float32),
         ),
         compiler_params=_compiler_params(tuning),
         interpret=interpret,
         name="few_experts_choose_gate_up",
-    )(*operands, *([] if router_bias is None else [router_bias]))
+    )(x, params["gate_up"], shares, *(others[name] for name in names))
     return out
 
 
@@ -144,9 +204,11 @@ def down(
     *,
     size: int,
     tuning: ExpertsTuning,
+    shared: Shared | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R E"]:
     """Return each pair's row times its expert's `down` [X, I, E], at t * k + j. size: E."""
+    extra = [] if shared is None else [shared.down[None]]
     out: jax.Array = pl.pallas_call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
         grid=(ids.size, size // tuning.down_n),
@@ -156,7 +218,7 @@ def down(
         ),
         interpret=interpret,
         name="few_experts_down",
-    )(inner_rows, kernel, ids)
+    )(inner_rows, kernel, ids, *extra)
     return out
 
 
@@ -190,20 +252,22 @@ def _gate_up(
     x_ref: Any,
     gate_up_ref: Any,
     ids_ref: Any,
-    *bias_and_out: Any,
+    *rest: Any,
+    has_shared: bool,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    *bias_ref, out_ref = bias_and_out
+    *given, out_ref = rest
+    bias_ref, shared_ref = (given[:-1], given[-1:]) if has_shared else (given, [])
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
-    tile = _gate_up_tile(
-        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
-    )
-
-    @pl.when(is_first)
-    def _() -> None:
-        tile(expert, has_it, row)
+    how: dict[str, Any] = {"gate": gate, "tuning": tuning, "interpret": interpret}
+    tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, **how)
+    is_shared = expert == gate_up_ref.shape[0]
+    pl.when(is_first & ~is_shared)(lambda: tile(expert, has_it, row))
+    if shared_ref:
+        tile_of_shared = _gate_up_tile(x_ref, shared_ref[0], [], out_ref, **how)
+        pl.when(is_first & is_shared)(lambda: tile_of_shared(expert * 0, has_it, row))
 
 
 def _choose_and_gate_up(
@@ -211,32 +275,46 @@ def _choose_and_gate_up(
     gate_up_ref: Any,
     shares_ref: Any,
     *rest: Any,
+    names: tuple[str, ...],
+    top_k: int,
     routing: Routing,
-    has_bias: bool,
+    dtype: Any,
+    weight_scale: float,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    *biases, out_ref, ids_ref, weights_ref = rest
-    bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
-    top_k = ids_ref.shape[1]
-    place = pl.program_id(0)
+    *others, out_ref, ids_ref, weights_ref = rest
+    given = {name: [ref] for name, ref in zip(names, others, strict=True)}
+    place, num_experts = pl.program_id(0), shares_ref.shape[2]
+    is_shared = place == top_k
     only = place * 0  # the token; jax 0.10 cannot interpret a store at a constant index
-    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
-    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    rank, weight = ranked(
+        scores_of(shares_ref, given.get("router_bias", []), only, dtype=dtype),
+        num_experts,
+        given.get("correction", []),
+        top_k=top_k,
+        routing=routing,
+        weight_scale=weight_scale,
+    )
     found, chosen = at_rank(place[None], rank, weight)
     expert = jnp.sum(found)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
-        plt.store(ids_ref.at[only, place], expert)
-        plt.store(weights_ref.at[only, place], jnp.sum(chosen))
+        plt.store(ids_ref.at[only, place], jnp.where(is_shared, num_experts, expert))
+        plt.store(weights_ref.at[only, place], jnp.where(is_shared, 1.0, jnp.sum(chosen)))
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
-    tile = _gate_up_tile(
-        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
-    )
-    tile(expert, lane == 0, jnp.where(lane == 0, place, top_k + lane))
+    rows = (lane == 0, jnp.where(lane == 0, place, ids_ref.shape[1] + lane))
+    how: dict[str, Any] = {"gate": gate, "tuning": tuning, "interpret": interpret}
+    tile = _gate_up_tile(x_ref, gate_up_ref, given.get("gate_up_bias", []), out_ref, **how)
+    if "shared" not in given:
+        tile(expert, *rows)
+        return
+    tile_of_shared = _gate_up_tile(x_ref, given["shared"][0], [], out_ref, **how)
+    pl.when(~is_shared)(lambda: tile(expert, *rows))
+    pl.when(is_shared)(lambda: tile_of_shared(only, *rows))
 
 
 def _gate_up_tile(
@@ -278,22 +356,21 @@ def _down(
     inner_ref: Any,
     down_ref: Any,
     ids_ref: Any,
-    out_ref: Any,
-    *,
+    *shared_and_out: Any,
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
+    *shared_ref, out_ref = shared_and_out
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
     start = pl.program_id(1) * tuning.down_n
 
-    @pl.when(is_first)
-    def _() -> None:
+    def run(weights_ref: Any, expert: jax.Array) -> None:
         column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
         (total,) = tile_products(
             inner_ref,
             row,
             has_it,
-            down_ref,
+            weights_ref,
             expert,
             (column,),
             tile_k=tuning.down_k,
@@ -304,3 +381,8 @@ def _down(
             total.astype(out_ref.dtype),
             mask=has_it[:, None],
         )
+
+    is_shared = expert == down_ref.shape[0]
+    pl.when(is_first & ~is_shared)(lambda: run(down_ref, expert))
+    if shared_ref:
+        pl.when(is_first & is_shared)(lambda: run(shared_ref[0], expert * 0))

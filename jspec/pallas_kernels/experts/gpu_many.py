@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jspec.pallas_kernels.add_norm.gpu import add_and_norm
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.experts.gpu import run_experts
-from jspec.pallas_kernels.experts.gpu_router import choose, score
+from jspec.pallas_kernels.experts.gpu_router import choose, rule_of, score
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning
 from jspec.spec.model_spec import MoESpec
 
@@ -31,19 +31,14 @@ def moe_of_sum(
     spec: MoESpec,
     tuning: ExpertsTuning,
     interpret: bool = False,
-) -> tuple[Float[Array, "T E"], Mixed]:
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
     """Compute gpu_few.moe_of_sum for any number of tokens above 0."""
     router, experts = params["router"], dict(params["experts"])
     total, normed = add_and_norm(x, delta, scale, eps=eps, interpret=interpret)
-    ids, weights = choose(
-        score(normed, router["kernel"], interpret=interpret),
-        router.get("bias"),
-        top_k=spec.top_k,
-        routing=spec.routing,
-        dtype=x.dtype,
-        interpret=interpret,
-    )
+    shares = score(normed, router["kernel"], interpret=interpret)
+    rule = rule_of(router, spec, dtype=x.dtype)
+    ids, weights = choose(shares, router.get("bias"), **rule, interpret=interpret)
     mixed = run_experts(
         normed, ids, weights, experts, gate=spec.gate, tuning=tuning, interpret=interpret
     )
-    return total, replace(mixed, bias=experts.get("down_bias"))
+    return total, normed, replace(mixed, bias=experts.get("down_bias"))

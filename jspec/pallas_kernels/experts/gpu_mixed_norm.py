@@ -31,9 +31,10 @@ def mixed_norm(
     width = pl.next_power_of_2(size)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     operands = [x, mixed.rows, mixed.weights, mixed.ids, scale]
-    operands += [part for part in (mixed.place, mixed.bias) if part is not None]
+    parts = {"place": mixed.place, "bias": mixed.bias, "shared": mixed.shared}
+    parts = {name: part for name, part in parts.items() if part is not None}
     total, normed = pl.pallas_call(
-        functools.partial(_mixed_norm, eps=eps, width=width, has_place=mixed.place is not None),
+        functools.partial(_mixed_norm, eps=eps, width=width, names=tuple(parts)),
         grid=(num_tokens,),
         out_shape=(out, out),
         # A thread holds a part of top_k rows: with more threads, all loads are in flight at once.
@@ -42,7 +43,7 @@ def mixed_norm(
         ),
         interpret=interpret,
         name="experts_sum_norm",
-    )(*operands)
+    )(*operands, *parts.values())
     return total, normed
 
 
@@ -55,10 +56,10 @@ def _mixed_norm(
     *rest: Any,
     eps: float,
     width: int,
-    has_place: bool,
+    names: tuple[str, ...],
 ) -> None:
     *optional, total_ref, normed_ref = rest
-    place_ref, bias_ref = optional[:has_place], optional[has_place:]
+    given = dict(zip(names, optional, strict=True))
     top_k, size = ids_ref.shape[1], scale_ref.shape[0]
     token, column = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
     mask = column < size
@@ -78,11 +79,13 @@ def _mixed_norm(
 
     def row_of(j: Any) -> Any:
         pair = token * top_k + j
-        return plt.load(place_ref[0].at[pair]) if place_ref else pair
+        return plt.load(given["place"].at[pair]) if "place" in given else pair
 
     delta = weighted(row_of, rows_ref)
-    if bias_ref:
-        delta = delta + weighted(lambda j: plt.load(ids_ref.at[token, j]), bias_ref[0])
+    if "bias" in given:
+        delta = delta + weighted(lambda j: plt.load(ids_ref.at[token, j]), given["bias"])
+    if "shared" in given:
+        delta = delta + load(given["shared"].at[token, column])
     total = x + delta
     plt.store(total_ref.at[token, column], total, mask=mask)
     wide = total.astype(jnp.float32)

@@ -7,12 +7,13 @@ the shares.
 The top-k are found by counting: an expert's rank is the number of experts ahead of it, and the
 lower index wins ties, as in lax.top_k. The ids are thus always k distinct experts, even if logits
 are not finite. Rounding is that of XLA: the norm, the product and the sum with its bias to x's
-dtype; the weights are in float32.
+dtype; the weights are in float32, and a sigmoid's logits, too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.spec.model_spec import Routing
+from jspec.spec.model_spec import MoESpec, Routing
 
 SLICE = 256  # inputs of the router per program
 TILE = 16  # experts per program: 32 bytes of a row of weights
@@ -153,6 +154,17 @@ def _score(x_ref: Any, router_ref: Any, shares_ref: Any, *, depth: int) -> None:
     )
 
 
+def rule_of(router: Mapping[str, jax.Array], spec: MoESpec, *, dtype: Any) -> dict[str, Any]:
+    """Return the arguments of `choose` for a router's params. dtype: of its inputs."""
+    return {
+        "top_k": spec.top_k,
+        "routing": spec.routing,
+        "dtype": jnp.float32 if spec.has_router_bias else dtype,
+        "weight_scale": spec.weight_scale,
+        "correction": router["correction"] if spec.has_router_bias else None,
+    }
+
+
 def choose(
     shares: Float[Array, "S T X"],
     bias: Float[Array, "X"] | None,
@@ -160,31 +172,63 @@ def choose(
     top_k: int,
     routing: Routing,
     dtype: Any,
+    weight_scale: float = 1.0,
+    correction: Float[Array, "X"] | None = None,
+    with_shared: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits."""
+    """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
+
+    correction: the router bias of a sigmoid's choice, which the weights are without. with_shared:
+    expert X of weight 1 follows, the shared one.
+    """
     num_tokens = shares.shape[1]
-    shape = (num_tokens, top_k)
+    shape = (num_tokens, top_k + with_shared)
     ids, weights = pl.pallas_call(
-        functools.partial(_choose, routing=routing, dtype=dtype),
+        functools.partial(
+            _choose,
+            routing=routing,
+            dtype=dtype,
+            weight_scale=weight_scale,
+            has_bias=bias is not None,
+            top_k=top_k,
+        ),
         grid=(num_tokens,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32)),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="experts_choose",
-    )(shares, *([] if bias is None else [bias]))
+    )(shares, *(part for part in (bias, correction) if part is not None))
     return ids, weights
 
 
-def _choose(shares_ref: Any, *bias_and_out: Any, routing: Routing, dtype: Any) -> None:
-    *bias_ref, ids_ref, weights_ref = bias_and_out
-    token, top_k = pl.program_id(0), ids_ref.shape[1]
-    scores = scores_of(shares_ref, bias_ref, token, dtype=dtype)
-    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
-    place = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)
+def _choose(
+    shares_ref: Any,
+    *rest: Any,
+    routing: Routing,
+    dtype: Any,
+    weight_scale: float,
+    has_bias: bool,
+    top_k: int,
+) -> None:
+    *biases, ids_ref, weights_ref = rest
+    token, num_experts = pl.program_id(0), shares_ref.shape[2]
+    rank, weight = ranked(
+        scores_of(shares_ref, biases[:has_bias], token, dtype=dtype),
+        num_experts,
+        biases[has_bias:],
+        top_k=top_k,
+        routing=routing,
+        weight_scale=weight_scale,
+    )
+    num_places = ids_ref.shape[1]
+    place = jnp.arange(pl.next_power_of_2(num_places), dtype=jnp.int32)
     expert, chosen = at_rank(place, rank, weight)
-    plt.store(ids_ref.at[token, place], expert, mask=place < top_k)
-    plt.store(weights_ref.at[token, place], chosen, mask=place < top_k)
+    if num_places > top_k:
+        expert = jnp.where(place < top_k, expert, num_experts)
+        chosen = jnp.where(place < top_k, chosen, 1.0)
+    plt.store(ids_ref.at[token, place], expert, mask=place < num_places)
+    plt.store(weights_ref.at[token, place], chosen, mask=place < num_places)
 
 
 def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -> jax.Array:
@@ -206,11 +250,24 @@ def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -
 
 
 def ranked(
-    scores: jax.Array, num_experts: int, *, top_k: int, routing: Routing
+    scores: jax.Array,
+    num_experts: int,
+    correction_ref: list[Any],
+    *,
+    top_k: int,
+    routing: Routing,
+    weight_scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (each expert's rank, i32[X]; f32[X] weight if in the top-k). For use in kernels."""
     expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
     is_expert = expert < num_experts
+    if correction_ref:
+        power = jnp.where(is_expert, 1.0 / (1.0 + jnp.exp(-scores)), 0.0)
+        correction = plt.load(correction_ref[0].at[expert], mask=is_expert, other=0.0)
+        rank = _rank(power + correction.astype(jnp.float32), is_expert)
+        if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
+            power = power / (jnp.sum(jnp.where(rank < top_k, power, 0.0)) + 1e-20)
+        return rank, power * weight_scale
     peak = jnp.max(jnp.where(is_expert, scores, -jnp.inf))
     power = jnp.where(is_expert, jnp.exp(scores - peak), 0.0)
     if routing is Routing.TOP_THEN_SOFTMAX:
