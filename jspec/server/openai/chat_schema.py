@@ -28,8 +28,8 @@ from jspec.server.openai.completion_schema import (
     TOP_LOGPROBS,
     AnswerOptions,
     answer_options,
+    logprob_fields,
     sampling_of,
-    with_logprobs,
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
@@ -116,7 +116,6 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     """Parse a body. Raises RequestError."""
     values = read_body(body, read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS)
     messages = check_messages(values.get("messages"))
-    sampling = sampling_of(_with_one_length(values), defaults)
     asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")
     if num_top is not None:
         TOP_LOGPROBS.check("top_logprobs", num_top)
@@ -124,8 +123,9 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             raise RequestError(
                 f"top_logprobs is {num_top} without logprobs; expected logprobs true"
             )
+    options = replace(answer_options(values), logprobs=asks)
     if asks:
-        sampling = with_logprobs(sampling, num_top or 0, of_prompt=False)
+        values |= logprob_fields(num_top or 0, of_prompt=False)
     continues = get_bool(values, "continue_final_message")
     adds = get_bool(values, "add_generation_prompt", default=not continues)
     if adds and continues:
@@ -136,14 +136,14 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     tools = check_tools(*(values.get(name) for name in names))
     return ChatCall(
         messages=messages,
-        sampling=sampling,
+        sampling=sampling_of(values, defaults),
         template_options={
             "add_generation_prompt": adds,
             "continue_final_message": continues,
             "variables": _variables(values),
             "tools": tools.shown_tools,
         },
-        options=replace(answer_options(values), logprobs=asks),
+        options=options,
         rid=get_rid(values),
         **common_fields(values),
         lora=adapter_names(values, 1)[0],
@@ -162,16 +162,3 @@ def _variables(values: JsonObject) -> JsonObject | None:
             f"reasoning_effort is {shown_json(effort)}; expected one of {', '.join(EFFORTS)}"
         )
     return {"reasoning_effort": effort, **(given or {})}
-
-
-def _with_one_length(values: JsonObject) -> dict[str, Any]:
-    """Rename max_completion_tokens to max_tokens, its older name."""
-    newer, older = values.get("max_completion_tokens"), values.get("max_tokens")
-    if newer is None:
-        return dict(values)
-    if older is not None and older != newer:
-        raise RequestError(
-            f"max_tokens is {shown_json(older)} and max_completion_tokens {shown_json(newer)}; "
-            "expected one of them"
-        )
-    return {**values, "max_tokens": newer}
