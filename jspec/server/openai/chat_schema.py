@@ -33,6 +33,7 @@ from jspec.server.openai.completion_schema import (
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
+from jspec.text.intake import Prompt
 from jspec.text.template.chat_messages import Messages, check_messages
 
 CHAT_FIELDS = (
@@ -87,16 +88,16 @@ class ChatCall:
     """A checked POST /v1/chat/completions."""
 
     messages: Messages
-    sampling: SamplingParams  # max_new_tokens None: the rest of the context
+    prompt: Prompt  # its ids follow from the messages; max_new_tokens None: the rest of the context
     template_options: Mapping[str, Any]  # of `Engine.chat_prompt`
     options: AnswerOptions
-    rid: str | None
-    priority: int
-    extra_key: str | None = None
-    caller: str | None = None
-    lora: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
     separate_reasoning: bool = True  # effective only with --reasoning-parser
+
+    @property
+    def sampling(self) -> SamplingParams:
+        assert isinstance(self.prompt.sampling, SamplingParams)  # of `sampling_of`
+        return self.prompt.sampling
 
     @property
     def num_chars(self) -> int:
@@ -136,7 +137,12 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     tools = check_tools(*(values.get(name) for name in names))
     return ChatCall(
         messages=messages,
-        sampling=sampling_of(values, defaults),
+        prompt=Prompt(
+            sampling=sampling_of(values, defaults),
+            request_id=get_rid(values),
+            lora=adapter_names(values, 1)[0],
+            **common_fields(values),
+        ),
         template_options={
             "add_generation_prompt": adds,
             "continue_final_message": continues,
@@ -144,9 +150,6 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             "tools": tools.shown_tools,
         },
         options=options,
-        rid=get_rid(values),
-        **common_fields(values),
-        lora=adapter_names(values, 1)[0],
         tools=tools,
         separate_reasoning=get_bool(values, "separate_reasoning", default=True),
     )
