@@ -24,6 +24,41 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def run_info(argv: Sequence[str]) -> int:
     """Return 1 if the checkpoint cannot be served, else 0."""
+    options = _parser().parse_args(argv)
+    with interruptible():
+        from jspec.engine.weights.checkpoint_info import describe
+        from jspec.engine.weights.loading import BUNDLED
+
+    served: Any = {
+        "target": None if options.target is None else Path(options.target),
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
+    }
+    devices = None if options.devices is None else read_devices("--devices", options.devices)
+    info = describe(
+        BUNDLED / "target" if options.directory is None else Path(options.directory),
+        dtype=options.dtype,
+        memory=None if options.memory is None else size_of("--memory", options.memory),
+        **served,
+    )
+    said, lines = info.to_json(), list(lines_of(info))
+    if devices is not None:
+        with interruptible():
+            from jspec.engine.memory.parallel_choices import Load
+            from jspec.engine.weights.device_advice import advise_for
+
+        requests = options.requests
+        if requests is None:
+            requests = 64 * devices.num_devices
+        load = Load(requests=requests, context=options.context_length)
+        advice = advise_for(info, devices, load, **served)
+        said["devices"] = asdict(advice)
+        lines += lines_of_advice(advice, devices, load)
+    print(json.dumps(said) if options.json else "\n".join(lines))
+    return 1 if info.problems else 0
+
+
+def _parser() -> FlagParser:
     with interruptible():
         from jspec.models.files.kv_scales import AUTO, DTYPES
 
@@ -60,38 +95,7 @@ def run_info(argv: Sequence[str]) -> int:
         "--context-length", type=int, default=2048, help="tokens of each of --requests (2048)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    with interruptible():
-        from jspec.engine.weights.checkpoint_info import describe
-        from jspec.engine.weights.loading import BUNDLED
-
-    served: Any = {
-        "target": None if options.target is None else Path(options.target),
-        "quantization": options.quantization,
-        "kv_cache_dtype": options.kv_cache_dtype,
-    }
-    devices = None if options.devices is None else read_devices("--devices", options.devices)
-    info = describe(
-        BUNDLED / "target" if options.directory is None else Path(options.directory),
-        dtype=options.dtype,
-        memory=None if options.memory is None else size_of("--memory", options.memory),
-        **served,
-    )
-    said, lines = info.to_json(), list(lines_of(info))
-    if devices is not None:
-        with interruptible():
-            from jspec.engine.memory.parallel_choices import Load
-            from jspec.engine.weights.device_advice import advise_for
-
-        requests = options.requests
-        if requests is None:
-            requests = 64 * devices.num_devices
-        load = Load(requests=requests, context=options.context_length)
-        advice = advise_for(info, devices, load, **served)
-        said["devices"] = asdict(advice)
-        lines += lines_of_advice(advice, devices, load)
-    print(json.dumps(said) if options.json else "\n".join(lines))
-    return 1 if info.problems else 0
+    return parser
 
 
 def size_of(name: str, text: str) -> int:

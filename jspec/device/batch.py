@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jspec.device.pytree import pytree
 from jspec.device.state import SamplingBatch
 from jspec.messages.layout import OutputColumns
-from jspec.messages.request import SAMPLING_FIELDS
-from jspec.messages.sampling_fields import PREFIX, SamplingTable, rows_of
+from jspec.messages.sampling_rows import PREFIX, SAMPLING_ROWS
 
 
 @pytree
@@ -107,17 +106,17 @@ def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
     if "allowed" in others:
         others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)
-    return PrefillBatch(**others, sampling=SamplingBatch(**sampling_rows(fields)))
+    return PrefillBatch(**others, sampling=sampling_batch(fields))
 
 
-def sampling_rows(
-    fields: dict[str, jax.Array], *, table: SamplingTable = SAMPLING_FIELDS
-) -> dict[str, jax.Array]:
-    """Return the arrays of SamplingBatch by name, from the i32 bits of a packed batch."""
-    return {
-        name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
-        for name, row in rows_of(table).items()
-    }
+def sampling_batch(fields: dict[str, jax.Array]) -> SamplingBatch:
+    """Return the sampling parameters of a packed batch, whose fields have their i32 bits."""
+    return SamplingBatch(
+        **{
+            name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
+            for name, row in SAMPLING_ROWS.items()
+        }
+    )
 
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.device.parallel import partition_spec
 from jspec.device.peers import Peers
 from jspec.device.pytree import pytree
-from jspec.messages.request import SAMPLING_FIELDS
-from jspec.messages.sampling_fields import rows_of
+from jspec.messages.sampling_rows import SAMPLING_ROWS
 from jspec.spec.axes import MESH
 from jspec.spec.cache_entry import CacheLayout, axes_of
 from jspec.spec.cache_groups import CacheGroup, snapshot_groups
@@ -147,7 +146,7 @@ def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingBatch:
     """Return greedy rows without stop ids: the neutral values of SAMPLING_FIELDS."""
     neutral = {  # numpy: jnp.full would compile a program per shape and dtype
         name: np.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
-        for name, row in rows_of(SAMPLING_FIELDS).items()
+        for name, row in SAMPLING_ROWS.items()
     }
     return SamplingBatch(**{name: jnp.asarray(value) for name, value in neutral.items()})
 

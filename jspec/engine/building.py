@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
@@ -71,24 +73,7 @@ def _build_runner(
     hosts.check_served(mesh)
     models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
-    groups = models.target.cache_groups + models.drafter.cache_groups
-    target_bytes, draft_bytes = held_bytes(models.params, shares=models.source.shares).values()
-    limits = size_pool(
-        models.config,
-        groups,
-        devices=hosts.memories(devices),
-        ops=models.target.ops,
-        weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
-    )
-    hidden = HiddenRows.of(models.target.spec.hidden_size, models.config.dtype)
-    programs = replace(
-        limits.programs,
-        vocab_size=models.target.vocab_size,
-        hidden=hidden,
-        sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
-        has_loras=models.target.lora is not None,
-    )
-    limits = replace(limits, programs=programs)
+    limits = _limits_of(models, devices)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(
         target=models.target, drafter=models.drafter, draft_shape=limits.draft_shape
@@ -120,6 +105,26 @@ def _build_runner(
     runner.make_on_demand(partial(maker_of, recipe, mesh=mesh, store=store))
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh)
     return runner, config, weights
+
+
+def _limits_of(models: LoadedModels, devices: Sequence[jax.Device]) -> ServeLimits:
+    """Return the engine's limits. devices: of one data rank."""
+    target_bytes, draft_bytes = held_bytes(models.params, shares=models.source.shares).values()
+    limits = size_pool(
+        models.config,
+        models.target.cache_groups + models.drafter.cache_groups,
+        devices=hosts.memories(devices),
+        ops=models.target.ops,
+        weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
+    )
+    programs = replace(
+        limits.programs,
+        vocab_size=models.target.vocab_size,
+        hidden=HiddenRows.of(models.target.spec.hidden_size, models.config.dtype),
+        sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
+        has_loras=models.target.lora is not None,
+    )
+    return replace(limits, programs=programs)
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -15,11 +15,10 @@ from jspec.device.parallel import Parallel, shardings
 from jspec.device.state import SEEN_SPEC, Caches, SamplingBatch, Seen, cache_specs, empty_caches
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import RequestError
-from jspec.messages.request import SAMPLING_FIELDS, Request
-from jspec.messages.sampling_fields import (
-    PREFIX,
+from jspec.messages.request import Request
+from jspec.messages.sampling_rows import (
     packed_fields,
-    rows_of,
+    typed_fields,
     write_neutral,
     write_request,
 )
@@ -157,15 +156,10 @@ class Rescorer:
         return logits, scores
 
     def _sampling(self, request: Request) -> SamplingBatch:
-        fields = {
-            name: np.zeros(shape, np.int32) for name, shape in packed_fields(SAMPLING_FIELDS, 1)
-        }
-        write_neutral(fields, SAMPLING_FIELDS, vocab_size=self.vocab_size)
-        write_request(fields, 0, request, SAMPLING_FIELDS, vocab_size=self.vocab_size)
-        rows = rows_of(SAMPLING_FIELDS)
-        return SamplingBatch(
-            **{name: fields[PREFIX + name].view(row.dtype) for name, row in rows.items()}
-        )
+        fields = {name: np.zeros(shape, np.int32) for name, shape in packed_fields(1)}
+        write_neutral(fields, vocab_size=self.vocab_size)
+        write_request(fields, 0, request, vocab_size=self.vocab_size)
+        return SamplingBatch(**typed_fields(fields))
 
     def _empty_caches(self) -> Caches:
         models = self._served.models

@@ -11,8 +11,6 @@ from jspec.engine.steps.step_def import Host, Part, ProgramKey, ProgramShape
 from jspec.engine.steps.table import STEPS
 from jspec.messages.layout import PackedLayout, output_columns
 from jspec.messages.plan import RoundResult, StepLogprobs, StepPlan, StepResult
-from jspec.messages.request import SAMPLING_FIELDS
-from jspec.messages.sampling_fields import SamplingTable
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 
@@ -47,10 +45,8 @@ class Packer:
         return packed, flat
 
 
-def layout_of(
-    key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
-) -> PackedLayout:
-    return STEPS[key.kind].layout(key, Host(limits, table=table))
+def layout_of(key: ProgramKey, limits: ServeLimits) -> PackedLayout:
+    return STEPS[key.kind].layout(key, Host(limits))
 
 
 def shape_of(key: ProgramKey, limits: ServeLimits) -> ProgramShape:

@@ -28,7 +28,6 @@ from jspec.messages.sampling_fields import (
     Source,
     Switch,
     Texts,
-    options_of,
     sampled,
     table_of,
 )
@@ -213,7 +212,7 @@ class SamplingParams:
 
     def __new__(cls, *_: Any, **named: Any) -> SamplingParams:
         """Raise TypeError for an unknown name, and suggest the intended one."""
-        known = [parameter.name for parameter in table_of(cls)]
+        known = [parameter.name for parameter in SAMPLING_FIELDS]
         for name in named:
             if name not in known:
                 meant = meant_parameter(name, known)
@@ -222,7 +221,7 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for parameter in table_of(type(self)):
+        for parameter in SAMPLING_FIELDS:
             given = getattr(self, parameter.name)
             if given is parameter.default:  # true for most; skips the checks
                 continue
@@ -255,7 +254,7 @@ class SamplingParams:
             raise RequestError(
                 f"sampling_params is {shown_json(values)}; expected fields and their values"
             )
-        known = {parameter.name for parameter in table_of(cls)}
+        known = {parameter.name for parameter in SAMPLING_FIELDS}
         for name in values:
             if name not in known:
                 hint = PEER_PARAMETERS.get(name, "")
@@ -278,7 +277,14 @@ class SamplingParams:
 
     @property
     def options(self) -> StepOptions:
-        return options_of(self, table_of(type(self)))
+        return StepOptions(
+            frozenset(
+                parameter.needs
+                for parameter in SAMPLING_FIELDS
+                if parameter.needs is not None
+                and getattr(self, parameter.name) != parameter.default
+            )
+        )
 
 
 SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)

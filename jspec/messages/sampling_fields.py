@@ -2,35 +2,24 @@
 
 `SamplingParams` in messages/request.py declares its fields by `sampled(...)`; `table_of` reads them
 back as SAMPLING_FIELDS. From the table follow the checks of a request, the names in the HTTP APIs,
-packing here, unpacking (device/batch.py) and the neutral rows (device/state.py).
+packing (messages/sampling_rows.py), unpacking (device/batch.py) and the neutral rows
+(device/state.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from jspec.errors import RequestError, shown_json
 from jspec.messages.plain_values import listed, plain, plain_items
-from jspec.messages.step_options import StepOption, StepOptions
+from jspec.messages.step_options import StepOption
 
-# Fields of a packed layout are named PREFIX and the row's name.
-PREFIX = "sampling."
 MAX_ID_CHARS = 10  # of a token id as text; bounds the cost of int()
 _KEY = "sampling_field"  # in a dataclass field's metadata
-
-
-class HasSampling(Protocol):
-    """The part of a request that this module reads."""
-
-    @property
-    def sampling(self) -> Any: ...
 
 
 class Accepts(Protocol):
@@ -289,11 +278,6 @@ def sampled(
 
 
 def table_of(params: type) -> SamplingTable:
-    return _table_of(params)
-
-
-@functools.cache
-def _table_of(params: type) -> SamplingTable:
     return tuple(
         SamplingField(
             name=field.name,
@@ -302,55 +286,3 @@ def _table_of(params: type) -> SamplingTable:
         for field in dataclasses.fields(params)
         if _KEY in field.metadata
     )
-
-
-def options_of(params: Any, table: SamplingTable) -> StepOptions:
-    return StepOptions(
-        frozenset(
-            parameter.needs
-            for parameter in table
-            if parameter.needs is not None and getattr(params, parameter.name) != parameter.default
-        )
-    )
-
-
-def rows_of(table: SamplingTable) -> dict[str, Row]:
-    """Return the device encodings, by the name of SamplingBatch' field."""
-    return {f.row.name or f.name: f.row for f in table if f.row is not None}
-
-
-def packed_fields(table: SamplingTable, num_rows: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((PREFIX + name, (num_rows, *row.shape)) for name, row in rows_of(table).items())
-
-
-def write_neutral(fields: dict[str, np.ndarray], table: SamplingTable, *, vocab_size: int) -> None:
-    """Make every row of the packed fields neutral: greedy, without stop ids."""
-    for name, row in rows_of(table).items():
-        fields[PREFIX + name][:] = _bits(row, row.neutral_value(vocab_size))
-
-
-def write_request(
-    fields: dict[str, np.ndarray],
-    r: int,
-    request: HasSampling,
-    table: SamplingTable,
-    *,
-    vocab_size: int,
-) -> None:
-    for parameter in table:
-        row = parameter.row
-        if row is None:
-            continue
-        value = getattr(request.sampling, parameter.name)
-        if row.encode is not None:
-            value = row.encode(request, vocab_size)
-        to = fields[PREFIX + (row.name or parameter.name)].view(row.dtype)
-        if row.shape:
-            values = np.asarray(value, row.dtype).reshape(-1)
-            to.reshape(len(to), -1)[r, : values.size] = values
-        else:
-            to[r] = value
-
-
-def _bits(row: Row, value: float | Iterable[float]) -> np.ndarray:
-    return np.asarray(value, row.dtype).view(np.int32)

@@ -67,7 +67,7 @@ def penalize(
 
 def bias_of(rows: SamplingBatch, *, token_ids: Int[Array, "V"]) -> Float[Array, "B V"]:
     """Return each column's logit_bias; ids outside this vocabulary shard are dropped."""
-    num_rows, num_ids = rows.temperature.shape[0], token_ids.shape[0]
+    num_rows, num_ids = len(rows.logit_bias), token_ids.shape[0]
     column = rows.logit_bias[..., 0] - token_ids[0]
     column = jnp.where((column >= 0) & (column < num_ids), column, num_ids)
     value = jax.lax.bitcast_convert_type(rows.logit_bias[..., 1], jnp.float32)

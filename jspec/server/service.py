@@ -264,15 +264,7 @@ class Service:
             ids, sampling = await asyncio.to_thread(make)
         else:
             ids, sampling = make()
-        return Prompt(
-            sampling=sampling,
-            input_ids=ids,
-            request_id=call.rid,
-            priority=call.priority,
-            caller=call.caller,
-            extra_key=call.extra_key,
-            lora=call.lora,
-        )
+        return replace(call.prompt, input_ids=ids, sampling=sampling)
 
     def _retry_after(self, num_sequences: int) -> float:
         stats, bound = self.engine.stats, self.engine.limits.scheduling.max_queued_requests

@@ -14,7 +14,6 @@ from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import penalize, see_filled
 from jspec.speculative.target import Target
-from jspec.speculative.verify import no_tree
 
 
 def see_chunks(
@@ -58,7 +57,7 @@ def sample_roots(
             sampling,
             token_ids=token_ids,
             seen=seen,
-            tokens_on_path=no_tree(sampling),
+            tokens_on_path=jnp.zeros((*logits.shape[:2], 0), jnp.int32),  # the root alone
             num_output=(ends - prompt_lens)[:, None],
         )
     if allowed is not None:

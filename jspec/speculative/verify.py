@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.config.limits import SpeculativeConfig
 from jspec.device import noise
 from jspec.device.batch import DraftTree, Features, Verified
-from jspec.device.state import SamplingBatch, Seen
+from jspec.device.state import Seen
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
@@ -238,7 +238,3 @@ def forced_path(
         current = jnp.where(i <= num_accepted, node_path[:, i], onward)
         path.append(jnp.where(i <= forced, current, 0))
     return jnp.stack(path, axis=1)
-
-
-def no_tree(rows: SamplingBatch) -> Int[Array, "B 1 0"]:
-    return jnp.zeros((rows.temperature.shape[0], 1, 0), jnp.int32)

@@ -33,15 +33,15 @@ CHAT = [{"role": "user", "content": "x"}]
 def test_a_client_names_its_caller(fields: dict[str, Any], caller: str | None) -> None:
     call = parse_completion({"prompt": ["a", "b"], **fields})
     assert [prompt.caller for prompt in call.prompts] == [caller, caller]
-    assert parse_chat({"messages": CHAT, **fields}).caller == caller
-    assert parse_response({"input": CHAT, **fields}).chat.caller == caller
+    assert parse_chat({"messages": CHAT, **fields}).prompt.caller == caller
+    assert parse_response({"input": CHAT, **fields}).chat.prompt.caller == caller
 
 
 def test_anthropics_name_of_the_caller() -> None:
     body = {"messages": CHAT, "max_tokens": 1}
-    assert parse_message({**body, "metadata": {"user_id": "u"}}).caller == "u"
+    assert parse_message({**body, "metadata": {"user_id": "u"}}).prompt.caller == "u"
     for metadata in (None, {}, {"user_id": None}):
-        assert parse_message({**body, "metadata": metadata}).caller is None
+        assert parse_message({**body, "metadata": metadata}).prompt.caller is None
     with pytest.raises(RequestError, match=r"metadata.user_id is 3; expected text"):
         parse_message({**body, "metadata": {"user_id": 3}})
 

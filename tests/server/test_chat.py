@@ -144,7 +144,7 @@ def test_without_a_length_the_context_is_the_bound(engine: Engine) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "developer", "content": "x"}]}, "no role developer"),
-    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "expected one of them"),
+    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens is 1 and"),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0] is"),
     ({"messages": MESSAGES, "logprobs": 1}, "logprobs is 1; expected true or false"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2 without logprobs"),

@@ -107,7 +107,7 @@ def test_a_completion_follows_any_kind(
         ({"thinking_token_budget": -1}, "thinking_token_budget is -1"),
         (
             {"thinking_token_budget": 3, "max_thinking_tokens": 4},
-            "max_thinking_tokens is 4 beside another budget of 3; expected one of them",
+            "thinking_token_budget is 3 and max_thinking_tokens 4; expected one of them",
         ),
     ],
     ids=str,

@@ -25,7 +25,7 @@ from jspec.engine.steps.step_def import (
 from jspec.messages.grammar import num_words
 from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import PrefillChunk, StepKind
-from jspec.messages.sampling_fields import packed_fields, write_neutral, write_request
+from jspec.messages.sampling_rows import packed_fields, write_neutral, write_request
 from jspec.messages.step_options import ALL, PLAIN, SAMPLING, StepOption, StepOptions
 from jspec.speculative.cached_draft_prefill import cached_draft_prefill_step
 from jspec.speculative.step import prefill_step
@@ -76,7 +76,7 @@ def layout(key: ProgramKey, host: Host) -> PackedLayout:
             *window_grants(host, limits.window_grants_of_prefill(tokens)),
             *(masks if StepOption.GRAMMAR in key.options else ()),
             *loras,
-            *packed_fields(host.table, rows),
+            *packed_fields(rows),
         )
     )
 
@@ -89,7 +89,7 @@ def cached_layout(key: ProgramKey, host: Host) -> PackedLayout:
 
 
 def blank(fields: Fields, host: Host) -> None:
-    write_neutral(fields, host.table, vocab_size=host.vocab_size)
+    write_neutral(fields, vocab_size=host.vocab_size)
     if "allowed" in fields:
         fields["allowed"][:] = -1
 
@@ -110,7 +110,7 @@ def write(fields: Fields, part: Part) -> None:
             fields["page_table"][r, : len(pages)] = pages
             if admission.request.lora is not None:
                 fields["lora_slots"][r] = admission.request.lora.slot
-            write_request(fields, r, admission.request, host.table, vocab_size=host.vocab_size)
+            write_request(fields, r, admission.request, vocab_size=host.vocab_size)
     if "allowed" in fields:
         for r, constraint in enumerate(plan.constraints):
             if constraint is not None and plan.chunks[r].is_final:

@@ -13,8 +13,6 @@ from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.device.parallel import partition_spec
 from jspec.messages.layout import PackedLayout
 from jspec.messages.plan import StepKind, StepPlan, StepRun
-from jspec.messages.request import SAMPLING_FIELDS
-from jspec.messages.sampling_fields import SamplingTable
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 
 Fields = dict[str, np.ndarray]
@@ -72,7 +70,6 @@ class ProgramShape:
 class Host:
     limits: ServeLimits
     vocab_size: int = 0
-    table: SamplingTable = SAMPLING_FIELDS
 
 
 class Part(NamedTuple):

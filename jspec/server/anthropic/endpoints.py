@@ -33,7 +33,7 @@ class MessagesEndpoints(OpenAIEndpoints):
         if self.service.args.answer_format.has_channels:
             # Agents always send a budget; the model's own effort bounds reasoning in channels.
             sampling = replace(chat.sampling, max_thinking_tokens=None)
-            chat = replace(chat, sampling=sampling)
+            chat = replace(chat, prompt=replace(chat.prompt, sampling=sampling))
         work, reading = await self._start(chat)
         model = chat.options.model or self.service.model_name
         blocks = MessageBlocks({"id": f"msg_{uuid.uuid4().hex}", "model": model})

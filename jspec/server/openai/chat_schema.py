@@ -28,11 +28,12 @@ from jspec.server.openai.completion_schema import (
     TOP_LOGPROBS,
     AnswerOptions,
     answer_options,
+    logprob_fields,
     sampling_of,
-    with_logprobs,
 )
 from jspec.server.openai.response_formats import GRAMMAR_FIELDS
 from jspec.text.calls.tools import ToolUse, check_tools
+from jspec.text.intake import Prompt
 from jspec.text.template.chat_messages import Messages, check_messages
 
 CHAT_FIELDS = (
@@ -87,16 +88,16 @@ class ChatCall:
     """A checked POST /v1/chat/completions."""
 
     messages: Messages
-    sampling: SamplingParams  # max_new_tokens None: the rest of the context
+    prompt: Prompt  # its ids follow from the messages; max_new_tokens None: the rest of the context
     template_options: Mapping[str, Any]  # of `Engine.chat_prompt`
     options: AnswerOptions
-    rid: str | None
-    priority: int
-    extra_key: str | None = None
-    caller: str | None = None
-    lora: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
     separate_reasoning: bool = True  # effective only with --reasoning-parser
+
+    @property
+    def sampling(self) -> SamplingParams:
+        assert isinstance(self.prompt.sampling, SamplingParams)  # of `sampling_of`
+        return self.prompt.sampling
 
     @property
     def num_chars(self) -> int:
@@ -116,7 +117,6 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     """Parse a body. Raises RequestError."""
     values = read_body(body, read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS)
     messages = check_messages(values.get("messages"))
-    sampling = sampling_of(_with_one_length(values), defaults)
     asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")
     if num_top is not None:
         TOP_LOGPROBS.check("top_logprobs", num_top)
@@ -124,8 +124,9 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             raise RequestError(
                 f"top_logprobs is {num_top} without logprobs; expected logprobs true"
             )
+    options = replace(answer_options(values), logprobs=asks)
     if asks:
-        sampling = with_logprobs(sampling, num_top or 0, of_prompt=False)
+        values |= logprob_fields(num_top or 0, of_prompt=False)
     continues = get_bool(values, "continue_final_message")
     adds = get_bool(values, "add_generation_prompt", default=not continues)
     if adds and continues:
@@ -136,17 +137,19 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     tools = check_tools(*(values.get(name) for name in names))
     return ChatCall(
         messages=messages,
-        sampling=sampling,
+        prompt=Prompt(
+            sampling=sampling_of(values, defaults),
+            request_id=get_rid(values),
+            lora=adapter_names(values, 1)[0],
+            **common_fields(values),
+        ),
         template_options={
             "add_generation_prompt": adds,
             "continue_final_message": continues,
             "variables": _variables(values),
             "tools": tools.shown_tools,
         },
-        options=replace(answer_options(values), logprobs=asks),
-        rid=get_rid(values),
-        **common_fields(values),
-        lora=adapter_names(values, 1)[0],
+        options=options,
         tools=tools,
         separate_reasoning=get_bool(values, "separate_reasoning", default=True),
     )
@@ -162,16 +165,3 @@ def _variables(values: JsonObject) -> JsonObject | None:
             f"reasoning_effort is {shown_json(effort)}; expected one of {', '.join(EFFORTS)}"
         )
     return {"reasoning_effort": effort, **(given or {})}
-
-
-def _with_one_length(values: JsonObject) -> dict[str, Any]:
-    """Rename max_completion_tokens to max_tokens, its older name."""
-    newer, older = values.get("max_completion_tokens"), values.get("max_tokens")
-    if newer is None:
-        return dict(values)
-    if older is not None and older != newer:
-        raise RequestError(
-            f"max_tokens is {shown_json(older)} and max_completion_tokens {shown_json(newer)}; "
-            "expected one of them"
-        )
-    return {**values, "max_tokens": newer}

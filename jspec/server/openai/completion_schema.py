@@ -40,8 +40,12 @@ DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
 CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # all names in an engine's errors
-# Other names of thinking_token_budget (vLLM's): jspec's own and llama.cpp's.
-BUDGET_NAMES = ("max_thinking_tokens", "thinking_budget_tokens")
+# Other names of parameters: OpenAI's newer one of a chat's length; of vLLM's budget of reasoning
+# jspec's own and llama.cpp's.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_completion_tokens",),
+    "thinking_token_budget": ("max_thinking_tokens", "thinking_budget_tokens"),
+}
 # OpenAI's fields that identify a caller, as text. The first that is given names the one with whom
 # slots are shared; prompt_cache_key has no effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
@@ -57,7 +61,7 @@ ANSWER_FIELDS = frozenset(
         *EXTRA_KEYS,
         *LORA_NAMES,
         *CALLER_FIELDS,
-        *BUDGET_NAMES,
+        *OTHER_NAMES["thinking_token_budget"],
         "metadata",
         "return_meta_info",
         "return_spec_tokens_details",
@@ -134,11 +138,11 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     num_top, echo = values.get("logprobs"), get_bool(values, "echo")
     options = replace(answer_options(values), logprobs=num_top is not None, echo=echo)
     rid = get_rid(values)
-    sampling = sampling_of({"max_tokens": DEFAULT_MAX_TOKENS, **_given(values)}, defaults)
-    _check_best_of(values.get("best_of"), sampling.n)
     if num_top is not None:
         TOP_LOGPROBS.check("logprobs", num_top)
-        sampling = with_logprobs(sampling, num_top, of_prompt=echo)
+        values |= logprob_fields(num_top, of_prompt=echo)
+    sampling = sampling_of(values, {**defaults, "max_new_tokens": DEFAULT_MAX_TOKENS})
+    _check_best_of(values.get("best_of"), sampling.n)
     sources = _sources(values.get("prompt"))
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     loras = adapter_names(values, len(sources))
@@ -152,13 +156,13 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     )
 
 
-def with_logprobs(sampling: SamplingParams, num_top: int, *, of_prompt: bool) -> SamplingParams:
-    return replace(
-        sampling,
-        return_logprob=True,
-        top_logprobs_num=num_top,
-        logprob_start_len=0 if of_prompt else -1,
-    )
+def logprob_fields(num_top: int, *, of_prompt: bool) -> dict[str, Any]:
+    """Return SGLang's fields for OpenAI's log-probabilities."""
+    return {
+        "return_logprob": True,
+        "top_logprobs_num": num_top,
+        "logprob_start_len": 0 if of_prompt else -1,
+    }
 
 
 def _check_best_of(best_of: object, n: int) -> None:
@@ -170,20 +174,18 @@ def _check_best_of(best_of: object, n: int) -> None:
         raise RequestError(f"best_of is {best_of}; expected n, which is {n}, or leave it out")
 
 
-def _given(values: JsonObject) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
     given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
-    for name in BUDGET_NAMES:
-        if values.get(name) is not None:
-            if given["max_thinking_tokens"] not in (None, values[name]):
+    for outer, others in OTHER_NAMES.items():
+        named = {name: values[name] for name in (outer, *others) if values.get(name) is not None}
+        for name, value in named.items():
+            first = next(iter(named))
+            if value != named[first]:
                 raise RequestError(
-                    f"{name} is {shown_json(values[name])} beside another budget of "
-                    f"{shown_json(given['max_thinking_tokens'])}; expected one of them"
+                    f"{first} is {shown_json(named[first])} and {name} {shown_json(value)}; "
+                    "expected one of them"
                 )
-            given["max_thinking_tokens"] = values[name]
+            given[SAMPLING_NAMES[outer]] = value
     for name, grammar in grammar_parameters(values).items():
         if given.get(name) is not None:
             raise RequestError(f"{name} is given twice; expected one grammar at most")

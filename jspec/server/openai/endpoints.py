@@ -85,7 +85,9 @@ class OpenAIEndpoints:
         with openai_names():
             prompt = await self.service.chat_prompt(call)
             prompt, reading = prepare(call, prompt, style, self.service.engine.tokenizer)
-            work = await self.service.submit([prompt], model=call.options.model, group=call.rid)
+            work = await self.service.submit(
+                [prompt], model=call.options.model, group=prompt.request_id
+            )
             return work, reading
 
     def _texts(self, options: AnswerOptions) -> TokenTexts | None:
