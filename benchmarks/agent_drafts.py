@@ -1,24 +1,35 @@
 """Agents' traffic under every way of drafting: acceptance, speed, and past answers.
 
     python -m benchmarks.agent_drafts [--drafters NAME ...] [--agents 16] [--turns 20] [--out FILE]
+    python -m benchmarks.agent_drafts --model llama-3.1-8b --accepted FILE --scale 4 --out OTHER
 
 Each agent works on tasks of one pool in an order of its own. A turn appends a snippet of held-out
 source (a tool's output), asks for it again and gives its first tokens, as in an edit; the answer
-becomes part of the next prompt. The bundled target on a CPU, all agents at once. Tokens are counted
-per second of the process's CPU time, which other work on the machine hardly changes.
+becomes part of the next prompt. The bundled target, all agents at once. Tokens are counted per
+second and, for a CPU, per second of the process's CPU time, which other work on the machine hardly
+changes.
+
+--model: the same traffic over a real model's shapes with random weights, whose text means nothing:
+the acceptance length of each drafter is simulated, and is the one that FILE has for it, measured
+with the bundled target. --scale multiplies the lengths of snippets and answers. No more than a few
+programs are compiled (benchmarks.serve_drafts).
 
 The text is the same for all drafters: `text` is its digest. Rows of other drafters that FILE has
-are kept. `past_answers` replays the text without a model: a chain of 7 drafts from the longest
-match in the row's own text, or also in the answers that requests had finished before, ranked by
-match length, then by how often a continuation followed; all answers, or those to other tasks alone.
+are kept. --replay: `past_answers` replays the text of plain decoding without a model: a chain of 7
+drafts from the longest match in the row's own text, or also in the answers that requests had
+finished before, ranked by match length, then by how often a continuation followed; all answers, or
+those to other tasks alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
+import itertools
 import json
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +40,13 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts, results_path
+from benchmarks.serve_drafts import FewPrograms
+from benchmarks.workloads import WORKLOADS
 from jspec import Engine
+from jspec.cli.measurement.figures import percentile
+from jspec.engine.weights.loading import BUNDLED
+from jspec.messages.step_options import SAMPLING
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 TREE = {
     "speculative_num_steps": 3,
@@ -52,6 +69,7 @@ LONGEST, NUM_DRAFTS = 12, 7  # of the replay
 class Turn:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    seconds: float = 0.0
 
 
 async def run_agent(
@@ -63,53 +81,91 @@ async def run_agent(
     turns, prompt = [], list(words["start"])
     for task in tasks:
         prompt += [*words["task"], *task, *words["again"], *task[:REPEATED]]
+        prompt = [i % engine.vocab_size for i in prompt]  # a real model's is larger
+        started = time.perf_counter()
         result: Any = await engine.async_generate(input_ids=prompt, sampling_params=params)
-        turns.append(Turn(tuple(prompt), tuple(result["output_ids"])))
+        seconds = time.perf_counter() - started
+        turns.append(Turn(tuple(prompt), tuple(result["output_ids"]), seconds))
         prompt += result["output_ids"]
     return turns
 
 
+class AgentsEngine(FewPrograms):
+    prompts = (128, 256, 1024)
+
+
+class SamplingAgentsEngine(AgentsEngine):
+    decodes = SAMPLING
+
+
 def run(
-    arguments: dict[str, Any], *, agents: int, turns: int, temperature: float
+    arguments: dict[str, Any], *, agents: int, turns: int, temperature: float, scale: int = 1
 ) -> tuple[dict[str, Any], list[list[Turn]]]:
+    """Run all agents once to warm up, for one turn, and once to measure. Returns figures, turns."""
     sizes: dict[str, Any] = {"max_running_requests": agents, "disable_logprobs": True}
-    with Engine(compile_at_start="common", **sizes, **arguments) as engine:
-        encode = engine.tokenizer.encode
-        words = {
-            "start": encode("# Edit these files.\n"),
-            "task": encode("\n# file\n", add_special_tokens=False),
-            "again": encode("\n# edited\n", add_special_tokens=False),
-        }
-        pool = heldout_prompts(engine.tokenizer, count=2 * turns, length=SNIPPET)
-        params = {"temperature": temperature, "max_new_tokens": ANSWER, "ignore_eos": True}
-        engine.generate("def ", params)
+    make = SamplingAgentsEngine if temperature else AgentsEngine
+    tokenizer = Tokenizer.from_directory(BUNDLED / "target")
+    words = {
+        "start": tokenizer.encode("# Edit these files.\n"),
+        "task": tokenizer.encode("\n# file\n", add_special_tokens=False),
+        "again": tokenizer.encode("\n# edited\n", add_special_tokens=False),
+    }
+    pool = heldout_prompts(tokenizer, count=2 * turns, length=scale * SNIPPET)
+    answer = scale * ANSWER
+    params = {"temperature": temperature, "max_new_tokens": answer, "ignore_eos": True}
 
-        async def run_all() -> list[list[Turn]]:
-            order = [np.random.default_rng(i).permutation(len(pool))[:turns] for i in range(agents)]
-            return await asyncio.gather(
-                *(
-                    run_agent(
-                        engine,
-                        [pool[k] for k in order[i]],
-                        words,
-                        {**params, "sampling_seed": i},
-                    )
-                    for i in range(agents)
-                )
-            )
+    async def run_all(engine: Engine, turns: int) -> list[list[Turn]]:
+        order = [np.random.default_rng(i).permutation(len(pool))[:turns] for i in range(agents)]
+        tasks = [[pool[k] for k in each] for each in order]
+        own = [{**params, "sampling_seed": i} for i in range(agents)]
+        ways = zip(tasks, own, strict=True)
+        return await asyncio.gather(*(run_agent(engine, each, words, p) for each, p in ways))
 
+    with make(**{**sizes, **arguments}) as engine:
+        asyncio.run(run_all(engine, 1))
+        engine.flush_cache()
         before, clocks = engine.stats.counters, (time.perf_counter(), time.process_time())
-        done = asyncio.run(run_all())
+        done = asyncio.run(run_all(engine, turns))
         seconds, cpu_seconds = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
         after = engine.stats.counters
     emitted = after.full_num_emitted - before.full_num_emitted
     count = after.full_verify_ct - before.full_verify_ct
+    waits = [turn.seconds for each in done for turn in each]
     return {
+        "startup_seconds": round(engine.startup_seconds, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
-        "tokens_per_cpu_second": round(agents * turns * ANSWER / cpu_seconds, 1),
+        "tokens_per_second": round(agents * turns * answer / seconds, 1),
+        "tokens_per_cpu_second": round(agents * turns * answer / cpu_seconds, 1),
+        "turn_ms": [round(1e3 * percentile(waits, percent), 2) for percent in (50, 99)],
         "acceptance_length": round(emitted / count, 3) if count else 1.0,
     }, done
+
+
+def arguments_of(
+    drafter: str, temperature: float, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Return engine arguments for the bundled target, or for --model with the acceptance length
+    that the file --accepted has for this drafter. Raises ValueError if it has none."""
+    own = DRAFTERS[drafter]
+    if options.model is None:
+        return {"dtype": options.dtype, **own}
+    workload = WORKLOADS[options.model]
+    workload.write_configs(folder)
+    arguments = workload.arguments("plain", folder, acceptance=1.0)
+    arguments |= {"disable_radix_cache": False}
+    arguments["max_total_tokens"] = options.agents * arguments["context_length"]
+    if drafter == "plain":
+        return {**arguments, **own}
+    wanted = {"drafter": drafter, "temperature": temperature}
+    rows = json.loads(options.accepted.read_text(encoding="utf-8"))["rows"]
+    accepted = [row["acceptance_length"] for row in rows if wanted.items() <= row.items()]
+    if not accepted:
+        raise ValueError(f"{options.accepted.name} has no row with {wanted}; expected one")
+    arguments |= {"speculative_algorithm": "EAGLE3", "simulate_acceptance": accepted[0], **own}
+    if arguments["speculative_algorithm"] == "EAGLE3":
+        arguments["speculative_draft_model_path"] = str(folder / "draft")
+    return arguments
 
 
 def follows(text: np.ndarray, context: np.ndarray) -> tuple[int, tuple[int, ...]]:
@@ -175,18 +231,28 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", choices=sorted(WORKLOADS), help="unset: the bundled target")
+    parser.add_argument("--accepted", type=Path, help="a result of the bundled target, for --model")
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--replay", action="store_true", help="past_answers, with plain")
     parser.add_argument("--out", type=Path, default=results_path("agent_drafts_cpu"))
     args = parser.parse_args()
+    if args.model is not None and args.accepted is None:
+        parser.error("--model simulates acceptance lengths; expected --accepted FILE with it")
     sizes = {"agents": args.agents, "turns": args.turns}
-    for temperature in args.temperatures:
-        for name in args.drafters:
-            found, done = run(DRAFTERS[name], **sizes, temperature=temperature)
-            text = json.dumps([[turn.answer for turn in turns] for turns in done])
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            row = {"drafter": name, "temperature": temperature, **found, "text": digest}
-            print(row, flush=True)
-            past = past_answers(done, temperature) if name == "plain" else []
-            keep(args.out, {**sizes, "answer": ANSWER}, row, past)
+    settings = {"model": args.model or "bundled", **sizes, "answer": args.scale * ANSWER}
+    for temperature, name in itertools.product(args.temperatures, args.drafters):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = arguments_of(name, temperature, args, Path(folder))
+            found, done = run(arguments, **sizes, temperature=temperature, scale=args.scale)
+        gc.collect()  # weights and pools, before the next engine's are made
+        text = json.dumps([[turn.answer for turn in turns] for turns in done])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        row = {"drafter": name, "temperature": temperature, **found, "text": digest}
+        print(row, flush=True)
+        past = past_answers(done, temperature) if name == "plain" and args.replay else []
+        keep(args.out, settings, row, past)
 
 
 def past_answers(done: list[list[Turn]], temperature: float) -> list[dict[str, Any]]:

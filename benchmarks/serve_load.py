@@ -55,6 +55,7 @@ STOP_SECONDS = 30.0
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 SCALARS = (bool, int, float, str)
+KEPT_STATES = ("avg_spec_accept_length", "num_leaked_pages")
 
 
 class Server:
@@ -107,8 +108,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(options: argparse.Namespace, folder: Path) -> Iterator[Server]:
-    """Yield the server of --url, or one of --model that ends with the context."""
+def started(
+    options: argparse.Namespace, folder: Path, *, program: tuple[str, ...] = ("run_server.py",)
+) -> Iterator[Server]:
+    """Yield the server of --url, or one of --model that ends with the context.
+
+    program: what Python runs, with `--config FILE` after it.
+    """
     deadline = time.monotonic() + min(options.seconds, START_SECONDS)
     if options.url:
         server = Server(options.url)
@@ -119,7 +125,7 @@ def started(options: argparse.Namespace, folder: Path) -> Iterator[Server]:
     config = folder / "serve.toml"
     lines = (f"{name} = {json.dumps(value)}" for name, value in arguments.items())
     config.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = [sys.executable, "run_server.py", "--config", str(config)]
+    command = [sys.executable, *program, "--config", str(config)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     server = Server(f"http://127.0.0.1:{arguments['port']}", process)
     try:
@@ -207,9 +213,13 @@ def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**chosen, **{f"all_{name}": [run[name] for run in runs] for name in names}}
 
 
-def environment(info: Mapping[str, Any], argv: list[str]) -> dict[str, Any]:
+def environment(
+    info: Mapping[str, Any], argv: list[str], *, module: str = "serve_load"
+) -> dict[str, Any]:
     """Return the environment of a result, with the server's chip."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the server uses the accelerator
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # here alone: servers use the accelerator
     from benchmarks.environment import cpu_name, describe, without_paths
 
     device = str(info.get("device", "unknown"))
@@ -219,7 +229,7 @@ def environment(info: Mapping[str, Any], argv: list[str]) -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
     return {
         **describe(),
-        "command": " ".join(["python -m benchmarks.serve_load", *without_paths(argv)]),
+        "command": " ".join([f"python -m benchmarks.{module}", *without_paths(argv)]),
         "chip": cpu_name() if device == "cpu" else device,
         **packages,
     }
@@ -236,22 +246,33 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
         startup = info.get("startup_seconds")
         result = {"environment": environment(info, argv), "startup_seconds": startup, "points": {}}
         for point in points:
-            runs = []
-            for repeat in range(options.repeats):
-                if time.monotonic() > deadline:
-                    break
-                seeded = replace(pattern, seed=pattern.seed + repeat)
-                runs.append(measure(server, point, seeded, options.trace))
-                print(f"{point.name:6} {json.dumps(runs[-1])}", flush=True)
-            result["points"][point.name] = middle(runs) if runs else {"skipped": "out of time"}
+            cell = repeated(server, point, pattern, options, deadline=deadline)
+            result["points"][point.name] = cell
             write(options.output, result)
-        states = server.info().get("internal_states", [{}])[0]
-        for key in ("avg_spec_accept_length", "num_leaked_pages"):
-            if key in states:
-                result[key] = states[key]
+        result |= counted(server)
     write(options.output, result)
     print(table(result["points"]))
     return int(any(cell.get("num_errors", 1) for cell in result["points"].values()))
+
+
+def repeated(
+    server: Server, point: Point, pattern: Pattern, options: argparse.Namespace, *, deadline: float
+) -> dict[str, Any]:
+    """Return the median of --repeats runs of a point; no run starts after the deadline."""
+    runs: list[dict[str, Any]] = []
+    for repeat in range(options.repeats):
+        if time.monotonic() > deadline:
+            break
+        seeded = replace(pattern, seed=pattern.seed + repeat)
+        runs.append(measure(server, point, seeded, options.trace))
+        print(f"{point.name:6} {json.dumps(runs[-1])}", flush=True)
+    return middle(runs) if runs else {"skipped": "out of time"}
+
+
+def counted(server: Server) -> dict[str, Any]:
+    """Return the acceptance length of all requests and the pages that were not given back."""
+    states = server.info().get("internal_states", [{}])[0]
+    return {key: states[key] for key in KEPT_STATES if key in states}
 
 
 def pattern_of(options: argparse.Namespace) -> Pattern:

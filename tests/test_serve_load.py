@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serve_load
+from benchmarks import serve_drafts, serve_load
 from benchmarks.serve_load import PARTS, summarise
 from jspec.cli.measurement.client import run_point
 from jspec.cli.measurement.figures import Seen, summary
@@ -143,3 +143,16 @@ def test_a_whole_run_on_a_tiny_pair(tmp_path: Path) -> None:
         point = result["points"][name]
         assert (point["num_finished"], point["num_errors"]) == (4, 0)
         assert point["first_token_ms"]["num_requests"] == 4
+
+
+def test_acceptance_lengths_of_a_published_table() -> None:
+    """Chains of 7 are simulated as published; a shorter one accepts what the same chance gives."""
+    found = {mode: serve_drafts.acceptance_of(mode, "mt-bench") for mode in serve_drafts.RUN}
+    assert (found["plain"], found["dflash8"], found["dspark7"]) == (1.0, 3.11, 3.72)
+    chance = serve_drafts.chance_of(2.66, 7)
+    assert sum(chance**i for i in range(8)) == pytest.approx(2.66)
+    assert found["chain"] == round(1 + chance + chance**2 + chance**3, 2) < 2.66
+    assert found["dflash8"] < found["dflash16"] < found["dflash8-tree16"]
+    assert found["dflash8-tree16"] == round(3.11 * serve_drafts.TREE_GAIN[16], 2)
+    with pytest.raises(ValueError, match="no acceptance length is published for 'eagle1'"):
+        serve_drafts.acceptance_of("eagle1", "mt-bench")

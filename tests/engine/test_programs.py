@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.serve_drafts import few_programs
 from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.config.shared_prefixes import UNIT, SharedPrefix, SharingLimits
 from jspec.engine.plan_runner import ReadyPrograms
@@ -27,7 +28,7 @@ from jspec.engine.resolving import FEW_PROGRAMS, prefill_buckets
 from jspec.engine.steps.step_def import ProgramKey
 from jspec.errors import InvariantError
 from jspec.messages.plan import RowRef, StepKind, StepPlan, StepRun
-from jspec.messages.step_options import ALL, PLAIN, StepOption, StepOptions
+from jspec.messages.step_options import ALL, PLAIN, SAMPLING, StepOption, StepOptions
 from jspec.scheduler.decode_planner import CUT
 from tests.support.flat_limits import flat_limits, with_limits
 from tests.support.plans import plan_of
@@ -127,6 +128,18 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
     later = later_programs(limits, first)
     assert sorted(map(str, first + later)) == sorted(map(str, every))
     assert later_programs(limits, every) == ()
+
+
+def test_a_benchmark_of_greedy_requests_compiles_few_programs() -> None:
+    """They run every greedy plan; those of one mode are compiled in half a minute on a card."""
+    limits = limits_with((1, 8, 32, 64), (768, 1024, 2048, 8192))
+    found = few_programs(PLAIN, limits)
+    decodes = [f"decode B={size}" for size in (1, 8, 32, 64)]
+    prompts = [f"prefill T={size} sampling" for size in (768, 1024, 2048, 8192)]
+    assert sorted(map(str, found)) == sorted([*decodes, *prompts, "cached draft prefill T=64"])
+    assert nearest_program(decode(9, PLAIN), found) == decode(32, PLAIN)
+    sampling = few_programs(SAMPLING, limits)
+    assert can_run(nearest_program(decode(9, SAMPLING), sampling), decode(9, SAMPLING))
 
 
 def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
