@@ -32,7 +32,6 @@ from jspec.pallas_kernels.delta_rule.tuning import FEW_NODES, Tuning, choose_tun
 
 LEAST_NODES = 16  # M of the smallest tensor core tile
 MOST_NODES = 64
-PAIR_WARPS = 4
 CHANNELS = 32  # of keys, in a step of a product over them
 NEVER = -1e30  # the logarithm of a decay to nothing, without infinities
 
@@ -143,7 +142,7 @@ def run_rows(
     small, tail, pending = _inputs(inputs, decay, conv, cache, rows, sizes, tuning)
     small |= {"decay": decay, "beta": beta}
     if not sizes.are_few:
-        small |= _pairs(small, rows, cache, sizes)
+        small |= _pairs(small, rows, cache, sizes, tuning)
     out, state, pending = _states(small, cache, pending, rows, sizes, tuning)
     return out, {**cache, "state": state, "conv": tail, "pending": pending}
 
@@ -317,7 +316,11 @@ def _total(tree: _Tree, decay: jax.Array) -> jax.Array:
 
 
 def _pairs(
-    small: dict[str, jax.Array], rows: AttentionMetadata, cache: Cache, sizes: _Sizes
+    small: dict[str, jax.Array],
+    rows: AttentionMetadata,
+    cache: Cache,
+    sizes: _Sizes,
+    tuning: Tuning,
 ) -> dict[str, jax.Array]:
     """Return each value head's system, solved, and its products of queries and keys."""
     batch = rows.prefix_lens.shape[0]
@@ -330,7 +333,7 @@ def _pairs(
         functools.partial(_run_pairs, sizes=sizes),
         grid=(batch, sizes.num_keys),
         out_shape=(shape, shape, grown),
-        compiler_params=plt.CompilerParams(num_warps=PAIR_WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=tuning.pair_warps, num_stages=1),
         interpret=sizes.interpret,
         name="delta_pairs",
     )(*_rows_of(rows, cache), *given)

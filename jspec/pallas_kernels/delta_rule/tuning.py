@@ -14,6 +14,7 @@ class Tuning:
     strip: int = 32
     state_warps: int = 4
     input_warps: int = 4
+    pair_warps: int = 4
 
 
 def choose_tuning(*, rows: int, nodes: int) -> Tuning:
@@ -26,4 +27,5 @@ def choose_tuning(*, rows: int, nodes: int) -> Tuning:
         return Tuning(strip=64 if rows >= 16 else 32, input_warps=2)
     if nodes <= FEW_NODES:
         return Tuning(state_warps=1, input_warps=1) if rows >= 8 else Tuning()
-    return Tuning(strip=64, state_warps=2, input_warps=8) if rows >= 16 else Tuning()
+    how = {"strip": 64, "state_warps": 2, "input_warps": 8}
+    return Tuning(**how, pair_warps=1 if rows >= 16 else 4) if rows >= 8 else Tuning()
