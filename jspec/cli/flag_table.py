@@ -189,7 +189,6 @@ _OTHER_EXPERTS = (
     _refused("--ep-num-redundant-experts", _INT, _ONE_PLACE, neutral=("0",)),
     _refused("--init-expert-location", _TEXT, _ONE_PLACE, neutral=("trivial",)),
     _refused("--enable-eplb", _SWITCH, _ONE_PLACE),
-    _refused("--enable-expert-distribution-metrics", _SWITCH, _ONE_PLACE),
     _warns("--moe-a2a-backend", _TEXT, "one all-reduce adds up the experts' outputs"),
     _warns("--moe-runner-backend", _TEXT, "jspec chooses the kernels of experts by platform"),
 )

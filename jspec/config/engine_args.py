@@ -8,6 +8,7 @@ from typing import Any
 
 from jspec.config.arguments import (
     AT_START,
+    RECORDS_EXPERTS,
     SGLANG_ATTENTION,
     SGLANG_GRAMMARS,
     Shorthand,
@@ -20,6 +21,7 @@ from jspec.config.drafting import ALGORITHMS, ALIASES
 from jspec.config.hosts import check_hosts
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.config.lora_paths import as_texts, named_paths
+from jspec.config.parallel import check_parallel
 from jspec.errors import ConfigError
 from jspec.spec.lora_spec import MAX_LORAS
 
@@ -141,6 +143,14 @@ class EngineArgs:
         _MODEL,
         aliases=("--ep", "--expert-parallel-size"),
         low=1,
+    )
+    expert_distribution_recorder_mode: str | None = argument(
+        None,
+        "stat: count the tokens of each expert, for /metrics and "
+        "/dump_expert_distribution_record; unset: nothing is counted",
+        _MODEL,
+        choices=("stat",),
+        shorthands=(RECORDS_EXPERTS,),
     )
     nnodes: int | None = argument(
         None,
@@ -430,7 +440,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
-        self._check_parallel()
+        check_parallel(self)
         self._check_loras()
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
@@ -440,23 +450,6 @@ class EngineArgs:
         self._check_drafter()
         check_hosts(self)
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
-
-    def _check_parallel(self) -> None:
-        if self.tp_size % self.ep_size:
-            raise ConfigError(
-                f"ep_size is {self.ep_size}; expected a divisor of tp_size {self.tp_size}, whose "
-                "devices it groups"
-            )
-        if self.enable_dp_attention and self.tp_size % self.dp_size:
-            raise ConfigError(
-                f"tp_size is {self.tp_size}; expected a multiple of dp_size {self.dp_size} with "
-                "enable_dp_attention, which splits tp_size devices into dp_size data ranks"
-            )
-        if self.ep_size % self.expert_ranks:
-            raise ConfigError(
-                f"ep_size is {self.ep_size}; expected 1 or a multiple of dp_size {self.dp_size} "
-                "with enable_dp_attention, since its data ranks share the experts"
-            )
 
     def _check_loras(self) -> None:
         count, most = len(self.named_lora_paths), self.max_loras_per_batch

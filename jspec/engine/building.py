@@ -31,6 +31,7 @@ from jspec.engine.runner import DeviceRunner, exchange_of
 from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, clear_frames
+from jspec.spec.expert_shards import most_experts
 from jspec.spec.hidden_rows import HiddenRows
 from jspec.speculative.step import StepProgram
 
@@ -87,6 +88,7 @@ def _build_runner(
         hidden=hidden,
         sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
         has_loras=models.target.lora is not None,
+        counted_experts=_counted_experts(models),
     )
     limits = replace(limits, programs=programs)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
@@ -120,6 +122,13 @@ def _build_runner(
     runner.make_on_demand(partial(maker_of, recipe, mesh=mesh, store=store))
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh)
     return runner, config, weights
+
+
+def _counted_experts(models: LoadedModels) -> tuple[int, int] | None:
+    spec = models.target.spec
+    if models.config.expert_distribution_recorder_mode is None:
+        return None
+    return spec.num_layers, most_experts(spec)
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -96,9 +96,12 @@ def moe(
 ) -> Float[Array, "T E"]:
     """Run each token through its top_k experts, weighted, and the shared expert if any.
 
-    routed: what the router reads; None: x.
+    params: "use" (ExpertUse), if there, counts the experts' tokens. routed: what the router reads;
+        None: x.
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
+    if "use" in params:
+        params["use"].count(ids, spec.num_experts)
     experts = params["experts"]
     out = _sum_of_experts(x, ids, weights, experts, spec=spec, shard=shard, ops=ops)
     if "down_bias" in experts:  # once, after the all-reduce
@@ -160,7 +163,8 @@ def moe_of_sum(
 ) -> Residual:
     """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
     is_whole = shard.size == spec.shards == 1
-    if is_whole and spec.shared is None and isinstance(stream.delta, jax.Array):
+    is_fusible = is_whole and spec.shared is None and "use" not in params
+    if is_fusible and isinstance(stream.delta, jax.Array):
         fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )

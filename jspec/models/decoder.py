@@ -20,6 +20,7 @@ from jspec.device.weights import Weight
 from jspec.layers.attention import attention, take_kept
 from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
+from jspec.layers.expert_use import ExpertCounter, ExpertUse, MoETokens, with_use
 from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.lora import chosen_columns, with_adapters
@@ -273,22 +274,26 @@ def paged_layer(
     kept: jax.Array | None = None,
     token_input: jax.Array | None = None,
     loras: tuple[Params, jax.Array] | None = None,
+    tokens: MoETokens | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
-) -> tuple[Residual, Any]:
-    """Run a layer over its cache: (stream, updated cache). Identical layers share one trace.
+) -> tuple[Residual, Any, jax.Array | None]:
+    """Run a layer over its cache: (stream, updated cache, counts of its experts' tokens or None).
 
-    loras: the layer's stacked adapters, and which columns each token reads.
+    Identical layers share one trace. loras: the layer's stacked adapters, and which columns each
+    token reads. tokens: None counts nothing.
     """
     if loras is not None:
         params = with_adapters(params, *loras, kept)
+    use = None if tokens is None else ExpertUse(tokens.kept(kept))
+    params = with_use(params, use)
     attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
     how: Any = {"spec": spec, "settings": settings, "kept": kept, "token_input": token_input}
     stream = run_layer(params, stream, rows.q_positions, attend, **how)
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
-    return stream, attend.cache
+    return stream, attend.cache, None if use is None else use.counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +335,14 @@ class Decoder:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
         lora_slots: Int[Array, "B"] | None = None,
+        counter: ExpertCounter | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, pools with the T new KV slots).
 
         kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
         computes only K and V for the others, unless its output is captured.
         lora_slots: of each row's adapter, 0 for none; None: no row has one.
+        counter: gets the counts of the layers' experts; None: nothing is counted.
         """
         caches = list(kv)
         last = self.spec.num_layers - 1
@@ -351,9 +358,10 @@ class Decoder:
         x = self.embed(params, token_ids)
         inputs = self._token_inputs(params, token_ids, x)
         chosen = self._chosen_columns(lora_slots, rows, len(token_ids), queries_per_row)
+        tokens = None if counter is None else moe_tokens(rows, len(token_ids), queries_per_row)
 
         def layer(i: int, stream: Residual, cache: int) -> Residual:
-            stream, caches[cache] = paged_layer(
+            stream, caches[cache], counts = paged_layer(
                 with_cache_scales(params["layers"], i, self.spec.layers[i]),
                 stream,
                 caches[cache],
@@ -361,9 +369,12 @@ class Decoder:
                 kept if ends_early and i == last else None,
                 None if inputs is None else inputs[:, i],
                 None if chosen is None else (params["lora"]["layers"].get(i, {}), chosen),
+                tokens,
                 spec=self.spec.layers[i],
                 settings=settings,
             )
+            if counter is not None:
+                counter.add(counts)
             return stream
 
         stack = [partial(layer, i, cache=cache) for i, cache in enumerate(cache_indices(self.spec))]
@@ -406,6 +417,14 @@ class Decoder:
 
     def token_ids(self) -> Int[Array, "V"]:
         return shard_ids(self.spec.vocab_size, self.shard)
+
+
+def moe_tokens(rows: AttentionMetadata, num_tokens: int, queries_per_row: int | None) -> MoETokens:
+    """Return what an MoE knows of its tokens. rows: with slots, of which 0 is padding."""
+    index = index_queries(rows.cu_q_lens, num_tokens, queries_per_row=queries_per_row)
+    assert rows.slots is not None
+    is_row = jnp.take(rows.slots, index.row_idx, mode="clip") > 0
+    return MoETokens(is_real=index.valid & is_row)
 
 
 def trunk(

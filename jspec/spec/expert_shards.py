@@ -10,7 +10,20 @@ from jspec.spec.model_spec import LayerSpec, ModelSpec, MoESpec
 
 
 def has_experts(spec: ModelSpec) -> bool:
-    return any(isinstance(ffn, MoESpec) for layer in spec.layers for ffn in layer.ffns)
+    return most_experts(spec) > 0
+
+
+def most_experts(spec: ModelSpec) -> int:
+    """Return the largest number of experts of a layer; 0 for a model without MoE."""
+    return max(experts_by_layer(spec), default=0)
+
+
+def experts_by_layer(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the number of experts of each layer; 0 for a layer without MoE."""
+    return tuple(
+        sum(ffn.num_experts for ffn in layer.ffns if isinstance(ffn, MoESpec))
+        for layer in spec.layers
+    )
 
 
 def on_expert_shards(spec: ModelSpec, shards: int, *, data_shards: int = 1) -> ModelSpec:

@@ -55,7 +55,7 @@ from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
 from jspec.spec.axes import MODEL
-from jspec.spec.expert_shards import on_expert_shards
+from jspec.spec.expert_shards import most_experts, on_expert_shards
 from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter, NoDrafter
@@ -199,6 +199,7 @@ def build(
     snapshots: SnapshotLimits | None = None,
     formats: Formats = (),
     kv_dtype: str | None = None,
+    counts_experts: bool = False,
 ) -> Compiled:
     """Compile an engine; `params` (target, head) must already be sharded for `shards`.
 
@@ -210,6 +211,7 @@ def build(
     each of variants. snapshots: of recurrent states, with a prefix cache. formats: of the target's
     weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
     experts: groups of a rank's shards, for which the specs of `make` are already split.
+    counts_experts: of the target.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
     data_shards = ranks if ranks_share_experts else 1
@@ -248,6 +250,7 @@ def build(
         prefix_cache=bool(windows) or sharing is not None or snapshots is not None,
         sharing=sharing,
         snapshots=snapshots,
+        counted_experts=(depth, most_experts(target_spec)) if counts_experts else None,
     )
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)

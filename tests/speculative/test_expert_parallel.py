@@ -15,8 +15,10 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.models.heads.head_params import head_params
 from jspec.models.registry import table_of
+from jspec.server.app import create_app
 from jspec.spec.expert_shards import on_expert_shards
 from tests.models.family_checkpoints import GOLDEN
+from tests.server.helpers import ask
 from tests.speculative.engines import (
     DRAFT,
     PLAIN,
@@ -138,10 +140,20 @@ def test_the_flags_give_the_text_of_transformers(ranks: dict[str, Any]) -> None:
         max_running_requests=1,
         disable_logprobs=True,
         compilation_cache_dir="",
+        expert_distribution_recorder_mode="stat",
     )
     with engine:
+        app = create_app(engine)
+        assert "expert_balancedness{" not in ask(app, "GET", "/metrics").text
         said = engine.generate(
             input_ids=golden["prompt"],
             sampling_params={"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
         )
+        dumped = ask(app, "POST", "/dump_expert_distribution_record").json()
+        scraped = ask(app, "GET", "/metrics").text
     assert said["output_ids"] == golden["ids"][:60]
+    counts = np.array(dumped["logical_count"])
+    has_experts = counts.sum(axis=1) > 0
+    num_tokens = len(golden["prompt"]) + 59  # the last one is not read
+    assert counts[has_experts].max() <= num_tokens
+    assert scraped.count("jspec:expert_balancedness{") == has_experts.sum() > 0

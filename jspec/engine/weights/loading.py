@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.expert_placement import expert_map
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
@@ -43,7 +44,7 @@ from jspec.models.placement import Tables, param_places
 from jspec.models.registry import table_of
 from jspec.spec.axes import MODEL, Axis
 from jspec.spec.cache_entry import FP8
-from jspec.spec.expert_shards import has_experts, on_expert_shards
+from jspec.spec.expert_shards import experts_by_layer, has_experts, on_expert_shards
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafter import Drafter
@@ -111,6 +112,11 @@ def load_models(
     expert_shards = parallel.expert * args.expert_ranks
     if expert_shards > 1 and not has_experts(spec):
         raise ConfigError(f"ep_size is {expert_shards}; expected 1: the model has no experts")
+    if args.expert_distribution_recorder_mode is not None and not has_experts(spec):
+        raise ConfigError(
+            f"expert_distribution_recorder_mode is {args.expert_distribution_recorder_mode!r}; "
+            "expected it unset: the model has no experts"
+        )
     spec = on_expert_shards(spec, expert_shards, data_shards=args.expert_ranks)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, parallel)
@@ -138,6 +144,7 @@ def load_models(
         head_dims=head_dims_of((spec, *source.specs)),
         algorithm=source.algorithm,
         kv_dtype=kv_dtype,
+        expert_map=expert_map(args, experts_by_layer(spec)),
     )
     config = resolve(args, checkpoint, DeviceFacts.of(mesh.local_devices))
     return _place_models(config, source, request, read_source, mesh=mesh)
