@@ -18,6 +18,7 @@ from jspec.config.arguments import (
     unset_error,
 )
 from jspec.config.drafting import ALGORITHMS, ALIASES
+from jspec.config.expert_placement import TRIVIAL
 from jspec.config.hosts import check_hosts
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.config.lora_paths import as_texts, named_paths
@@ -143,6 +144,19 @@ class EngineArgs:
         _MODEL,
         aliases=("--ep", "--expert-parallel-size"),
         low=1,
+    )
+    ep_num_redundant_experts: int = argument(
+        0,
+        "Copies of experts in addition to the model's, in each layer, with --ep-size",
+        _MODEL,
+        low=0,
+    )
+    init_expert_location: str = argument(
+        TRIVIAL,
+        "Which devices have which experts: trivial (the model's order), or a JSON file with "
+        "physical_to_logical_map, or with the logical_count that is to be balanced",
+        _MODEL,
+        is_local=True,
     )
     expert_distribution_recorder_mode: str | None = argument(
         None,
@@ -511,6 +525,12 @@ class EngineArgs:
     def expert_ranks(self) -> int:
         """Data ranks that share the experts of an MoE; 1: each has all of them."""
         return self.dp_size if self.enable_dp_attention and self.ep_size > 1 else 1
+
+    @property
+    def expert_spares(self) -> int | None:
+        """Physical experts in addition to the model's; None: they are in the model's order."""
+        spares = self.ep_num_redundant_experts
+        return None if self.init_expert_location == TRIVIAL and not spares else spares
 
     @property
     def algorithm(self) -> Algorithm:

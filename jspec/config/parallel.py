@@ -24,3 +24,10 @@ def check_parallel(args: Any) -> None:
             f"ep_size is {args.ep_size}; expected 1 or a multiple of dp_size {args.dp_size} "
             "with enable_dp_attention, since its data ranks share the experts"
         )
+    for name, unplaced in (("ep_num_redundant_experts", 0), ("init_expert_location", "trivial")):
+        value = getattr(args, name)
+        if value != unplaced and args.ep_size == 1:
+            raise ConfigError(
+                f"{name} is {value!r}, but ep_size is 1; expected {unplaced!r}, or experts that "
+                "several groups of devices share"
+            )

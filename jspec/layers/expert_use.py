@@ -1,4 +1,4 @@
-"""Which experts the tokens of a step use: the counts of an engine that records them."""
+"""Which experts the tokens of a step use: their counts, and the copies of replicated ones."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jspec.config.expert_placement import LayerMap
 from jspec.device.pytree import pytree
+
+COPIES = "expert_copies"  # of a target's params: by layer, `copies_of` its map
 
 
 @pytree
 class MoETokens:
     """The tokens of an MoE, apart from their hidden states."""
 
-    is_real: jax.Array  # bool[T], False for padding
+    is_real: jax.Array | None  # bool[T], False for padding; None: experts' tokens are not counted
+    positions: jax.Array  # i32[T], of the tokens in their texts
+    copies: jax.Array | None = None  # i32[X, 1 + C] of `copies_of`; None: there is no map
 
     def kept(self, kept: Int[Array, "R"] | None) -> MoETokens:
         """Return those of the kept tokens. kept: ascends; padding repeats a token before it."""
         if kept is None:
             return self
-        is_new = jnp.concatenate((jnp.ones((1,), bool), kept[1:] != kept[:-1]))
-        return MoETokens(is_real=jnp.take(self.is_real, kept, mode="clip") & is_new)
+        is_real = self.is_real
+        if is_real is not None:
+            is_new = jnp.concatenate((jnp.ones((1,), bool), kept[1:] != kept[:-1]))
+            is_real = jnp.take(is_real, kept, mode="clip") & is_new
+        positions = jnp.take(self.positions, kept, mode="clip")
+        return MoETokens(is_real=is_real, positions=positions, copies=self.copies)
 
 
 class ExpertUse:
@@ -33,8 +43,19 @@ class ExpertUse:
         self.counts: jax.Array | None = None  # u32[X], tokens of each expert
         self._tokens = tokens
 
-    def count(self, ids: Int[Array, "T k"], num_experts: int) -> None:
-        self.counts = expert_counts(ids, self._tokens.is_real, num_experts)
+    def physical(self, ids: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
+        """Count the tokens of each expert, and return the physical experts that run them.
+
+        The copy of a replicated expert depends on the token's position in its text alone.
+        """
+        tokens = self._tokens
+        if tokens.is_real is not None:
+            self.counts = expert_counts(ids, tokens.is_real, num_experts)
+        if tokens.copies is None:
+            return ids
+        found = jnp.take(tokens.copies, ids, axis=0, mode="clip")
+        which = 1 + tokens.positions[:, None] % found[..., 0]
+        return jnp.take_along_axis(found, which[..., None], axis=-1, mode="clip")[..., 0]
 
 
 class ExpertCounter:
@@ -76,6 +97,19 @@ def expert_counts(
     each = jnp.arange(num_experts, dtype=ids.dtype)
     is_given = jnp.any(ids[:, :, None] == each, axis=1) & is_real[:, None]
     return jnp.sum(is_given, axis=0, dtype=jnp.uint32)
+
+
+def copies_of(placed: LayerMap, num_experts: int) -> np.ndarray:
+    """Return for each expert the number of its copies, then where they are, padded with 0.
+
+    In:  [0 2 1 2], which has 1 spare for 3 experts
+    Out: i32 [[1 0 0] [1 2 0] [2 1 3]]
+    """
+    out = np.zeros((num_experts, 2 + len(placed) - num_experts), np.int32)
+    for place, expert in enumerate(placed):
+        out[expert, 0] += 1
+        out[expert, out[expert, 0]] = place
+    return out
 
 
 def with_use(params: Mapping[str, Any], use: ExpertUse | None) -> dict[str, Any]:

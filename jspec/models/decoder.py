@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jspec.config.expert_placement import ExpertMap
 from jspec.device.weights import Weight
 from jspec.layers.attention import attention, take_kept
 from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
-from jspec.layers.expert_use import ExpertCounter, ExpertUse, MoETokens, with_use
+from jspec.layers.expert_use import COPIES, ExpertCounter, ExpertUse, MoETokens, with_use
 from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.lora import chosen_columns, with_adapters
@@ -29,7 +30,7 @@ from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_for, norm_of_sum
 from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
 from jspec.models.lora_params import lora_params
-from jspec.models.params import ParamTable, padded, with_formats
+from jspec.models.params import ParamTable, padded, with_expert_map, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
@@ -306,6 +307,8 @@ class Decoder:
     aux_layer_ids: tuple[int, ...] = ()  # what a draft model reads
     formats: Formats = ()  # of products whose weights are not dense
     lora: LoRASpec | None = None  # room for adapters, in params["lora"]
+    # Of placed experts, whose copies are in params["expert_copies"]; no program depends on it.
+    experts: ExpertMap = field(default=(), repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -318,7 +321,7 @@ class Decoder:
     @property
     def table(self) -> ParamTable:
         """All weights, with those of adapters, which no checkpoint of the model has."""
-        own = table_of(self.spec)
+        own = with_expert_map(table_of(self.spec), self.experts)
         return with_formats(own, self.formats) + lora_params(own, self.lora)
 
     @property
@@ -358,7 +361,7 @@ class Decoder:
         x = self.embed(params, token_ids)
         inputs = self._token_inputs(params, token_ids, x)
         chosen = self._chosen_columns(lora_slots, rows, len(token_ids), queries_per_row)
-        tokens = None if counter is None else moe_tokens(rows, len(token_ids), queries_per_row)
+        tokens_of = self._moe_tokens(params, rows, len(token_ids), queries_per_row, counter)
 
         def layer(i: int, stream: Residual, cache: int) -> Residual:
             stream, caches[cache], counts = paged_layer(
@@ -369,7 +372,7 @@ class Decoder:
                 kept if ends_early and i == last else None,
                 None if inputs is None else inputs[:, i],
                 None if chosen is None else (params["lora"]["layers"].get(i, {}), chosen),
-                tokens,
+                tokens_of(i),
                 spec=self.spec.layers[i],
                 settings=settings,
             )
@@ -396,6 +399,24 @@ class Decoder:
         how: Any = {"num_layers": self.spec.num_layers, "eps": self.spec.rms_norm_eps}
         return token_inputs(params["tokens"], token_ids, x, **how, ops=self.ops)
 
+    def _moe_tokens(
+        self,
+        params: Params,
+        rows: AttentionMetadata,
+        num_tokens: int,
+        queries_per_row: int | None,
+        counter: ExpertCounter | None,
+    ) -> Callable[[int], MoETokens | None]:
+        """Return what a layer's MoE is told of its tokens; None if nothing."""
+        copies = params.get(COPIES, {})
+        if counter is None and not copies:
+            return lambda _: None
+        is_real = None
+        if counter is not None:
+            is_real = real_tokens(rows, num_tokens, queries_per_row)
+        tokens = MoETokens(is_real=is_real, positions=rows.q_positions)
+        return lambda i: replace(tokens, copies=copies.get(i))
+
     def _chosen_columns(
         self,
         lora_slots: Int[Array, "B"] | None,
@@ -419,12 +440,14 @@ class Decoder:
         return shard_ids(self.spec.vocab_size, self.shard)
 
 
-def moe_tokens(rows: AttentionMetadata, num_tokens: int, queries_per_row: int | None) -> MoETokens:
-    """Return what an MoE knows of its tokens. rows: with slots, of which 0 is padding."""
+def real_tokens(
+    rows: AttentionMetadata, num_tokens: int, queries_per_row: int | None
+) -> Bool[Array, "T"]:
+    """Return which tokens are no padding. rows: with slots, of which 0 is padding."""
     index = index_queries(rows.cu_q_lens, num_tokens, queries_per_row=queries_per_row)
     assert rows.slots is not None
     is_row = jnp.take(rows.slots, index.row_idx, mode="clip") > 0
-    return MoETokens(is_real=index.valid & is_row)
+    return index.valid & is_row
 
 
 def trunk(

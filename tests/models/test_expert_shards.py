@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,14 +13,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.expert_placement import ExpertMap
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
-from jspec.messages.weight_update import ArrayUpdate
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.pallas_kernels import formats
-from jspec.spec.expert_shards import has_experts
+from jspec.spec.expert_shards import experts_by_layer, has_experts
 from jspec.spec.weight_format import MXFP4, Op
 from tests.engine.test_served_weights import Params
 from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, GOLDEN, logits_over
@@ -69,13 +72,14 @@ def test_packed_experts_are_split_like_unpacked_ones(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def load(path: Path, parallel: Parallel) -> LoadedModels:
+def load(path: Path, parallel: Parallel, **more: Any) -> LoadedModels:
     args = EngineArgs(
         model_path=str(path),
         skip_tokenizer_init=True,
         dtype="float32",
         tp_size=parallel.model,
         ep_size=parallel.expert,
+        **more,
     )
     mesh = parallel.mesh(jax.devices("cpu")[: parallel.model])
     return load_models(args, resolve_paths(args), mesh=mesh)
@@ -101,9 +105,54 @@ def test_a_device_has_its_own_experts_alone(
             np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
 
 
-def test_split_experts_are_read_and_replaced_by_name() -> None:
+def placement(path: Path, directory: Path, *, spares: int) -> tuple[ExpertMap, dict[str, Any]]:
+    """Return a map with some of the experts twice, in no order, and the arguments that give it."""
+    rng = np.random.default_rng(0)
+    counts = experts_by_layer(load_model_spec(path))
+    placed = tuple(tuple(rng.permutation([*range(n), *range(spares)]).tolist()) for n in counts)
+    file = directory / "experts.json"
+    file.write_text(json.dumps({"physical_to_logical_map": placed}))
+    return placed, {"init_expert_location": str(file), "ep_num_redundant_experts": spares}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "packed", "dummy"])
+def test_placed_experts_are_those_of_the_map(
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, mesh = GOLDEN / "qwen3_moe", Parallel(expert=2, tensor=2)
+    if load_format == "packed":
+        reads = formats.Reads(most_shards=1)
+        monkeypatch.setitem(formats.TABLE, (MXFP4, Op.EXPERTS, "xla"), reads)  # type: ignore[arg-type]
+        path, mesh = tmp_path / "packed", Parallel(expert=2)
+        write_packed(path)
+    more = {"load_format": "dummy"} if load_format == "dummy" else {}
+    placed, how = placement(path, tmp_path, spares=2)
+    one, split = (
+        load(path, each, **more, **given).params["target"]
+        for each, given in ((replace(mesh, expert=1), {}), (mesh, how))
+    )
+    for layer, of_layer in enumerate(placed):
+        experts = one["layers"][layer]["moe"]["experts"]
+        for name in set(experts) - {"down_bias"}:
+            own = split["layers"][layer]["moe"]["experts"][name]
+            assert isinstance(own, MXFP4Weight) == (load_format == "packed" and "bias" not in name)
+            for whole, parts in zip(
+                jax.tree.leaves(experts[name]), jax.tree.leaves(own), strict=True
+            ):
+                expected = np.asarray(whole)[list(of_layer)]
+                for shard in parts.addressable_shards:
+                    assert shard.data.shape[0] == len(of_layer) // 2
+                    np.testing.assert_array_equal(shard.data, expected[shard.index])
+        copies = np.asarray(split["expert_copies"][layer])
+        for expert, (count, *where) in enumerate(copies.tolist()):
+            assert [of_layer[place] for place in where[:count]] == [expert] * of_layer.count(expert)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_split_experts_are_read_and_replaced_by_name(is_placed: bool, tmp_path: Path) -> None:
     mesh = Parallel(expert=2, tensor=2)
-    models = load(GOLDEN / "qwen3_moe", mesh)
+    _, how = placement(GOLDEN / "qwen3_moe", tmp_path, spares=2)
+    models = load(GOLDEN / "qwen3_moe", mesh, **(how if is_placed else {}))
     runner = Params(models.params)
     devices = jax.devices("cpu")[: mesh.model]
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh.mesh(devices))
@@ -115,3 +164,7 @@ def test_split_experts_are_read_and_replaced_by_name() -> None:
             np.testing.assert_array_equal(weights.tensor(name, None), factor * value)
         doubled = {name: 2 * value for name, value in experts.items()}
         weights.switch(weights.prepare(ArrayUpdate(arrays=doubled)))
+    weights.switch(weights.prepare(DiskUpdate(target=str(GOLDEN / "qwen3_moe"))))
+    name, value = next(iter(experts.items()))
+    np.testing.assert_array_equal(weights.tensor(name, None), value)
+    assert ("expert_copies" in runner.params["target"]) == is_placed
