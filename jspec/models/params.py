@@ -103,6 +103,7 @@ class ParamSpec:
     format: WeightFormat | None = None  # None: dense, in the model's dtype
     # Of a stack of physical experts: the stored one of each; None: all that are stored, in order.
     entries: tuple[int, ...] | None = None
+    num_parts: int = 1  # of the first dimension, if it has experts: devices hold one of them each
     expert_shards: int = 1  # of "experts" in one data rank; each has all shards of "expert_mlp"
 
     @property
@@ -182,7 +183,8 @@ def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
         if own.axes[:1] != ("experts",):
             return own
         axes = own.axes if spec.data_shards == 1 else ("experts_of_ranks", *own.axes[1:])
-        own = replace(own, axes=axes, expert_shards=spec.shards // spec.data_shards)
+        in_rank = spec.shards // spec.data_shards
+        own = replace(own, axes=axes, num_parts=spec.shards, expert_shards=in_rank)
         if spec.num_placed is None:
             return own
         entries = tuple(i % spec.num_experts for i in range(spec.num_placed))

@@ -19,9 +19,14 @@ from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
+from jspec.models.files import stored
 from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.files.stored import param_reads
+from jspec.models.files.tensor_files import StoredFile, Tensors, open_tensors
+from jspec.models.params import ParamSpec, with_expert_map
+from jspec.models.registry import table_of
 from jspec.pallas_kernels import formats
-from jspec.spec.expert_shards import experts_by_layer, has_experts
+from jspec.spec.expert_shards import experts_by_layer, has_experts, on_expert_shards
 from jspec.spec.weight_format import MXFP4, Op
 from tests.engine.test_served_weights import Params
 from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, GOLDEN, logits_over
@@ -89,7 +94,15 @@ def load(path: Path, parallel: Parallel, **more: Any) -> LoadedModels:
 def test_a_device_has_its_own_experts_alone(
     tensor: int, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stay packed if each is whole, as the kernel needs them."""
+    """They stay packed if each is whole, as the kernel needs it; the host has one part at once."""
+    sizes: list[int] = []
+    read_param = stored.read_param
+
+    def watched(tensors: Tensors, spec: ParamSpec, **how: Any) -> Any:
+        sizes.extend(spec.shape[:1] if spec.num_parts > 1 else ())
+        return read_param(tensors, spec, **how)
+
+    monkeypatch.setattr(stored, "read_param", watched)
     reads = formats.Reads(most_shards=1)
     monkeypatch.setitem(formats.TABLE, (MXFP4, Op.EXPERTS, "xla"), reads)  # type: ignore[arg-type]
     write_packed(tmp_path / "packed")
@@ -98,11 +111,61 @@ def test_a_device_has_its_own_experts_alone(
         for parallel in (Parallel(tensor=tensor), Parallel(expert=2, tensor=tensor))
     )
     assert isinstance(split, MXFP4Weight) == is_packed
+    assert {*sizes} == {jax.tree.leaves(one)[0].shape[0] // 2}
     for whole, parts in zip(jax.tree.leaves(one), jax.tree.leaves(split), strict=True):
         assert len(parts.addressable_shards) == 2 * tensor
         for shard in parts.addressable_shards:
             assert shard.data.shape[0] == whole.shape[0] // 2
             np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "packed"])
+def test_a_device_reads_only_its_own_experts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are a tensor each, a stack, and a packed stack; one of them is on both."""
+    num_read = 0
+    read_into, packed = StoredFile.read_into, Tensors.packed
+
+    def counted(file: StoredFile, out: Any, name: str, *, offset: int = 0) -> None:
+        nonlocal num_read
+        num_read += out.nbytes
+        read_into(file, out, name, offset=offset)
+
+    def counted_packed(tensors: Tensors, name: str, index: int) -> Any:
+        nonlocal num_read
+        found = packed(tensors, name, index)
+        num_read += found.nbytes
+        return found
+
+    monkeypatch.setattr(StoredFile, "read_into", counted)
+    monkeypatch.setattr(Tensors, "packed", counted_packed)
+    monkeypatch.setattr(stored, "BLOCK_BYTES", 0)
+    path = GOLDEN / kind
+    if kind == "packed":
+        path = tmp_path / "packed"
+        write_packed(path)
+    spec = load_model_spec(path)
+    count = experts_by_layer(spec)[-1]
+    table = table_of(on_expert_shards(spec, 2, spares=count))
+    placed = (*range(count - 1), 0, *reversed(range(count)))
+    table = with_expert_map(table, (placed,) * spec.num_layers)
+    found = 0
+    with open_tensors(path) as tensors:
+        for each in param_reads(tensors, table, dtype=np.float32, shards=2):
+            if each.read_part is None:
+                assert "experts" not in each.spec.path or each.spec.path[-1] == "down_bias"
+                continue
+            found, num_read = found + 1, 0
+            whole, of_all = np.asarray(each.read()), num_read
+            for part in (range(count), range(count, 2 * count)):
+                num_read = 0
+                own = np.asarray(each.read_part(part))
+                np.testing.assert_array_equal(own, whole[part.start : part.stop], strict=True)
+                assert num_read == of_all // 2
+            if kind == "qwen3_moe":
+                assert each.host_bytes == whole.nbytes // 2
+    assert found == spec.num_layers * (2 if kind == "qwen3_moe" else 3)
 
 
 def placement(path: Path, directory: Path, *, spares: int) -> tuple[ExpertMap, dict[str, Any]]:
@@ -156,8 +219,8 @@ def test_split_experts_are_read_and_replaced_by_name(is_placed: bool, tmp_path: 
     runner = Params(models.params)
     devices = jax.devices("cpu")[: mesh.model]
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh.mesh(devices))
-    stored = load_file(GOLDEN / "qwen3_moe" / "model.safetensors")
-    experts = {name: value for name, value in stored.items() if ".experts." in name}
+    file = load_file(GOLDEN / "qwen3_moe" / "model.safetensors")
+    experts = {name: value for name, value in file.items() if ".experts." in name}
     assert experts
     for factor in (1, 2):
         for name, value in experts.items():

@@ -27,7 +27,7 @@ from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.engine.weights.target_copies import warn_of_other_targets
-from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.engine.weights.weight_stream import put_on, put_parts_on, stream
 from jspec.errors import ConfigError
 from jspec.layers.expert_use import COPIES, copies_of
 from jspec.layers.linear import Shard
@@ -231,7 +231,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
         target.spec,
         dtype=dtype,
         shards=target.shard.size,
-        place=lambda reads: stream(reads, put, own=hosts.own_shards(mesh)),
+        place=partial(stream, put=put, **_how_to_place(mesh)),
         formats=target.formats,
         experts=target.experts,
     )
@@ -274,11 +274,15 @@ def _draft_params(
         )["draft"]
         return {**made, **{name: target_params[name] for name in source.shares}}
     put = put_on(mesh, column_major=target.ops.column_major)
-    own_shards = hosts.own_shards(mesh)
-    found = source.read(target_params, dtype, lambda reads: stream(reads, put, own=own_shards))
+    how = _how_to_place(mesh)
+    found = source.read(target_params, dtype, partial(stream, put=put, **how))
     if path is not None and path != config.model_path:
         warn_of_other_targets(Path(path), source, target_params)
     return found
+
+
+def _how_to_place(mesh: Mesh) -> dict[str, Any]:
+    return {"put_parts": put_parts_on(mesh), "own": hosts.own_shards(mesh)}
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:

@@ -26,7 +26,7 @@ from jspec.engine.weights.adapters import AdapterSlots, Placed
 from jspec.engine.weights.loading import LoadedModels
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_checks import Finite, as_host, differences
-from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.engine.weights.weight_stream import put_on, put_parts_on, stream
 from jspec.engine.weights.weight_switch import (
     Leaf,
     SwitchError,
@@ -120,6 +120,7 @@ class ServedWeights:
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
         self._put = put_on(mesh, column_major=models.target.ops.column_major)
         own = dataclasses.replace(models.target, lora=None)
+        self._put_parts = put_parts_on(mesh)
         self._tables: dict[Model, ParamTable] = {TARGET: own.table, DRAFT: models.drafter.table}
         self._adapters = AdapterSlots(models.target, mesh=mesh, dtype=self._dtype)
         self._adapters.warm_up(runner.params["target"])
@@ -263,8 +264,11 @@ class ServedWeights:
                 f"new weights take {gib(needed)} over all devices, more than half of what is free; "
                 "expected room for both models where several hosts share one"
             )
-        put = self._put if has_room else _on_host
-        return stream(reads, found.checking(put), own=hosts.own_shards(self._mesh))
+        own = hosts.own_shards(self._mesh)
+        if not has_room:
+            return stream(reads, found.checking(_on_host), own=own)
+        put_parts = found.checking_parts(self._put_parts)
+        return stream(reads, found.checking(self._put), put_parts=put_parts, own=own)
 
     # From disk.
 

@@ -80,13 +80,15 @@ def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRead:
     spec: ParamSpec
-    host_bytes: int  # peak host memory of `read`, its result included
+    host_bytes: int  # peak host memory of `read`, or `read_part`, its result included
     # Returns a new weight over all shards, in the spec's format and owned by the caller;
     # CheckpointError names the tensor.
     read: Callable[[], Weight]
     # The same for the shards of one of several hosts: other entries may be zeros, unread. None:
     # there is only `read`.
     read_own: Callable[[range], Weight] | None = None
+    # The same for a part of a weight's first dimension, alone; None: devices hold all of it.
+    read_part: Callable[[range], Weight] | None = None
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
     tied_width: int = 0  # its columns, padding included
 
@@ -113,7 +115,8 @@ def param_reads(
             spec=spec,
             tied=tied.get(spec.path),
             tied_width=tied[spec.path].physical_shape(shards)[-1] if spec.path in tied else 0,
-            host_bytes=_host_bytes(tensors, spec, dtype=dtype, shards=shards),
+            host_bytes=_host_bytes(tensors, _part_of(spec), dtype=dtype, shards=shards),
+            read_part=partial(_read_part, tensors, spec, how) if spec.num_parts > 1 else None,
             read=(read := partial(_read, tensors, spec, tied.get(spec.path), how)),
             read_own=lambda own, read=read: read(own=own),  # type: ignore[misc]
         )
@@ -129,6 +132,20 @@ def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
         if each.tied is not None:
             values[each.tied.path] = each.tied_value(value)
     return values
+
+
+def _part_of(spec: ParamSpec, part: range | None = None) -> ParamSpec:
+    """Return a weight with only a part of the first dimension; None: that of the first device."""
+    if part is None:
+        part = range(spec.shape[0] // spec.num_parts) if spec.num_parts > 1 else range(0)
+    if not part:
+        return spec
+    entries = tuple(_entries(spec)[part.start : part.stop])
+    return replace(spec, shape=(len(entries), *spec.shape[1:]), entries=entries)
+
+
+def _read_part(tensors: Tensors, spec: ParamSpec, how: Mapping[str, Any], part: range) -> Weight:
+    return _read(tensors, _part_of(spec, part), None, how)
 
 
 def _read(
@@ -175,7 +192,8 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shar
         elif part.names[0] in tensors and not _is_by_rows(part):
             stored = tensors.weight_dtype(part.names[0])
             if not _is_whole(part, spec) or Dense(stored.name) != format:
-                beside = max(beside, math.prod(part.shape) * stored.itemsize)
+                shape = part.shape if spec.entries is None or part.stack else part.shape[1:]
+                beside = max(beside, math.prod(shape) * stored.itemsize)
     return own + beside
 
 
