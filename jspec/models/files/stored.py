@@ -136,10 +136,9 @@ def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
 
 def _part_of(spec: ParamSpec, part: range | None = None) -> ParamSpec:
     """Return a weight with only a part of the first dimension; None: that of the first device."""
-    if part is None:
-        part = range(spec.shape[0] // spec.num_parts) if spec.num_parts > 1 else range(0)
-    if not part:
+    if spec.num_parts == 1:
         return spec
+    part = range(spec.shape[0] // spec.num_parts) if part is None else part
     entries = tuple(_entries(spec)[part.start : part.stop])
     return replace(spec, shape=(len(entries), *spec.shape[1:]), entries=entries)
 
