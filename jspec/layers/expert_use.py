@@ -21,7 +21,7 @@ class MoETokens:
     """The tokens of an MoE, apart from their hidden states."""
 
     is_real: jax.Array | None  # bool[T], False for padding; None: experts' tokens are not counted
-    positions: jax.Array  # i32[T], of the tokens in their texts
+    keys: jax.Array  # i32[T], at least 0, of a token's text alone: they select copies
     copies: jax.Array | None = None  # i32[X, 1 + C] of `copies_of`; None: there is no map
 
     def kept(self, kept: Int[Array, "R"] | None) -> MoETokens:
@@ -32,8 +32,8 @@ class MoETokens:
         if is_real is not None:
             is_new = jnp.concatenate((jnp.ones((1,), bool), kept[1:] != kept[:-1]))
             is_real = jnp.take(is_real, kept, mode="clip") & is_new
-        positions = jnp.take(self.positions, kept, mode="clip")
-        return MoETokens(is_real=is_real, positions=positions, copies=self.copies)
+        keys = jnp.take(self.keys, kept, mode="clip")
+        return MoETokens(is_real=is_real, keys=keys, copies=self.copies)
 
 
 class ExpertUse:
@@ -46,7 +46,7 @@ class ExpertUse:
     def physical(self, ids: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
         """Count the tokens of each expert, and return the physical experts that run them.
 
-        The copy of a replicated expert depends on the token's position in its text alone.
+        The copy of a replicated expert depends on the token's key alone, not on the batch.
         """
         tokens = self._tokens
         if tokens.is_real is not None:
@@ -54,7 +54,7 @@ class ExpertUse:
         if tokens.copies is None:
             return ids
         found = jnp.take(tokens.copies, ids, axis=0, mode="clip")
-        which = 1 + tokens.positions[:, None] % found[..., 0]
+        which = 1 + tokens.keys[:, None] % found[..., 0]
         return jnp.take_along_axis(found, which[..., None], axis=-1, mode="clip")[..., 0]
 
 

@@ -361,7 +361,7 @@ class Decoder:
         x = self.embed(params, token_ids)
         inputs = self._token_inputs(params, token_ids, x)
         chosen = self._chosen_columns(lora_slots, rows, len(token_ids), queries_per_row)
-        tokens_of = self._moe_tokens(params, rows, len(token_ids), queries_per_row, counter)
+        tokens_of = self._moe_tokens(params, token_ids, rows, queries_per_row, counter)
 
         def layer(i: int, stream: Residual, cache: int) -> Residual:
             stream, caches[cache], counts = paged_layer(
@@ -402,8 +402,8 @@ class Decoder:
     def _moe_tokens(
         self,
         params: Params,
+        token_ids: Int[Array, "T"],
         rows: AttentionMetadata,
-        num_tokens: int,
         queries_per_row: int | None,
         counter: ExpertCounter | None,
     ) -> Callable[[int], MoETokens | None]:
@@ -413,8 +413,9 @@ class Decoder:
             return lambda _: None
         is_real = None
         if counter is not None:
-            is_real = real_tokens(rows, num_tokens, queries_per_row)
-        tokens = MoETokens(is_real=is_real, positions=rows.q_positions)
+            is_real = real_tokens(rows, len(token_ids), queries_per_row)
+        # Rows that are at one position differ in their ids, so that copies share them.
+        tokens = MoETokens(is_real=is_real, keys=rows.q_positions + token_ids)
         return lambda i: replace(tokens, copies=copies.get(i))
 
     def _chosen_columns(

@@ -19,7 +19,7 @@ from jspec.spec.model_spec import MoESpec
 from tests.layers.test_moe import INNER, TOP, X, drawn, tokens
 
 IS_REAL = jnp.array([True, False, True, True])
-POSITIONS = jnp.array([7, 8, 9, 10])
+KEYS = jnp.array([7, 8, 9, 10])
 
 
 def test_padding_is_not_counted() -> None:
@@ -30,7 +30,7 @@ def test_padding_is_not_counted() -> None:
 def test_a_layer_counts_what_its_router_chose() -> None:
     spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER)
     params, x = drawn(bias=False), jnp.asarray(tokens(4), jnp.float32)
-    use = ExpertUse(MoETokens(is_real=IS_REAL, positions=POSITIONS))
+    use = ExpertUse(MoETokens(is_real=IS_REAL, keys=KEYS))
     plain = moe(params, x, spec=spec, shard=Shard(), ops=Ops())
     found = moe({**params, "use": use}, x, spec=spec, shard=Shard(), ops=Ops())
     np.testing.assert_array_equal(found, plain)
@@ -41,10 +41,10 @@ def test_a_layer_counts_what_its_router_chose() -> None:
 
 
 def test_padding_that_repeats_a_kept_token_is_not_counted() -> None:
-    kept = MoETokens(is_real=IS_REAL, positions=POSITIONS).kept(jnp.array([0, 1, 3, 3]))
+    kept = MoETokens(is_real=IS_REAL, keys=KEYS).kept(jnp.array([0, 1, 3, 3]))
     assert kept.is_real is not None
     assert kept.is_real.tolist() == [True, False, True, False]
-    assert kept.positions.tolist() == [7, 8, 10, 10]
+    assert kept.keys.tolist() == [7, 8, 10, 10]
 
 
 def test_layers_without_experts_have_zeros() -> None:
@@ -54,7 +54,7 @@ def test_layers_without_experts_have_zeros() -> None:
     assert counter.counts().tolist() == [[0, 0], [3, 4]]
 
 
-def test_copies_take_turns_by_the_position_of_a_token() -> None:
+def test_copies_take_turns_by_the_key_of_a_token() -> None:
     """Whatever the batch is; an expert with one copy has no choice."""
     copies = copies_of((0, 2, 1, 2, 2), 3)
     assert copies.tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [3, 1, 3, 4]]
@@ -62,7 +62,7 @@ def test_copies_take_turns_by_the_position_of_a_token() -> None:
 
     def physical(order: list[int]) -> list[list[int]]:
         at = jnp.array(order)
-        use = ExpertUse(MoETokens(is_real=None, positions=POSITIONS[at], copies=jnp.array(copies)))
+        use = ExpertUse(MoETokens(is_real=None, keys=KEYS[at], copies=jnp.array(copies)))
         found: list[list[int]] = use.physical(ids[at], 3).tolist()
         assert use.counts is None
         return found
