@@ -21,7 +21,7 @@ from jspec.config.drafting import ALGORITHMS, ALIASES
 from jspec.config.expert_placement import TRIVIAL
 from jspec.config.hosts import check_hosts
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
-from jspec.config.lora_paths import as_texts, named_paths
+from jspec.config.lora_paths import as_texts, check_loras, named_paths
 from jspec.config.parallel import check_parallel
 from jspec.errors import ConfigError
 from jspec.spec.lora_spec import MAX_LORAS
@@ -455,7 +455,7 @@ class EngineArgs:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
         check_parallel(self)
-        self._check_loras()
+        check_loras(self)
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
                 "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
@@ -464,19 +464,6 @@ class EngineArgs:
         self._check_drafter()
         check_hosts(self)
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
-
-    def _check_loras(self) -> None:
-        count, most = len(self.named_lora_paths), self.max_loras_per_batch
-        if count > most:
-            raise ConfigError(
-                f"lora_paths has {count} adapters; expected at most max_loras_per_batch {most}"
-            )
-        for name in ("max_lora_rank", "lora_target_modules"):
-            if getattr(self, name) and not self.has_loras:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, but enable_lora is False; expected it "
-                    "True, or lora_paths"
-                )
 
     def _check_drafter(self) -> None:
         algorithm, path = self.algorithm, self.speculative_draft_model_path
