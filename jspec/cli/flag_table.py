@@ -184,12 +184,9 @@ _OTHER_MEMORY = (
     ),
 )
 
-_ONE_PLACE = "each expert has one place, in the model's order; tokens per expert are not counted"
+_STAYS = "experts stay where --init-expert-location puts them; restart with another file"
 _OTHER_EXPERTS = (
-    _refused("--ep-num-redundant-experts", _INT, _ONE_PLACE, neutral=("0",)),
-    _refused("--init-expert-location", _TEXT, _ONE_PLACE, neutral=("trivial",)),
-    _refused("--enable-eplb", _SWITCH, _ONE_PLACE),
-    _refused("--enable-expert-distribution-metrics", _SWITCH, _ONE_PLACE),
+    _refused("--enable-eplb", _SWITCH, _STAYS),
     _warns("--moe-a2a-backend", _TEXT, "one all-reduce adds up the experts' outputs"),
     _warns("--moe-runner-backend", _TEXT, "jspec chooses the kernels of experts by platform"),
 )

@@ -44,8 +44,15 @@ SGLANG_GRAMMARS = dict.fromkeys(("xgrammar", "outlines"), "llguidance")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shorthand:
     flag: str
-    value: bool | int
+    value: bool | int | str
     text: str
+
+
+RECORDS_EXPERTS = Shorthand(
+    flag="--enable-expert-distribution-metrics",
+    value="stat",
+    text="Same as --expert-distribution-recorder-mode stat",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

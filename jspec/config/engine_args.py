@@ -8,6 +8,7 @@ from typing import Any
 
 from jspec.config.arguments import (
     AT_START,
+    RECORDS_EXPERTS,
     SGLANG_ATTENTION,
     SGLANG_GRAMMARS,
     Shorthand,
@@ -17,9 +18,11 @@ from jspec.config.arguments import (
     unset_error,
 )
 from jspec.config.drafting import ALGORITHMS, ALIASES
+from jspec.config.expert_placement import TRIVIAL
 from jspec.config.hosts import check_hosts
 from jspec.config.limits import Algorithm, PriorityOrder, SpeculativeConfig
-from jspec.config.lora_paths import as_texts, named_paths
+from jspec.config.lora_paths import as_texts, check_loras, named_paths
+from jspec.config.parallel import check_parallel
 from jspec.errors import ConfigError
 from jspec.spec.lora_spec import MAX_LORAS
 
@@ -141,6 +144,27 @@ class EngineArgs:
         _MODEL,
         aliases=("--ep", "--expert-parallel-size"),
         low=1,
+    )
+    ep_num_redundant_experts: int = argument(
+        0,
+        "Copies of experts in addition to the model's, in each layer, with --ep-size",
+        _MODEL,
+        low=0,
+    )
+    init_expert_location: str = argument(
+        TRIVIAL,
+        "Which devices have which experts: trivial (the model's order), or a JSON file with "
+        "physical_to_logical_map, or with the logical_count that is to be balanced",
+        _MODEL,
+        is_local=True,
+    )
+    expert_distribution_recorder_mode: str | None = argument(
+        None,
+        "stat: count the tokens of each expert, for /metrics and "
+        "/dump_expert_distribution_record; unset: nothing is counted",
+        _MODEL,
+        choices=("stat",),
+        shorthands=(RECORDS_EXPERTS,),
     )
     nnodes: int | None = argument(
         None,
@@ -430,8 +454,8 @@ class EngineArgs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora_paths", as_texts(self.lora_paths))
         check_arguments(self)
-        self._check_parallel()
-        self._check_loras()
+        check_parallel(self)
+        check_loras(self)
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ConfigError(
                 "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
@@ -440,36 +464,6 @@ class EngineArgs:
         self._check_drafter()
         check_hosts(self)
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
-
-    def _check_parallel(self) -> None:
-        if self.tp_size % self.ep_size:
-            raise ConfigError(
-                f"ep_size is {self.ep_size}; expected a divisor of tp_size {self.tp_size}, whose "
-                "devices it groups"
-            )
-        if self.enable_dp_attention and self.tp_size % self.dp_size:
-            raise ConfigError(
-                f"tp_size is {self.tp_size}; expected a multiple of dp_size {self.dp_size} with "
-                "enable_dp_attention, which splits tp_size devices into dp_size data ranks"
-            )
-        if self.ep_size % self.expert_ranks:
-            raise ConfigError(
-                f"ep_size is {self.ep_size}; expected 1 or a multiple of dp_size {self.dp_size} "
-                "with enable_dp_attention, since its data ranks share the experts"
-            )
-
-    def _check_loras(self) -> None:
-        count, most = len(self.named_lora_paths), self.max_loras_per_batch
-        if count > most:
-            raise ConfigError(
-                f"lora_paths has {count} adapters; expected at most max_loras_per_batch {most}"
-            )
-        for name in ("max_lora_rank", "lora_target_modules"):
-            if getattr(self, name) and not self.has_loras:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, but enable_lora is False; expected it "
-                    "True, or lora_paths"
-                )
 
     def _check_drafter(self) -> None:
         algorithm, path = self.algorithm, self.speculative_draft_model_path
@@ -518,6 +512,12 @@ class EngineArgs:
     def expert_ranks(self) -> int:
         """Data ranks that share the experts of an MoE; 1: each has all of them."""
         return self.dp_size if self.enable_dp_attention and self.ep_size > 1 else 1
+
+    @property
+    def expert_spares(self) -> int | None:
+        """Physical experts in addition to the model's; None: they are in the model's order."""
+        spares = self.ep_num_redundant_experts
+        return None if self.init_expert_location == TRIVIAL and not spares else spares
 
     @property
     def algorithm(self) -> Algorithm:

@@ -63,6 +63,11 @@ def check_served(args: Any, count: int) -> None:
             f"tp_size is {args.tp_size} on {count} hosts; expected a multiple of {count}: the "
             "number of devices of all hosts together"
         )
+    if args.expert_distribution_recorder_mode is not None:
+        raise ConfigError(
+            f"expert_distribution_recorder_mode is {args.expert_distribution_recorder_mode!r} on "
+            f"{count} hosts; expected it unset: the counts of one host are read"
+        )
     if args.speculative_adaptive:
         raise ConfigError(
             f"speculative_adaptive is True on {count} hosts; expected False: shapes are chosen by "

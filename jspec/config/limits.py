@@ -113,6 +113,8 @@ class ProgramLimits:
     hidden: HiddenRows | None = None  # encoding; None: cannot be requested
     sharing: SharingLimits | None = None  # when rows read shared prefixes together; None: never
     has_loras: bool = False  # rows may have LoRA adapters
+    # (layers, experts of a layer) whose tokens steps count; None: they count none
+    counted_experts: tuple[int, int] | None = None
 
     @property
     def chunk_size(self) -> int:

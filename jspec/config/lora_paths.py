@@ -68,3 +68,18 @@ def _named(text: str) -> tuple[str, str]:
     if not is_whole or not _KEYS.issuperset(values):
         raise ConfigError(f"lora_paths has {text!r}; expected {_FORMS}")
     return name, path
+
+
+def check_loras(args: Any) -> None:
+    """Raise ConfigError for `EngineArgs` of LoRA adapters that contradict each other."""
+    count, most = len(args.named_lora_paths), args.max_loras_per_batch
+    if count > most:
+        raise ConfigError(
+            f"lora_paths has {count} adapters; expected at most max_loras_per_batch {most}"
+        )
+    for name in ("max_lora_rank", "lora_target_modules"):
+        if getattr(args, name) and not args.has_loras:
+            raise ConfigError(
+                f"{name} is {getattr(args, name)!r}, but enable_lora is False; expected it "
+                "True, or lora_paths"
+            )

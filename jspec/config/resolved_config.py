@@ -7,6 +7,7 @@ from typing import Any
 
 from jspec.config.drafting import ALGORITHMS
 from jspec.config.engine_args import EngineArgs
+from jspec.config.expert_placement import LayerMap
 from jspec.config.limits import Algorithm, SpeculativeConfig
 
 
@@ -38,6 +39,7 @@ class ResolvedConfig(EngineArgs):
     prefill_buckets: tuple[int, ...]  # T, ascending
     prefill_rows: int  # most rows of a prefill step
     other_shapes: tuple[SpeculativeConfig, ...] = ()  # of a decode step besides S/K/N
+    expert_map: tuple[LayerMap, ...] = ()  # the logical expert of each physical one, by layer
 
     def __post_init__(self) -> None:
         """Skip EngineArgs' checks, which its source passed; without a drafter S/K/N is 0/1/1."""
@@ -63,4 +65,5 @@ class ResolvedConfig(EngineArgs):
 
     def values(self) -> dict[str, Any]:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
+        del found["expert_map"]  # thousands of numbers
         return {**found, "other_shapes": tuple(map(str, self.other_shapes))}

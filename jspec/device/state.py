@@ -87,6 +87,9 @@ class EngineState:
     pending: Any = None  # tokens (speculative/drafters/pending.py), if steps may be plain
     snapshots: Caches = ()  # of the target's recurrent layers, in order
     peers: Peers | None = None  # of the tensor axis, where a kernel adds over it
+    # u32[ranks, L, X], real tokens that each expert of each layer was given, modulo 2 ** 32; None:
+    # an engine that does not count them
+    expert_counts: jax.Array | None = None
 
 
 def empty_caches(
@@ -130,7 +133,7 @@ def state_specs(
     state: EngineState, groups: tuple[CacheGroup, ...], draft_groups: tuple[CacheGroup, ...]
 ) -> EngineState:
     """Return the PartitionSpec of every array. groups, draft_groups: of target and drafter."""
-    specs = jax.tree.map(lambda _: partition_spec(("units",)), state)
+    specs = jax.tree.map(lambda _: partition_spec(("units",)), state)  # also of expert_counts
     seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
     return dataclasses.replace(
         specs,

@@ -33,6 +33,7 @@ from jspec.engine.runner import DeviceRunner, exchange_of
 from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import ConfigError, clear_frames
+from jspec.spec.expert_shards import most_experts
 from jspec.spec.hidden_rows import HiddenRows
 from jspec.speculative.step import StepProgram
 
@@ -123,8 +124,16 @@ def _limits_of(models: LoadedModels, devices: Sequence[jax.Device]) -> ServeLimi
         hidden=HiddenRows.of(models.target.spec.hidden_size, models.config.dtype),
         sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
         has_loras=models.target.lora is not None,
+        counted_experts=_counted_experts(models),
     )
     return replace(limits, programs=programs)
+
+
+def _counted_experts(models: LoadedModels) -> tuple[int, int] | None:
+    spec = models.target.spec
+    if models.config.expert_distribution_recorder_mode is None:
+        return None
+    return spec.num_layers, most_experts(spec)
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -183,6 +183,13 @@ class PlanRunner(ABC):
         """Build missing programs, not on the engine's thread. Raises BuildError."""
 
     @abstractmethod
+    def expert_counts(self) -> np.ndarray:
+        """Return i64[L, X], the tokens of each expert since the start; from any thread.
+
+        Raises RequestError for an engine that does not count them.
+        """
+
+    @abstractmethod
     def restart(self) -> None:
         """`messages.protocols.Runner.restart`."""
 

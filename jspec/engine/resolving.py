@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.expert_placement import ExpertMap
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.config.shape_sets import read_candidates, shapes_for
@@ -42,6 +43,7 @@ class CheckpointFacts:
     head_dims: tuple[int, ...]  # of all models that run, target first
     algorithm: Algorithm | None = None  # if the files decide it
     kv_dtype: str | None = None  # of the KV cache; None: the model's
+    expert_map: ExpertMap = ()  # of the target's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
         other_shapes=_other_shapes(args, checkpoint),
+        expert_map=checkpoint.expert_map,
     )
     if config.compile_at_start != "auto":
         return config

@@ -26,6 +26,7 @@ from jspec.device import hosts
 from jspec.device.parallel import Parallel, shardings
 from jspec.device.peers import Exchange
 from jspec.device.state import EngineState, empty_caches, empty_rows, state_specs
+from jspec.engine.expert_record import NOT_RECORDED, ExpertTotals
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.programs.compilation import Progress, compile_all
 from jspec.engine.programs.program_growth import Maker, ProgramGrowth
@@ -33,7 +34,7 @@ from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.steps.step_def import BY_RANK, ProgramKey
 from jspec.engine.steps.table import STEPS
 from jspec.engine.transfer import layout_of
-from jspec.errors import EngineClosedError, InvariantError
+from jspec.errors import EngineClosedError, InvariantError, RequestError
 from jspec.messages.step_options import PLAIN, SAMPLING
 from jspec.models.params import padded
 from jspec.spec.cache_entry import CacheLayout, Unit
@@ -79,6 +80,7 @@ class DeviceRunner(PlanRunner):
         # too, but slower: a prefill of 128 tokens took 11% longer.
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._num_programs = len(executables)
+        self._expert_totals = ExpertTotals() if limits.programs.counted_experts else None
 
     @classmethod
     def create(
@@ -120,6 +122,13 @@ class DeviceRunner(PlanRunner):
         for key, executable in executables.items():
             runner.add(key, executable)
         return runner
+
+    def expert_counts(self) -> np.ndarray:
+        """Return the tokens of each expert since the runner was made; waits for the last step."""
+        if self._expert_totals is None:
+            raise RequestError(NOT_RECORDED)
+        with self._owning:  # the next step takes the array
+            return self._expert_totals.add(np.array(self.state.expert_counts))
 
     @property
     def device_kind(self) -> str:
@@ -268,6 +277,8 @@ class DeviceRunner(PlanRunner):
         with self._owning:
             self._state = None  # free it before the next one is allocated
             self._state = self._make_state()
+            if self._expert_totals is not None:
+                self._expert_totals.restarted()
 
     def give_up(self) -> None:
         """Do nothing: a restart takes no longer than zeroing its pools."""
@@ -341,6 +352,9 @@ def init_state(
             windows=tuple(space.window for space in limits.pool.windows),
             has_loras=limits.programs.has_loras,
         ),
+        expert_counts=None
+        if limits.programs.counted_experts is None
+        else jnp.zeros((limits.pool.num_ranks, *limits.programs.counted_experts), jnp.uint32),
     )
 
 

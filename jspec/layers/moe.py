@@ -97,11 +97,14 @@ def moe(
 ) -> Float[Array, "T E"]:
     """Run each token through its top_k experts, weighted, and the shared expert if any.
 
+    params: "use" (ExpertUse), if there, counts the experts' tokens; placed experts need it.
     routed: what the router reads; None: x.
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
-    experts = params["experts"]
-    out = _sum_of_experts(x, ids, weights, experts, spec=spec, shard=shard, ops=ops)
+    experts, physical = params["experts"], ids
+    if "use" in params or spec.num_placed is not None:
+        physical = params["use"].physical(ids, spec.num_experts)
+    out = _sum_of_experts(x, physical, weights, experts, spec=spec, shard=shard, ops=ops)
     if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
@@ -138,12 +141,12 @@ def _sum_of_experts(
 
 
 def ids_on_shard(ids: Int[Array, "T k"], spec: MoESpec) -> Int[Array, "T k"]:
-    """Return the ids among this shard's experts; other shards' become the number of its experts.
+    """Return physical ids among this shard's experts; other shards' become their number.
 
     In:  ids [[5 0] [2 3]] of 6 experts on the second of 3 shards, which has experts 2 and 3
     Out: [[2 2] [0 1]]
     """
-    count = spec.num_experts // spec.shards
+    count = spec.num_physical // spec.shards
     axis = EXPERT if spec.data_shards == 1 else (DATA, EXPERT)
     own = ids - jax.lax.axis_index(axis) * count
     return jnp.where((own >= 0) & (own < count), own, count)
@@ -161,7 +164,8 @@ def moe_of_sum(
 ) -> Residual:
     """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
     is_whole = shard.size == spec.shards == 1
-    if is_whole and not spec.shared_gate and isinstance(stream.delta, jax.Array):
+    is_fusible = is_whole and not spec.shared_gate and "use" not in params
+    if is_fusible and isinstance(stream.delta, jax.Array):
         fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )

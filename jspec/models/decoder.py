@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jspec.config.expert_placement import ExpertMap
 from jspec.device.weights import Weight
 from jspec.layers.attention import attention, take_kept
 from jspec.layers.delta_net import delta_net
 from jspec.layers.embedding import embed
+from jspec.layers.expert_use import COPIES, ExpertCounter, ExpertUse, MoETokens, with_use
 from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.lora import chosen_columns, with_adapters
@@ -28,7 +30,7 @@ from jspec.layers.moe import moe, moe_of_sum
 from jspec.layers.norm import Residual, norm_for, norm_of_sum
 from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
 from jspec.models.lora_params import lora_params
-from jspec.models.params import ParamTable, padded, with_formats
+from jspec.models.params import ParamTable, padded, with_expert_map, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
@@ -273,22 +275,26 @@ def paged_layer(
     kept: jax.Array | None = None,
     token_input: jax.Array | None = None,
     loras: tuple[Params, jax.Array] | None = None,
+    tokens: MoETokens | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
-) -> tuple[Residual, Any]:
-    """Run a layer over its cache: (stream, updated cache). Identical layers share one trace.
+) -> tuple[Residual, Any, jax.Array | None]:
+    """Run a layer over its cache: (stream, updated cache, counts of its experts' tokens or None).
 
-    loras: the layer's stacked adapters, and which columns each token reads.
+    Identical layers share one trace. loras: the layer's stacked adapters, and which columns each
+    token reads. tokens: None counts nothing.
     """
     if loras is not None:
         params = with_adapters(params, *loras, kept)
+    use = None if tokens is None else ExpertUse(tokens.kept(kept))
+    params = with_use(params, use)
     attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
     how: Any = {"spec": spec, "settings": settings, "kept": kept, "token_input": token_input}
     stream = run_layer(params, stream, rows.q_positions, attend, **how)
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
-    return stream, attend.cache
+    return stream, attend.cache, None if use is None else use.counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +307,8 @@ class Decoder:
     aux_layer_ids: tuple[int, ...] = ()  # what a draft model reads
     formats: Formats = ()  # of products whose weights are not dense
     lora: LoRASpec | None = None  # room for adapters, in params["lora"]
+    # Of placed experts, whose copies are in params["expert_copies"]; no program depends on it.
+    experts: ExpertMap = field(default=(), repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -313,7 +321,7 @@ class Decoder:
     @property
     def table(self) -> ParamTable:
         """All weights, with those of adapters, which no checkpoint of the model has."""
-        own = table_of(self.spec)
+        own = with_expert_map(table_of(self.spec), self.experts)
         return with_formats(own, self.formats) + lora_params(own, self.lora)
 
     @property
@@ -330,12 +338,14 @@ class Decoder:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
         lora_slots: Int[Array, "B"] | None = None,
+        counter: ExpertCounter | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, pools with the T new KV slots).
 
         kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
         computes only K and V for the others, unless its output is captured.
         lora_slots: of each row's adapter, 0 for none; None: no row has one.
+        counter: gets the counts of the layers' experts; None: nothing is counted.
         """
         caches = list(kv)
         last = self.spec.num_layers - 1
@@ -351,9 +361,10 @@ class Decoder:
         x = self.embed(params, token_ids)
         inputs = self._token_inputs(params, token_ids, x)
         chosen = self._chosen_columns(lora_slots, rows, len(token_ids), queries_per_row)
+        tokens_of = self._moe_tokens(params, token_ids, rows, queries_per_row, counter)
 
         def layer(i: int, stream: Residual, cache: int) -> Residual:
-            stream, caches[cache] = paged_layer(
+            stream, caches[cache], counts = paged_layer(
                 with_cache_scales(params["layers"], i, self.spec.layers[i]),
                 stream,
                 caches[cache],
@@ -361,9 +372,12 @@ class Decoder:
                 kept if ends_early and i == last else None,
                 None if inputs is None else inputs[:, i],
                 None if chosen is None else (params["lora"]["layers"].get(i, {}), chosen),
+                tokens_of(i),
                 spec=self.spec.layers[i],
                 settings=settings,
             )
+            if counter is not None:
+                counter.add(counts)
             return stream
 
         stack = [partial(layer, i, cache=cache) for i, cache in enumerate(cache_indices(self.spec))]
@@ -384,6 +398,25 @@ class Decoder:
             return None
         how: Any = {"num_layers": self.spec.num_layers, "eps": self.spec.rms_norm_eps}
         return token_inputs(params["tokens"], token_ids, x, **how, ops=self.ops)
+
+    def _moe_tokens(
+        self,
+        params: Params,
+        token_ids: Int[Array, "T"],
+        rows: AttentionMetadata,
+        queries_per_row: int | None,
+        counter: ExpertCounter | None,
+    ) -> Callable[[int], MoETokens | None]:
+        """Return what a layer's MoE is told of its tokens; None if nothing."""
+        copies = params.get(COPIES, {})
+        if counter is None and not copies:
+            return lambda _: None
+        is_real = None
+        if counter is not None:
+            is_real = real_tokens(rows, len(token_ids), queries_per_row)
+        # Rows that are at one position differ in their ids, so that copies share them.
+        tokens = MoETokens(is_real=is_real, keys=rows.q_positions + token_ids)
+        return lambda i: replace(tokens, copies=copies.get(i))
 
     def _chosen_columns(
         self,
@@ -406,6 +439,16 @@ class Decoder:
 
     def token_ids(self) -> Int[Array, "V"]:
         return shard_ids(self.spec.vocab_size, self.shard)
+
+
+def real_tokens(
+    rows: AttentionMetadata, num_tokens: int, queries_per_row: int | None
+) -> Bool[Array, "T"]:
+    """Return which tokens are no padding. rows: with slots, of which 0 is padding."""
+    index = index_queries(rows.cu_q_lens, num_tokens, queries_per_row=queries_per_row)
+    assert rows.slots is not None
+    is_row = jnp.take(rows.slots, index.row_idx, mode="clip") > 0
+    return index.valid & is_row
 
 
 def trunk(

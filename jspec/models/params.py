@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from jspec.config.expert_placement import ExpertMap
 from jspec.errors import ConfigError
 from jspec.spec.axes import EXPERT, MODEL, TENSOR, Axes, MeshAxis, mesh_axis
 from jspec.spec.model_spec import MoESpec
@@ -100,6 +101,9 @@ class ParamSpec:
     optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype
+    # Of a stack of physical experts: the stored one of each; None: all that are stored, in order.
+    entries: tuple[int, ...] | None = None
+    num_parts: int = 1  # of the first dimension, if it has experts: devices hold one of them each
     expert_shards: int = 1  # of "experts" in one data rank; each has all shards of "expert_mlp"
 
     @property
@@ -158,14 +162,33 @@ def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
     return tuple(map(own, table))
 
 
+def with_expert_map(table: ParamTable, experts: ExpertMap) -> ParamTable:
+    """Place the experts of a model's layers. experts: () places none."""
+
+    def own(spec: ParamSpec) -> ParamSpec:
+        if spec.entries is None or not experts:
+            return spec
+        return replace(spec, entries=experts[int(spec.path[1])])
+
+    return tuple(map(own, table))
+
+
 def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
-    """Split an MoE's weights over `spec.shards`, by expert."""
+    """Split an MoE's weights over `spec.shards`, by physical expert.
+
+    Placed ones are in the model's order, then its first ones again (`with_expert_map`).
+    """
 
     def split(own: ParamSpec) -> ParamSpec:
         if own.axes[:1] != ("experts",):
             return own
         axes = own.axes if spec.data_shards == 1 else ("experts_of_ranks", *own.axes[1:])
-        return replace(own, axes=axes, expert_shards=spec.shards // spec.data_shards)
+        in_rank = spec.shards // spec.data_shards
+        own = replace(own, axes=axes, num_parts=spec.shards, expert_shards=in_rank)
+        if spec.num_placed is None:
+            return own
+        entries = tuple(i % spec.num_experts for i in range(spec.num_placed))
+        return replace(own, shape=(spec.num_placed, *own.shape[1:]), entries=entries)
 
     return tuple(map(split, table))
 

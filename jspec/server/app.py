@@ -6,8 +6,8 @@ import asyncio
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 
@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jspec import __version__
+from jspec.errors import JspecError
 from jspec.messages.unknown_fields import IgnoredFields
 from jspec.server.anthropic.endpoints import MessagesEndpoints
 from jspec.server.control.control_endpoints import ControlEndpoints
@@ -219,7 +220,11 @@ class Endpoints:
 
     async def metrics(self, _: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return Response(self.service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        balancedness: Mapping[int, float] = {}
+        with suppress(JspecError):  # the engine restarts, or is closed
+            balancedness = await self.service.engine.expert_balancedness()
+        text = self.service.metrics.render(balancedness)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request {rid | abort_all}; an id must match exactly, not by prefix."""

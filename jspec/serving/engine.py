@@ -17,6 +17,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import ServeLimits
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.engine.building import build_runner
+from jspec.engine.expert_record import ExpertRecord
 from jspec.engine.hosts.slices import place_of
 from jspec.engine.interrupts import interruptible
 from jspec.engine.plan_runner import PlanRunner
@@ -36,6 +37,7 @@ from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.scheduler.stats import SchedulerStats
+from jspec.serving.gathering import to_its_end
 from jspec.serving.generation import Generation
 from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop import EngineLoop
@@ -343,6 +345,41 @@ class Engine:
     @property
     def updated_model_path(self) -> str | None:
         return self._weights.updated_model_path
+
+    # Experts of an MoE.
+
+    @functools.cached_property
+    def _expert_record(self) -> ExpertRecord:
+        config = self.config
+        how: Any = {"expert_map": config.expert_map, "num_devices": config.ep_size}
+        return ExpertRecord(self._runner.expert_counts, **how)
+
+    async def async_start_expert_distribution_record(self) -> None:
+        """Count the tokens of each expert from now on. Raises RequestError without counts."""
+        await to_its_end(self._expert_record.start)
+
+    start_expert_distribution_record = mirrored(async_start_expert_distribution_record)
+
+    async def async_stop_expert_distribution_record(self) -> None:
+        """Leave out what runs from now on, until the next start."""
+        await to_its_end(self._expert_record.stop)
+
+    stop_expert_distribution_record = mirrored(async_stop_expert_distribution_record)
+
+    async def async_dump_expert_distribution_record(self) -> dict[str, Any]:
+        """Return {"logical_count": tokens of each expert, by layer} (zeros without experts).
+
+        Saved as a file, it is what `init_expert_location` reads. A token counts once for each
+        expert that it is given, also if it is a draft that is not accepted; padding does not count.
+        """
+        return await to_its_end(self._expert_record.dump)
+
+    dump_expert_distribution_record = mirrored(async_dump_expert_distribution_record)
+
+    async def expert_balancedness(self) -> Mapping[int, float]:
+        """Return `ExpertRecord.balancedness`; {} for an engine that does not count."""
+        counts = self._limits.programs.counted_experts
+        return {} if counts is None else await to_its_end(self._expert_record.balancedness)
 
     # The engine itself.
 

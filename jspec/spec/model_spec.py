@@ -238,6 +238,13 @@ class MoESpec:
     top_groups: int = 1  # number of groups, the best, among whose experts the top k are chosen
     shards: int = 1  # of the experts, each with whole ones; `expert_shards.py` sets both
     data_shards: int = 1  # data ranks that share the experts, each with some of the shards
+    # Physical experts, of which a map tells the expert of each; None: the experts in their order.
+    num_placed: int | None = None
+
+    @property
+    def num_physical(self) -> int:
+        """Return the number of experts on all devices of a copy of the MoE, replicas included."""
+        return self.num_experts if self.num_placed is None else self.num_placed
 
     @property
     def has_ranked_router(self) -> bool:

@@ -32,6 +32,7 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.device.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
 from jspec.device.state import EngineState, put_rows, take_rows
 from jspec.errors import ConfigError
+from jspec.layers.expert_use import ExpertCounter, counted
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
@@ -119,6 +120,7 @@ def score_tree(
     needs = program.drafter.needs
     if StepOption.HIDDEN in program.options:
         needs = dataclasses.replace(needs, hidden=True)
+    counter = ExpertCounter.of(state.expert_counts)
     kv, logits, features = score(
         program.target,
         params["target"],
@@ -127,8 +129,10 @@ def score_tree(
         _rows_in_step(state, slots, shared),
         needs=needs,
         draft_shape=program.draft_shape,
+        counter=counter,
     )
-    return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
+    state = dataclasses.replace(state, kv=kv, expert_counts=counted(state.expert_counts, counter))
+    return state, Scored(logits=logits, features=features)
 
 
 def settle_tree(
@@ -246,7 +250,11 @@ def prefill_step(
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    kv, hidden, aux, final = _score_chunks(program, params, state, batch, rows, last)
+    counter = ExpertCounter.of(state.expert_counts)
+    kv, hidden, aux, final = _score_chunks(
+        program, params, state, batch, rows, last, counter=counter
+    )
+    state = dataclasses.replace(state, expert_counts=counted(state.expert_counts, counter))
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
     seen = see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
@@ -299,6 +307,8 @@ def _score_chunks(
     batch: PrefillBatch,
     rows: AttentionMetadata,
     last: Int[Array, "R"],
+    *,
+    counter: ExpertCounter | None,
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
     """Return KV, hidden states (only the last per row if no others are read), aux, last hidden."""
     reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.options))
@@ -310,6 +320,7 @@ def _score_chunks(
         queries_per_row=None,
         kept=None if reads_all else last,
         lora_slots=take_rows(state.rows.lora_slots, batch.slots),
+        counter=counter,
     )
     final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
     return kv, hidden, aux, final

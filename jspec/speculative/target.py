@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
+from jspec.layers.expert_use import ExpertCounter
 from jspec.layers.linear import Shard
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.api import AttentionMetadata
@@ -59,11 +60,13 @@ class Target(Protocol):
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
         lora_slots: Int[Array, "B"] | None = None,
+        counter: ExpertCounter | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, pool with T new tokens).
 
         kept: the tokens whose last hidden is returned; None: all T
         lora_slots: of each row's adapter; None: no row has one
+        counter: gets the tokens that each expert is given; None: they are not counted
         """
         ...
 

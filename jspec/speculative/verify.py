@@ -20,6 +20,7 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.device import noise
 from jspec.device.batch import DraftTree, Features, Verified
 from jspec.device.state import Seen
+from jspec.layers.expert_use import ExpertCounter
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
@@ -45,8 +46,12 @@ def score(
     *,
     needs: Needs,
     draft_shape: SpeculativeConfig,
+    counter: ExpertCounter | None = None,
 ) -> tuple[KVPool, Float[Array, "B N V"], Features]:
-    """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .])."""
+    """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .]).
+
+    counter: as in `Target.forward`.
+    """
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = draft_shape.is_chain
@@ -69,6 +74,7 @@ def score(
         attention_rows,
         queries_per_row=nodes,
         lora_slots=rows.lora_slots,
+        counter=counter,
     )
     logits = target.logits(params, hidden).reshape(batch, nodes, -1)
     by_node = jax.tree.map(

@@ -59,6 +59,23 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(
         load_models(args, resolve_paths(args), mesh=mesh)
 
 
+def test_spares_make_experts_divisible_or_are_named() -> None:
+    """Six experts over four groups: one spare does not help, and two do."""
+    mesh = Parallel(expert=4).mesh(jax.devices("cpu")[:4])
+    how: dict[str, Any] = {"model_path": str(FAMILIES / "qwen3_moe"), "tp_size": 4, "ep_size": 4}
+    args = EngineArgs(**how, ep_num_redundant_experts=1)
+    with pytest.raises(ConfigError, match="of 7, the number of experts, with ep_num_redundant_ex"):
+        load_models(args, resolve_paths(args), mesh=mesh)
+    args = EngineArgs(**how, ep_num_redundant_experts=2, skip_tokenizer_init=True)
+    models = load_models(args, resolve_paths(args), mesh=mesh)
+    assert models.config.expert_map == ((0, 1, 2, 3, 4, 5, 0, 1),) * 2
+
+
+def test_experts_are_counted_only_where_there_are_some() -> None:
+    with pytest.raises(ConfigError, match="expected it unset: the model has no experts"):
+        load(expert_distribution_recorder_mode="stat")
+
+
 @pytest.mark.parametrize(
     ("arguments", "folder"),
     [

@@ -44,12 +44,12 @@ def exposed() -> list[str]:
 
 
 def sample_names() -> set[str]:
-    """Return the names that a query may use, without those that exist with LoRA adapters alone."""
+    """Return the names that a query may use, without those of LoRA adapters and experts."""
     ends = ("_bucket", "_sum", "_count")
     return {
         name + end
         for row in METRICS
-        if not {"lora_name", "max_lora"} & {*row.labels}
+        if not {"lora_name", "max_lora", "layer"} & {*row.labels}
         for name in row.exposed
         for end in (ends if row.kind is MetricKind.HISTOGRAM else ("",))
     }

@@ -55,6 +55,7 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     ("/update_weights_from_tensor", {}, 400),
     ("/get_weights_by_name", {"name": "none"}, 400),
     ("/stop_profile", {}, 400),
+    ("/dump_expert_distribution_record", {}, 400),
     ("/no/such/path", {}, 404),
 ]
 TEMPLATE = """{% for message in messages %}{% if message.role == "tool" %}

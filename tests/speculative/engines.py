@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config.expert_placement import ExpertMap
 from jspec.config.limits import (
     Algorithm,
     ServeLimits,
@@ -30,7 +31,7 @@ from jspec.engine.plan_runner import Dispatched
 from jspec.engine.programs.compilation import compile_all
 from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import DeviceRunner, init_state, place_state
-from jspec.engine.weights.loading import place
+from jspec.engine.weights.loading import expert_copies, place
 from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind, StepPlan, StepResult
 from jspec.messages.request import (
@@ -55,7 +56,7 @@ from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.loop import EngineLoop
 from jspec.serving.trace import TraceEvent
 from jspec.spec.axes import MODEL
-from jspec.spec.expert_shards import on_expert_shards
+from jspec.spec.expert_shards import most_experts, on_expert_shards
 from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import Formats
 from jspec.speculative.drafter import Drafter, NoDrafter
@@ -199,6 +200,8 @@ def build(
     snapshots: SnapshotLimits | None = None,
     formats: Formats = (),
     kv_dtype: str | None = None,
+    counts_experts: bool = False,
+    expert_map: ExpertMap = (),
 ) -> Compiled:
     """Compile an engine; `params` (target, head) must already be sharded for `shards`.
 
@@ -210,10 +213,14 @@ def build(
     each of variants. snapshots: of recurrent states, with a prefix cache. formats: of the target's
     weights. kv_dtype: of both models' caches; `params` then have the scales of an FP8 cache.
     experts: groups of a rank's shards, for which the specs of `make` are already split.
+    counts_experts: of the target. expert_map: of the target's experts, which `params` have so.
     """
     target_spec = cached_in(target_spec, kv_dtype) if kv_dtype else target_spec
     data_shards = ranks if ranks_share_experts else 1
-    target_spec = on_expert_shards(target_spec, experts * data_shards, data_shards=data_shards)
+    spares = spares_of(expert_map, target_spec)
+    target_spec = on_expert_shards(
+        target_spec, experts * data_shards, data_shards=data_shards, spares=spares
+    )
     mesh, shard = mesh_of(shards, ranks, experts=experts), Shard(shards, MODEL)
     target_params, head_params = params or tiny_params()
     has_model = draft_shape.algorithm is Algorithm.EAGLE3
@@ -223,7 +230,8 @@ def build(
         DRAFT, layer=cached_in(DRAFT.layer, kv_dtype), aux_layer_ids=(0, depth - 1, depth)
     )
     aux_layer_ids = draft.aux_layer_ids if has_model else aux_layer_ids
-    target = Decoder(target_spec, ops, shard, aux_layer_ids, formats)
+    target = Decoder(target_spec, ops, shard, aux_layer_ids, formats, experts=expert_map)
+    target_params = {**target_params, **expert_copies(target, mesh=mesh)}
     drafter: Drafter = NoDrafter()
     draft_params: Params = {}
     if draft_shape.algorithm is Algorithm.NGRAM:
@@ -248,6 +256,7 @@ def build(
         prefix_cache=bool(windows) or sharing is not None or snapshots is not None,
         sharing=sharing,
         snapshots=snapshots,
+        counted_experts=(depth, most_experts(target_spec)) if counts_experts else None,
     )
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
@@ -266,6 +275,12 @@ def build(
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
+
+
+def spares_of(expert_map: ExpertMap, target: ModelSpec) -> int | None:
+    """Return the number of spares of a map; None without a map."""
+    placed = [len(row) for row in expert_map if row]
+    return placed[0] - most_experts(target) if placed else None
 
 
 def with_prefix_cache(compiled: Compiled) -> Compiled:

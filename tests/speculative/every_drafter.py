@@ -157,14 +157,20 @@ def log_softmax(logits: F64) -> F64:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def sharded(table: ParamTable, params: Params, shards: int) -> Params:
-    """Shard the params of one shard, by writing and reading a checkpoint."""
+def sharded(
+    table: ParamTable, params: Params, shards: int, *, stored: ParamTable | None = None
+) -> Params:
+    """Shard the params of one shard, by writing and reading a checkpoint.
+
+    stored: the table that `params` have, if their experts are placed otherwise.
+    """
     own = tuple(spec for spec in table if spec.layouts)
     if shards == 1 or not own:
         return params
+    written = own if stored is None else tuple(spec for spec in stored if spec.layouts)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        save_file(stored_tensors(own, params, dtype=np.float32), path / "model.safetensors")
+        save_file(stored_tensors(written, params, dtype=np.float32), path / "model.safetensors")
         with open_tensors(path) as tensors:
             read = on_host(param_reads(tensors, own, dtype=np.float32, shards=shards))
     return nested({**leaves_of(params), **read}.items())

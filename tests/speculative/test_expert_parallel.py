@@ -13,10 +13,13 @@ import pytest
 import jspec
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
+from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.head_params import head_params
 from jspec.models.registry import table_of
-from jspec.spec.expert_shards import on_expert_shards
+from jspec.server.app import create_app
+from jspec.spec.expert_shards import experts_by_layer, on_expert_shards
 from tests.models.family_checkpoints import GOLDEN
+from tests.server.helpers import ask
 from tests.speculative.engines import (
     DRAFT,
     PLAIN,
@@ -125,8 +128,11 @@ def test_a_draft_of_the_targets_own_layers_is_split_as_well(name: str, tmp_path:
         pytest.param({}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_flags_give_the_text_of_transformers(ranks: dict[str, Any]) -> None:
-    """Each of two pairs of devices, which may be data ranks, has half of the experts."""
+def test_the_flags_give_the_text_of_transformers(ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Each of two pairs of devices, which may be data ranks, has half of the experts and spares."""
+    experts = experts_by_layer(load_model_spec(GOLDEN / "deepseek_v3"))
+    uses = tmp_path / "uses.json"
+    uses.write_text(json.dumps({"logical_count": [[*range(n, 0, -1)] for n in experts]}))
     golden = json.loads((GOLDEN / "deepseek_v3" / "greedy.json").read_text())
     engine = jspec.Engine(
         str(GOLDEN / "deepseek_v3"),
@@ -138,10 +144,23 @@ def test_the_flags_give_the_text_of_transformers(ranks: dict[str, Any]) -> None:
         max_running_requests=1,
         disable_logprobs=True,
         compilation_cache_dir="",
+        expert_distribution_recorder_mode="stat",
+        init_expert_location=str(uses),
+        ep_num_redundant_experts=2,
     )
     with engine:
+        app = create_app(engine)
+        assert "expert_balancedness{" not in ask(app, "GET", "/metrics").text
         said = engine.generate(
             input_ids=golden["prompt"],
             sampling_params={"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
         )
+        dumped = ask(app, "POST", "/dump_expert_distribution_record").json()
+        scraped = ask(app, "GET", "/metrics").text
     assert said["output_ids"] == golden["ids"][:60]
+    counts = np.array(dumped["logical_count"])
+    has_experts = counts.sum(axis=1) > 0
+    num_tokens = len(golden["prompt"]) + 59  # the last one is not read
+    assert counts.shape == (len(experts), max(experts))
+    assert counts[has_experts].max() <= num_tokens
+    assert scraped.count("jspec:expert_balancedness{") == has_experts.sum() > 0

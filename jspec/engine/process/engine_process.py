@@ -130,6 +130,9 @@ class Calls:
     def tensor(self, name: str, model: Model | None) -> Any:
         return self._weights.tensor(name, model)
 
+    def expert_counts(self) -> Any:
+        return self._runner.expert_counts()
+
     def start_profile(self, directory: str) -> None:
         self._profiler.start(directory)
 

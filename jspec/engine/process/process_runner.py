@@ -265,6 +265,10 @@ class ProcessRunner(PlanRunner):
     def tensor(self, name: str, model: Model | None) -> Any:
         return self._process.call("tensor", name, model)
 
+    def expert_counts(self) -> np.ndarray:
+        counts: np.ndarray = self._process.call("expert_counts")
+        return counts
+
     # Profiles.
 
     def start_profile(self, directory: str) -> None:

@@ -83,7 +83,8 @@ class _Maker:
             scales = jnp.full(like.scales.shape, STD / CODES_STD, device=place.scales)
             return FP8Weight(codes=codes, scales=scales)
         if isinstance(like, MXFP4Weight):
-            codes = self._drawn(hashed_bits, like.codes, place, name=f"{name}['codes']")
+            name = f"{name}['codes']"
+            codes = self._drawn(hashed_bits, like.codes, place, name=name, entries=spec.entries)
             small = jnp.full(like.scales.shape, SMALL_SCALE, like.scales.dtype, device=place)
             return replace(like, codes=codes, scales=small)
         if spec.init is Init.IDS:
@@ -93,7 +94,7 @@ class _Maker:
         if spec.init in (Init.ONES, Init.ZEROS):
             value = 1.0 if spec.init is Init.ONES else 0.0
             return jnp.full(like.shape, value, like.dtype, device=place)
-        return self._drawn(hashed_normal, like, place, name=name)
+        return self._drawn(hashed_normal, like, place, name=name, entries=spec.entries)
 
     def _drawn(
         self,
@@ -102,32 +103,44 @@ class _Maker:
         place: NamedSharding | Format,
         *,
         name: str,
+        entries: tuple[int, ...] | None = None,
     ) -> jax.Array:
-        key = (like.shape, like.dtype, place)
+        key = (like.shape, like.dtype, place, entries)
         if key not in self._programs:
-            draw = partial(draw_of, shape=like.shape, dtype=like.dtype)
+            draw = partial(draw_of, shape=like.shape, dtype=like.dtype, entries=entries)
             self._programs[key] = jax.jit(draw, out_shardings=place)
         made: jax.Array = self._programs[key](np.uint32(zlib.crc32(name.encode())))
         return made
 
 
-def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+Entries = tuple[int, ...] | None  # the index that each of the first axis is drawn for
+
+
+def hashed_normal(
+    seed: jax.Array, *, shape: tuple[int, ...], dtype: Any, entries: Entries = None
+) -> jax.Array:
     """Return N(0, STD) from a hash of (seed, row, column); jax.random would keep 32-bit arrays."""
-    bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
+    bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32, entries=entries)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
     return (STD * drawn).astype(dtype)
 
 
-def hashed_codes(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    drawn = hashed_normal(seed, shape=shape, dtype=jnp.float32)
+def hashed_codes(
+    seed: jax.Array, *, shape: tuple[int, ...], dtype: Any, entries: Entries = None
+) -> jax.Array:
+    drawn = hashed_normal(seed, shape=shape, dtype=jnp.float32, entries=entries)
     return (drawn * jnp.float32(CODES_STD / STD)).astype(dtype)
 
 
-def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def hashed_bits(
+    seed: jax.Array, *, shape: tuple[int, ...], dtype: Any, entries: Entries = None
+) -> jax.Array:
     rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
     for axis in range(len(shape) - 2):  # leading axes count as more rows
         stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if entries is not None and not axis:
+            stack = jnp.asarray(entries, jnp.uint32)[stack]
         rows = rows + stack * jnp.uint32(shape[axis + 1])
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return mix32(columns + mix32(mix32(rows + seed) ^ seed)).astype(dtype)

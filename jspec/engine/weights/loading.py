@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jspec.config.engine_args import EngineArgs
+from jspec.config.expert_placement import expert_map
 from jspec.config.resolved_config import ResolvedConfig
 from jspec.device import hosts
 from jspec.device.parallel import Parallel, devices_of_rank
@@ -26,8 +27,9 @@ from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.engine.weights.target_copies import warn_of_other_targets
-from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.engine.weights.weight_stream import put_on, put_parts_on, stream
 from jspec.errors import ConfigError
+from jspec.layers.expert_use import COPIES, copies_of
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.files.checkpoint import (
@@ -43,7 +45,12 @@ from jspec.models.placement import Tables, param_places
 from jspec.models.registry import table_of
 from jspec.spec.axes import MODEL, Axis
 from jspec.spec.cache_entry import FP8
-from jspec.spec.expert_shards import has_experts, on_expert_shards
+from jspec.spec.expert_shards import (
+    experts_by_layer,
+    has_experts,
+    on_expert_shards,
+    places_experts,
+)
 from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafter import Drafter
@@ -111,7 +118,14 @@ def load_models(
     expert_shards = parallel.expert * args.expert_ranks
     if expert_shards > 1 and not has_experts(spec):
         raise ConfigError(f"ep_size is {expert_shards}; expected 1: the model has no experts")
-    spec = on_expert_shards(spec, expert_shards, data_shards=args.expert_ranks)
+    if args.expert_distribution_recorder_mode is not None and not has_experts(spec):
+        raise ConfigError(
+            f"expert_distribution_recorder_mode is {args.expert_distribution_recorder_mode!r}; "
+            "expected it unset: the model has no experts"
+        )
+    spec = on_expert_shards(
+        spec, expert_shards, data_shards=args.expert_ranks, spares=args.expert_spares
+    )
     warn_of_ends(paths.target, spec)
     check_divisible(spec, parallel)
     if args.load_format != "dummy":
@@ -138,6 +152,7 @@ def load_models(
         head_dims=head_dims_of((spec, *source.specs)),
         algorithm=source.algorithm,
         kv_dtype=kv_dtype,
+        expert_map=expert_map(args, experts_by_layer(spec)),
     )
     config = resolve(args, checkpoint, DeviceFacts.of(mesh.local_devices))
     return _place_models(config, source, request, read_source, mesh=mesh)
@@ -164,7 +179,8 @@ def _place_models(
     lora = lora_spec(config, table_of(spec))
     if lora is not None:
         config = replace(config, max_lora_rank=lora.rank, lora_target_modules=lora.modules)
-    target = Decoder(spec, ops, shard, source.aux_layer_ids, formats, lora)
+    experts = config.expert_map if places_experts(spec) else ()
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, formats, lora, experts)
     drafter = source.make(ops, shard)
     if request.path is not None:
         name = "speculative_draft_model_quantization"
@@ -201,23 +217,35 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
     path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
     _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
     if config.load_format == "dummy":
-        return dummy_params(
+        made = dummy_params(
             {"target": target.table},
             mesh=mesh,
             vocab_size=target.spec.vocab_size,
             dtype=dtype,
             column_major=target.ops.column_major,
         )["target"]
+        return made | expert_copies(target, mesh=mesh)
     put = put_on(mesh, column_major=target.ops.column_major)
     loaded = load_target(
         path,
         target.spec,
         dtype=dtype,
         shards=target.shard.size,
-        place=lambda reads: stream(reads, put, own=hosts.own_shards(mesh)),
+        place=partial(stream, put=put, **_how_to_place(mesh)),
         formats=target.formats,
+        experts=target.experts,
     )
-    return loaded | no_adapters(target, mesh=mesh, dtype=dtype)
+    adapters = no_adapters(target, mesh=mesh, dtype=dtype)
+    return loaded | adapters | expert_copies(target, mesh=mesh)
+
+
+def expert_copies(target: Decoder, *, mesh: Mesh) -> Params:
+    """Return where the copies of each placed expert are, on every device; {} if none is placed."""
+    counts = zip(target.experts, experts_by_layer(target.spec), strict=False)
+    copies: dict[Any, Any] = {
+        layer: copies_of(placed, count) for layer, (placed, count) in enumerate(counts) if placed
+    }
+    return {COPIES: place(mesh, {}, copies)} if copies else {}
 
 
 def _draft_params(
@@ -246,11 +274,15 @@ def _draft_params(
         )["draft"]
         return {**made, **{name: target_params[name] for name in source.shares}}
     put = put_on(mesh, column_major=target.ops.column_major)
-    own_shards = hosts.own_shards(mesh)
-    found = source.read(target_params, dtype, lambda reads: stream(reads, put, own=own_shards))
+    how = _how_to_place(mesh)
+    found = source.read(target_params, dtype, partial(stream, put=put, **how))
     if path is not None and path != config.model_path:
         warn_of_other_targets(Path(path), source, target_params)
     return found
+
+
+def _how_to_place(mesh: Mesh) -> dict[str, Any]:
+    return {"put_parts": put_parts_on(mesh), "own": hosts.own_shards(mesh)}
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:

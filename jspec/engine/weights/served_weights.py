@@ -26,7 +26,7 @@ from jspec.engine.weights.adapters import AdapterSlots, Placed
 from jspec.engine.weights.loading import LoadedModels
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_checks import Finite, as_host, differences
-from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.engine.weights.weight_stream import put_on, put_parts_on, stream
 from jspec.engine.weights.weight_switch import (
     Leaf,
     SwitchError,
@@ -43,6 +43,7 @@ from jspec.errors import (
     reason_of,
     shown,
 )
+from jspec.layers.expert_use import COPIES
 from jspec.messages.weight_update import (
     AdapterUpdate,
     ArrayUpdate,
@@ -80,12 +81,13 @@ class HoldsParams(Protocol):
 
 HasRoom = Callable[[int], bool]
 GIVEN = "the given tensors"
+NOT_STORED = (LORA, COPIES)  # of a target's params: no checkpoint of the model has them
 TARGET, DRAFT = Model.TARGET, Model.DRAFT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedWeights:
-    leaves: dict[ParamPath, Leaf]  # every weight but adapters, changed or not
+    leaves: dict[ParamPath, Leaf]  # every stored weight, changed or not
     source: DraftSource
 
 
@@ -118,6 +120,7 @@ class ServedWeights:
         self._dtype = np.dtype(jnp.dtype(models.config.dtype))
         self._put = put_on(mesh, column_major=models.target.ops.column_major)
         own = dataclasses.replace(models.target, lora=None)
+        self._put_parts = put_parts_on(mesh)
         self._tables: dict[Model, ParamTable] = {TARGET: own.table, DRAFT: models.drafter.table}
         self._adapters = AdapterSlots(models.target, mesh=mesh, dtype=self._dtype)
         self._adapters.warm_up(runner.params["target"])
@@ -208,23 +211,23 @@ class ServedWeights:
             self._runner.replace_params({**params, "target": target})
 
     def _leaves(self) -> dict[ParamPath, Leaf]:
-        """Return the weights that an update may change: all but adapters."""
+        """Return the weights that an update may change: all but those of NOT_STORED."""
         leaves = flat_leaves(self._runner.params, shares=self._source.shares)
-        return {path: leaf for path, leaf in leaves.items() if path[:2] != (TARGET.value, LORA)}
+        kept = {(TARGET.value, name) for name in NOT_STORED}
+        return {path: leaf for path, leaf in leaves.items() if path[:2] not in kept}
 
-    def _with_adapters(self, params: dict[str, Any]) -> dict[str, Any]:
+    def _with_kept(self, params: dict[str, Any]) -> dict[str, Any]:
         served = self._runner.params[TARGET.value]
-        if LORA in served:
-            params[TARGET.value][LORA] = served[LORA]
+        params[TARGET.value] |= {name: served[name] for name in NOT_STORED if name in served}
         return params
 
     def _switch(self, prepared: PreparedWeights) -> None:
         old = self._leaves()
         derive = prepared.source.with_target
         try:
-            params = self._with_adapters(_tree(switch_leaves(old, prepared.leaves, self._put_at)))
+            params = self._with_kept(_tree(switch_leaves(old, prepared.leaves, self._put_at)))
         except SwitchError as error:
-            self._runner.replace_params(self._with_adapters(_tree(error.restored)))
+            self._runner.replace_params(self._with_kept(_tree(error.restored)))
             raise error.cause from None
         try:
             if derive is not None:
@@ -261,8 +264,11 @@ class ServedWeights:
                 f"new weights take {gib(needed)} over all devices, more than half of what is free; "
                 "expected room for both models where several hosts share one"
             )
-        put = self._put if has_room else _on_host
-        return stream(reads, found.checking(put), own=hosts.own_shards(self._mesh))
+        own = hosts.own_shards(self._mesh)
+        if not has_room:
+            return stream(reads, found.checking(_on_host), own=own)
+        put_parts = found.checking_parts(self._put_parts)
+        return stream(reads, found.checking(self._put), put_parts=put_parts, own=own)
 
     # From disk.
 
@@ -292,6 +298,7 @@ class ServedWeights:
                 shards=self._shards,
                 place=place,
                 formats=models.target.formats,
+                experts=models.target.experts,
             )
             new |= flat_leaves({TARGET.value: read})
         if update.draft is not None:
@@ -305,7 +312,8 @@ class ServedWeights:
     def _check_target(self, path: Path) -> None:
         check_directory("model_path", path)
         served, formats = self._models.target.spec, self._models.target.formats
-        spec = self._models.request.on_devices(load_model_spec(path))
+        spares = self._models.request.args.expert_spares
+        spec = self._models.request.on_devices(load_model_spec(path), spares=spares)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
         other = differences(served, dataclasses.replace(spec, **ends))
         lines = [f"config.json: {line}" for line in other]

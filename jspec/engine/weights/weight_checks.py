@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.device.weights import Weight
-from jspec.engine.weights.weight_stream import Put
+from jspec.engine.weights.weight_stream import Put, PutParts, ReadPart
 from jspec.errors import CheckpointError, shown
 from jspec.models.files.tensor_files import LISTED, HostArray
 from jspec.models.params import ParamSpec
@@ -29,16 +29,22 @@ class Finite:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bad: list[str] = []
+        self._bad: set[str] = set()
 
     def checking(self, put: Put) -> Put:
-        def checked(spec: ParamSpec, value: Weight) -> Weight:
-            if not all(map(is_finite, jax.tree.leaves(value))):
-                with self._lock:
-                    self._bad.append(_named(spec))
-            return put(spec, value)
+        return lambda spec, value: put(spec, self._checked(spec, value))
+
+    def checking_parts(self, put: PutParts) -> PutParts:
+        def checked(spec: ParamSpec, read: ReadPart) -> Weight:
+            return put(spec, lambda part: self._checked(spec, read(part)))
 
         return checked
+
+    def _checked(self, spec: ParamSpec, value: Weight) -> Weight:
+        if not all(map(is_finite, jax.tree.leaves(value))):
+            with self._lock:
+                self._bad.add(_named(spec))
+        return value
 
     def check(self) -> None:
         if self._bad:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jspec.device import hosts
+from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.weights import Weight
 from jspec.engine import interrupts
 from jspec.models.files.stored import ParamRead
+from jspec.models.files.tensor_files import HostArray, Shape
 from jspec.models.params import ParamPath, ParamSpec
 from jspec.models.placement import place_of
 
@@ -23,6 +27,9 @@ _ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 
 # Returns once the weight is on its devices, or returns the host's own if that is wanted.
 Put = Callable[[ParamSpec, Weight], Weight]
+# The same for a weight of which devices hold parts of the first dimension, to be read one by one.
+ReadPart = Callable[[range], Weight]
+PutParts = Callable[[ParamSpec, ReadPart], Weight]
 
 
 def put_on(mesh: Mesh, *, column_major: bool) -> Put:
@@ -40,22 +47,75 @@ def put_on(mesh: Mesh, *, column_major: bool) -> Put:
     return put
 
 
+def put_parts_on(mesh: Mesh) -> PutParts:
+    """Return a PutParts: each part is read once, and freed before the next one is read."""
+    shards = Parallel.of(mesh).model
+
+    def put(spec: ParamSpec, read: ReadPart) -> Weight:
+        place = NamedSharding(mesh, partition_spec(spec.axes))
+        devices: dict[range, list[jax.Device]] = {}
+        for device, index in _own_indices(place, spec.physical_shape(shards)).items():
+            devices.setdefault(range(*index[0].indices(spec.shape[0])), []).append(device)
+        placed = [_put_part(read(part), place, spec, own) for part, own in devices.items()]
+        return jax.tree.map(partial(_joined, place, spec), *placed, is_leaf=_is_part)
+
+    return put
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a weight's array: its shape on the host, and what each of its devices has."""
+
+    shape: Shape
+    arrays: list[jax.Array]
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, _Part)
+
+
+def _put_part(
+    part: Weight, place: NamedSharding, spec: ParamSpec, devices: Sequence[jax.Device]
+) -> Any:
+    """Return the weight with _Parts as its arrays, once they are on the devices."""
+
+    def put(leaf: HostArray) -> _Part:
+        where = _own_indices(place, (spec.shape[0], *leaf.shape[1:]))
+        arrays = [jax.device_put(leaf[(slice(None), *where[x][1:])], x) for x in devices]
+        return _Part(leaf.shape, jax.block_until_ready(arrays))
+
+    return jax.tree.map(put, part)
+
+
+def _own_indices(place: NamedSharding, shape: Shape) -> dict[jax.Device, tuple[Any, ...]]:
+    found = place.addressable_devices_indices_map(shape)
+    return {device: index for device, index in found.items() if index is not None}
+
+
+def _joined(place: NamedSharding, spec: ParamSpec, *parts: _Part) -> jax.Array:
+    arrays = [array for part in parts for array in part.arrays]
+    shape = (spec.shape[0], *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, place, arrays)
+
+
 def stream(
     reads: Sequence[ParamRead],
     put: Put,
     *,
+    put_parts: PutParts | None = None,
     own: range | None = None,
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,
 ) -> dict[ParamPath, Any]:
     """Read and put all weights, at most `num_workers` at once.
 
+    put_parts: for weights that can be read in parts; None: they are read whole.
     own: the shards that this host reads (`device.hosts.own_shards`); None: all.
     max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
     error or interrupt of a thread is raised, an error with a note naming the weight, and the arrays
     placed by then are deleted.
     """
-    flow = _Flow(put, max_bytes, own)
+    flow = _Flow(put, put_parts, max_bytes, own)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
     try:
         for each in reads:
@@ -78,10 +138,12 @@ def stream(
 
 
 class _Flow:
-    def __init__(self, put: Put, max_bytes: int, own: range | None) -> None:
+    def __init__(
+        self, put: Put, put_parts: PutParts | None, max_bytes: int, own: range | None
+    ) -> None:
         self.placed: dict[ParamPath, Any] = {}
         self.error: BaseException | None = None
-        self._put = put
+        self._put, self._put_parts = put, put_parts
         self._max_bytes, self._own = max_bytes, own
         self._bytes = 0
         self._num_open = 0
@@ -122,6 +184,9 @@ class _Flow:
                 self._changed.notify_all()
 
     def _place(self, each: ParamRead) -> None:
+        if self._put_parts is not None and each.read_part is not None:
+            self.placed[each.spec.path] = self._put_parts(each.spec, each.read_part)
+            return
         own, read_own = self._own, each.read_own
         value = each.read() if own is None or read_own is None else read_own(own)
         self.placed[each.spec.path] = self._put(each.spec, value)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jspec.config.expert_placement import ExpertMap
 from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reason_of
 from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
@@ -30,7 +31,7 @@ from jspec.models.files.stored import (
     stored_tensors,
 )
 from jspec.models.files.tensor_files import Tensors, write_checkpoint
-from jspec.models.params import ParamTable, with_formats
+from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
@@ -121,13 +122,15 @@ def load_target(
     shards: int = 1,
     place: Place = on_host,
     formats: Formats = (),
+    experts: ExpertMap = (),
 ) -> dict[str, Any]:
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    formats: of products whose weights are not dense. All tensors are checked before the first is
-    read. Raises CheckpointError if a file does not fit `spec`, ConfigError for a wrong `shards`.
+    formats: of products whose weights are not dense. experts: the map of placed experts. All
+    tensors are checked before the first is read. Raises CheckpointError if a file does not fit
+    `spec`, ConfigError for a wrong `shards`.
     """
-    table = with_formats(table_of(spec), formats)
+    table = with_formats(with_expert_map(table_of(spec), experts), formats)
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=_stray_of(spec))
         _log_unread(tensors, spec)

@@ -64,6 +64,8 @@ def published_tensor(
     whole: HostArray | None = None
     for spec, layout in stored:
         host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
+        if spec.entries is not None:  # one copy of each expert
+            host = host[[spec.entries.index(entry) for entry in sorted({*spec.entries})]]
         if spec.is_integer:  # a vocabulary map, which is stored as offsets
             host = host.astype(np.int64) - np.arange(len(host))
         for found, part, piece in pieces(layout, host):

@@ -80,13 +80,15 @@ def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRead:
     spec: ParamSpec
-    host_bytes: int  # peak host memory of `read`, its result included
+    host_bytes: int  # peak host memory of `read`, or `read_part`, its result included
     # Returns a new weight over all shards, in the spec's format and owned by the caller;
     # CheckpointError names the tensor.
     read: Callable[[], Weight]
     # The same for the shards of one of several hosts: other entries may be zeros, unread. None:
     # there is only `read`.
     read_own: Callable[[range], Weight] | None = None
+    # The same for a part of a weight's first dimension, alone; None: devices hold all of it.
+    read_part: Callable[[range], Weight] | None = None
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
     tied_width: int = 0  # its columns, padding included
 
@@ -113,7 +115,8 @@ def param_reads(
             spec=spec,
             tied=tied.get(spec.path),
             tied_width=tied[spec.path].physical_shape(shards)[-1] if spec.path in tied else 0,
-            host_bytes=_host_bytes(tensors, spec, dtype=dtype, shards=shards),
+            host_bytes=_host_bytes(tensors, _part_of(spec), dtype=dtype, shards=shards),
+            read_part=partial(_read_part, tensors, spec, how) if spec.num_parts > 1 else None,
             read=(read := partial(_read, tensors, spec, tied.get(spec.path), how)),
             read_own=lambda own, read=read: read(own=own),  # type: ignore[misc]
         )
@@ -129,6 +132,19 @@ def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
         if each.tied is not None:
             values[each.tied.path] = each.tied_value(value)
     return values
+
+
+def _part_of(spec: ParamSpec, part: range | None = None) -> ParamSpec:
+    """Return a weight with only a part of the first dimension; None: that of the first device."""
+    if spec.num_parts == 1:
+        return spec
+    part = range(spec.shape[0] // spec.num_parts) if part is None else part
+    entries = tuple(_entries(spec)[part.start : part.stop])
+    return replace(spec, shape=(len(entries), *spec.shape[1:]), entries=entries)
+
+
+def _read_part(tensors: Tensors, spec: ParamSpec, how: Mapping[str, Any], part: range) -> Weight:
+    return _read(tensors, _part_of(spec, part), None, how)
 
 
 def _read(
@@ -175,7 +191,8 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shar
         elif part.names[0] in tensors and not _is_by_rows(part):
             stored = tensors.weight_dtype(part.names[0])
             if not _is_whole(part, spec) or Dense(stored.name) != format:
-                beside = max(beside, math.prod(part.shape) * stored.itemsize)
+                shape = part.shape if spec.entries is None or part.stack else part.shape[1:]
+                beside = max(beside, math.prod(shape) * stored.itemsize)
     return own + beside
 
 
@@ -185,7 +202,8 @@ def _is_by_rows(part: Part) -> bool:
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
-    return part.form is Form.AS_HELD and not part.stack and part.shape == spec.shape
+    is_as_held = part.form is Form.AS_HELD and not part.stack and spec.entries is None
+    return is_as_held and part.shape == spec.shape
 
 
 def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
@@ -235,14 +253,30 @@ def read_param(
         out[..., column:] = 0
     for i, part in enumerate(layout):
         if _is_by_rows(part):
-            for index, name in enumerate(part.names):
-                dest = out[index] if part.stack else out
-                _place_by_rows(dest, tensors, name, part, pieces[i], own=own_rows)
+            for dest, name, index in _matrices(part, spec, out):
+                _place_by_rows(dest, tensors, name, part, pieces[i], index=index, own=own_rows)
             continue
-        for dest, stored in _stored_rows(tensors, part, out):
+        for dest, stored in _stored_rows(tensors, part, spec, out):
             for rows, columns in pieces[i]:
                 _place(dest[..., columns], stored, slice(rows.start, rows.stop), part.form)
     return out
+
+
+def _matrices(part: Part, spec: ParamSpec, out: HostArray) -> Iterator[tuple[HostArray, str, int]]:
+    """Yield (destination, stored tensor, index in it) of each matrix of a projection or a stack."""
+    if out.ndim == 2:
+        yield out, part.name, 0
+        return
+    for dest, entry in zip(out, _entries(spec), strict=True):
+        if part.stack:
+            yield dest, part.name.format(entry), 0
+        else:
+            yield dest, part.name, entry
+
+
+def _entries(spec: ParamSpec) -> Sequence[int]:
+    """Return the stored entry of each of the first dimension."""
+    return range(spec.shape[0]) if spec.entries is None else spec.entries
 
 
 def _place_by_rows(
@@ -252,29 +286,28 @@ def _place_by_rows(
     part: Part,
     pieces: Sequence[tuple[range, slice]],
     *,
+    index: int,
     own: range | None = None,
 ) -> None:
-    """Read a projection [out, in], or a stack of them, without a second copy. own: rows of `in`."""
-    stack = dest if dest.ndim > 2 else dest[None]
-    for index, one in enumerate(stack):
-        start = index * part.shape[-2] + part.first
-        for rows, columns in pieces:
-            wanted = range(start + rows.start, start + rows.stop)
-            for first, block in tensors.row_blocks(name, wanted, own):
-                column = columns.start + first - wanted.start
-                read = one if own is None else one[own.start : own.stop]
-                transpose_into(read[:, column : column + len(block)], block)
+    """Read a projection [out, in] without a second copy. own: rows of `in`."""
+    start = index * part.shape[-2] + part.first if len(part.shape) > 2 else part.first
+    for rows, columns in pieces:
+        wanted = range(start + rows.start, start + rows.stop)
+        for first, block in tensors.row_blocks(name, wanted, own):
+            column = columns.start + first - wanted.start
+            read = dest if own is None else dest[own.start : own.stop]
+            transpose_into(read[:, column : column + len(block)], block)
 
 
 def _stored_rows(
-    tensors: Tensors, part: Part, out: Weight
+    tensors: Tensors, part: Part, spec: ParamSpec, out: Weight
 ) -> Iterator[tuple[HostArray, HostArray]]:
     """Yield (destination in `out`, stored entries) per tensor, unpacking one matrix at a time."""
     if part.format is not None:
         names = tuple(part.tensors)
         table = None if isinstance(out, MXFP4Weight) else mxfp4.pair_table(out.dtype)
-        for index in range(part.shape[0]):
-            blocks, scales = (tensors.packed(name, index)[part.rows] for name in names)
+        for index, entry in enumerate(_entries(spec)):
+            blocks, scales = (tensors.packed(name, entry)[part.rows] for name in names)
             name = f"{tensors.path}: {names[1]}"
             if table is not None:
                 yield out[index], mxfp4.unpack(blocks, scales, table, name=name)
@@ -282,8 +315,15 @@ def _stored_rows(
                 yield out.codes[index], mxfp4.codes_of(blocks)
                 yield out.scales[index], mxfp4.scales_of(scales, name=name)
         return
-    for index, name in enumerate(part.names):
-        yield out[index] if part.stack else out, _output_rows(tensors.weight(name), part)
+    if part.stack:
+        for index, entry in enumerate(_entries(spec)):
+            yield out[index], _output_rows(tensors.weight(part.name.format(entry)), part)
+    elif spec.entries is None:
+        yield out, _output_rows(tensors.weight(part.name), part)
+    else:
+        for index, entry in enumerate(spec.entries):
+            stored = tensors.entry(part.name, entry)
+            yield out[index : index + 1], _output_rows(stored[None], part)
 
 
 def _output_rows(stored: HostArray, part: Part) -> HostArray:

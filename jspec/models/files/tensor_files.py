@@ -140,6 +140,13 @@ class Tensors:
         file.read_into(out, stored)
         return out
 
+    def entry(self, name: str, index: int) -> HostArray:
+        """Return entry `index` of the first axis of a weight, reading only that entry."""
+        out = np.empty(self.shape(name)[1:], self.weight_dtype(name))
+        file, stored = self.sources[name]
+        file.read_into(out, stored, offset=index * out.nbytes)
+        return out
+
     def row_blocks(
         self, name: str, rows: range, columns: range | None = None
     ) -> Iterator[tuple[int, HostArray]]:

@@ -77,7 +77,7 @@ class Assistant:
         for i, (layer, cache) in enumerate(
             zip(self.spec.layer.layers, self.spec.caches, strict=True)
         ):
-            stream, _ = paged_layer(
+            stream, *_ = paged_layer(
                 params["layers"][i],
                 stream,
                 target_kv[cache],

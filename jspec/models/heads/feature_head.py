@@ -187,7 +187,7 @@ class FeatureHead:
         stream = Residual(x=out)
         for i in further:
             spec = head.layer.layers[i]
-            stream, pools[i] = paged_layer(
+            stream, pools[i], _ = paged_layer(
                 params["layers"][i],
                 stream,
                 kv[i],

@@ -56,7 +56,7 @@ class ControlEndpoints:
         self._long_calls = ThreadPoolExecutor(1, thread_name_prefix="jspec-tokenize")
 
     def routes(self) -> list[Route]:
-        get, post = ["GET"], ["POST"]
+        get, post, both = ["GET"], ["POST"], ["GET", "POST"]
         return [
             Route("/ready", self.ready, methods=get),
             Route("/get_load", self.get_load, methods=get),
@@ -67,10 +67,13 @@ class ControlEndpoints:
             Route("/v1/detokenize", self.detokenize, methods=post),
             Route("/pause_generation", self.pause_generation, methods=post),
             Route("/continue_generation", self.continue_generation, methods=post),
-            Route("/start_profile", self.start_profile, methods=["GET", "POST"]),
-            Route("/stop_profile", self.stop_profile, methods=["GET", "POST"]),
-            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
-            Route("/freeze_gc", self.freeze_gc, methods=["GET", "POST"]),
+            Route("/start_profile", self.start_profile, methods=both),
+            Route("/stop_profile", self.stop_profile, methods=both),
+            Route("/start_expert_distribution_record", self.start_expert_record, methods=both),
+            Route("/stop_expert_distribution_record", self.stop_expert_record, methods=both),
+            Route("/dump_expert_distribution_record", self.dump_expert_record, methods=both),
+            Route("/flush_cache", self.flush_cache, methods=both),
+            Route("/freeze_gc", self.freeze_gc, methods=both),
         ]
 
     async def ready(self, request: Request) -> Response:
@@ -221,6 +224,20 @@ class ControlEndpoints:
         """POST /stop_profile: writes the trace."""
         directory = await asyncio.to_thread(self.service.profiler.stop)
         return JSONResponse({"status": "ok", "profile_dir": directory})
+
+    async def start_expert_record(self, _: Request) -> Response:
+        """GET or POST /start_expert_distribution_record: counts experts' tokens from now on."""
+        await self.service.engine.async_start_expert_distribution_record()
+        return JSONResponse({"status": "ok"})
+
+    async def stop_expert_record(self, _: Request) -> Response:
+        """GET or POST /stop_expert_distribution_record: leaves out what runs from now on."""
+        await self.service.engine.async_stop_expert_distribution_record()
+        return JSONResponse({"status": "ok"})
+
+    async def dump_expert_record(self, _: Request) -> Response:
+        """GET or POST /dump_expert_distribution_record: the tokens of each layer's experts."""
+        return JSONResponse(await self.service.engine.async_dump_expert_distribution_record())
 
     async def flush_cache(self, _: Request) -> Response:
         """GET or POST /flush_cache: empties the prefix cache if there are no requests."""

@@ -78,6 +78,7 @@ class Snapshot:
     loras: Sequence[str]  # loaded adapters
     max_loras: int
     observed: Observed
+    balancedness: Mapping[int, float]  # of the experts of each layer, if they are counted
     gen_throughput: float  # output tokens per second of the last window
 
 
@@ -291,6 +292,12 @@ GAUGES = (
         text="Waiting sequences of each loaded LoRA adapter",
         read=lambda s: _of_each_lora(s, s.stats.waiting_by_lora),
         labels=("lora_name",),
+    ),
+    _gauge(
+        "jspec:expert_balancedness",
+        text="Mean load of a layer's experts over the devices, divided by the largest device's",
+        read=lambda s: {(str(layer),): value for layer, value in s.balancedness.items()},
+        labels=("layer",),
     ),
     _gauge(
         "jspec:num_leaked_pages",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -110,10 +110,13 @@ class ServerMetrics(Collector):
         self._max_loras = max_loras
         self._meter = meter
         self._observed = Observed()
+        self._balancedness: Mapping[int, float] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def render(self) -> bytes:
+    def render(self, balancedness: Mapping[int, float]) -> bytes:
+        """Return the text of a scrape. balancedness: of the experts of each layer."""
+        self._balancedness = balancedness
         return generate_latest(self._registry)
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
@@ -146,6 +149,7 @@ class ServerMetrics(Collector):
             loras=self._read_loras(),
             max_loras=self._max_loras,
             observed=self._observed,
+            balancedness=self._balancedness,
             gen_throughput=self._meter.rates(stats).gen_throughput,
         )
         for row in METRICS:

@@ -25,6 +25,7 @@ GUARDED_PATHS = frozenset(
         *("/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"),
         *("/server_info", "/get_server_info", "/model_info", "/get_model_info"),
         "/get_weights_by_name",
+        *(f"/{name}_expert_distribution_record" for name in ("start", "stop", "dump")),
     }
 )
 FOREIGN = {b"cross-site", b"same-site"}

@@ -40,10 +40,13 @@ class DraftRequest:
     formats: Formats = ()  # of the draft's weights that are not dense
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
-    def on_devices(self, spec: ModelSpec) -> ModelSpec:
-        """Return a model as this engine caches and splits it. Raises ConfigError."""
+    def on_devices(self, spec: ModelSpec, *, spares: int | None = None) -> ModelSpec:
+        """Return a model as this engine caches and splits it. Raises ConfigError.
+
+        spares: as in `on_expert_shards`; a draft's experts are not placed.
+        """
         cached, data_shards = cached_in(spec, self.kv_dtype), self.args.expert_ranks
-        return on_expert_shards(cached, self.expert_shards, data_shards=data_shards)
+        return on_expert_shards(cached, self.expert_shards, data_shards=data_shards, spares=spares)
 
     @property
     def checkpoint(self) -> Path:

@@ -62,3 +62,5 @@ def test_arguments_of_several_hosts_are_checked() -> None:
     assert (found.host, found.address, found.coordinator) == ("::1", "[::1]:5000", "[::1]:5001")
     with pytest.raises(ConfigError, match="speculative_adaptive is True on 2 hosts"):
         EngineArgs.from_mapping({**ready, "speculative_adaptive": True})
+    with pytest.raises(ConfigError, match="expert_distribution_recorder_mode is 'stat' on 2 hosts"):
+        EngineArgs.from_mapping({**ready, "expert_distribution_recorder_mode": "stat"})
