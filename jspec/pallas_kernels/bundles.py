@@ -9,10 +9,10 @@ from jspec.errors import ConfigError
 from jspec.pallas_kernels.ops import Ops, ReferenceOps
 
 
-def _gpu(*, interpret: bool = False) -> Ops:
+def _gpu(**how: bool) -> Ops:
     from jspec.pallas_kernels.ops_gpu import GpuOps
 
-    return GpuOps(interpret=interpret)
+    return GpuOps(**how)
 
 
 def _tpu(*, interpret: bool = False) -> Ops:
@@ -48,6 +48,7 @@ OPS = Bundles(
         "tpu": _tpu,
         "tpu_interpret": lambda: _tpu(interpret=True),
         "gpu": _gpu,
+        "gpu_unconfirmed": lambda: _gpu(unconfirmed=True),
         "gpu_interpret": lambda: _gpu(interpret=True),
     }
 )

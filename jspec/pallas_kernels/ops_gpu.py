@@ -63,6 +63,9 @@ class GpuOps(Ops):
     # Store weights marked `column_major` so: faster for the many tokens of a verification, slower
     # for few, so plain decoding does not set it.
     columns: bool = False
+    # Also use kernels of latent attention and of sigmoid routers whose results no chip has compared
+    # with XLA's yet: they are interpreted, compiled and timed (decision 58).
+    unconfirmed: bool = False
 
     name: ClassVar[str] = "gpu"
     default_page_size: ClassVar[int] = 64  # one TMA copy per page
@@ -75,6 +78,10 @@ class GpuOps(Ops):
     @property
     def column_major(self) -> bool:
         return self.columns
+
+    @property
+    def _uses_unconfirmed(self) -> bool:
+        return self.unconfirmed or self.interpret
 
     def with_columns(self, columns: bool) -> GpuOps:
         return replace(self, columns=columns)
@@ -151,7 +158,9 @@ class GpuOps(Ops):
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call)
         how: Any = {"queries_per_row": few, "scale": call.scale, "interpret": self.interpret}
-        if latent_attention_gpu.serves(q, pages, queries_per_row=few, rank=rank):
+        if self._uses_unconfirmed and latent_attention_gpu.serves(
+            q, pages, queries_per_row=few, rank=rank
+        ):
             return latent_attention_gpu.attend_rows(q, pages, rows, rank=rank, **how), pages
         return gpu_wide.attend_rows(q, pages, rows, value_dim=rank, **how), pages
 
@@ -164,7 +173,7 @@ class GpuOps(Ops):
         *,
         spec: LatentAttentionSpec,
     ) -> tuple[jax.Array, jax.Array] | None:
-        if not gpu_few_latents.serves(params, x, spec):
+        if not (self._uses_unconfirmed and gpu_few_latents.serves(params, x, spec)):
             return None
         how: Any = {"spec": spec, "interpret": self.interpret}
         return gpu_few_latents.queries_and_records(params, x, cos, sin, **how)
@@ -172,7 +181,7 @@ class GpuOps(Ops):
     def latent_outputs(
         self, params: dict[str, Any], mixed: jax.Array, *, spec: LatentAttentionSpec
     ) -> jax.Array | None:
-        if not gpu_few_latents.serves(params, mixed, spec):
+        if not (self._uses_unconfirmed and gpu_few_latents.serves(params, mixed, spec)):
             return None
         v_up = params["v_up"]["kernel"]
         return gpu_few_latents.values(mixed, v_up, interpret=self.interpret)
@@ -311,6 +320,8 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array, Mixed] | None:
         """Use a few launches instead of 20 to 30. Supports routers without groups."""
         if x.ndim != 2 or not spec.has_ranked_router or spec.num_experts > MOST_RANKED:
+            return None
+        if not self._uses_unconfirmed and (spec.has_router_bias or spec.shared is not None):
             return None
         router = params["router"]
         if "factors" in router or (spec.has_router_bias and router["kernel"].dtype != x.dtype):
