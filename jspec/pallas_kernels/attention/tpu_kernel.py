@@ -33,7 +33,6 @@ BLOCK_BYTES, MAX_BLOCK_BYTES = 1024 * 1024, 2 * 1024 * 1024
 MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 2048
 MAX_SCORES = 128 * 1024
 TOGETHER_SCORES = 128 * 1024  # scores of the heads whose products overlap
-PAGES_TOGETHER = 16  # page ids read at once
 ROWS_BYTES, MAX_ROWS_PER_STEP = 2 * 1024 * 1024, 8
 # Running maxima start at LOW; hidden keys score UNSEEN, so their weight is exactly 0 even in a row
 # that has seen nothing.
@@ -83,6 +82,8 @@ class RowsPlan:
         keys = min(MIN_BLOCK_KEYS, MAX_BLOCK_BYTES // key_bytes)
         keys = min(max(keys, BLOCK_BYTES // key_bytes), MAX_BLOCK_KEYS)
         keys = min(keys, MAX_SCORES // self.packed, self.pages_per_row * self.page_size)
+        if self.window is not None:  # the last keys, which a window sees, begin anywhere in a block
+            keys = min(keys, max(2 * self.window, MIN_BLOCK_KEYS))
         keys = max(1 << keys.bit_length() - 1, LANES)
         return max(keys // self.page_size, 1)
 
@@ -272,7 +273,6 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
         start = block * plan.block_pages
 
         def copy_some(low: Any, count: int) -> None:
-            # All ids are read before the first copy, since the compiler reads none across one.
             places = [low + n for n in range(count)]
             slots = [start + place for place in places]
             pages = [refs.table_ring[lax.rem(row, 2), 0, slot] for slot in slots]
@@ -283,8 +283,7 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
 
         @pl.when(whole)
         def _() -> None:
-            for low in range(0, plan.block_pages, PAGES_TOGETHER):
-                copy_some(low, min(PAGES_TOGETHER, plan.block_pages - low))
+            copy_some(0, plan.block_pages)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
