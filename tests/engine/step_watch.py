@@ -56,7 +56,7 @@ BOUNDS: Mapping[str, Bounds] = {
         sorts=4,
         inner_loops={
             "paged_attention_rows_1": 1824,
-            "paged_attention_rows_4": 2000,
+            "paged_attention_rows_4": 2225,
             "experts_product": 560,
             "gather_emitted": 146,
         },

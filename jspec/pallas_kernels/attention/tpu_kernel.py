@@ -32,6 +32,7 @@ NUM_BUFFERS = 4
 BLOCK_BYTES, MAX_BLOCK_BYTES = 1024 * 1024, 2 * 1024 * 1024
 MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 2048
 MAX_SCORES = 128 * 1024
+MAX_UNROLLED_COPIES = 32
 TOGETHER_SCORES = 128 * 1024  # scores of the heads whose products overlap
 ROWS_BYTES, MAX_ROWS_PER_STEP = 2 * 1024 * 1024, 8
 # Running maxima start at LOW; hidden keys score UNSEEN, so their weight is exactly 0 even in a row
@@ -95,7 +96,8 @@ class RowsPlan:
     def masked_widths(self) -> tuple[int, ...]:
         """Widths, in keys, at which a block that is seen in part is compiled."""
         keys = self.block_keys
-        return tuple(sorted({min(max(keys // share, LANES), keys) for share in (8, 2, 1)}))
+        shares = (8, 2, 1) if self.packed <= LANES else (1,)  # wide trees take long to compile
+        return tuple(sorted({min(max(keys // share, LANES), keys) for share in shares}))
 
     @property
     def heads_together(self) -> int:
@@ -283,7 +285,9 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
 
         @pl.when(whole)
         def _() -> None:
-            copy_some(0, plan.block_pages)
+            count = min(plan.block_pages, MAX_UNROLLED_COPIES)
+            turns = plan.block_pages // count
+            lax.fori_loop(0, turns, lambda n, _: copy_some(count * n, count), None)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
