@@ -20,8 +20,8 @@ from benchmarks.tpu_cycles.chips import chip_of
 from benchmarks.tpu_cycles.scalar_core import Core, Program, Words
 from benchmarks.tpu_programs import ROOT
 
-ROWS, PAGE_SIZE, PAGES_PER_ROW = 64, 64, 64
-CONTEXTS = (1000, 1024, 4000)  # 1,024: the new token begins a block of keys
+ROWS, PAGE_SIZE, PAGES_PER_ROW = 64, 64, 128
+CONTEXTS = (1000, 1024, 4000, 8000)  # 1,024: the new token begins a block of keys
 # A step's rows: spread evenly over 512 to 1,536, and prime to the sizes of pages and blocks.
 MIXED, MIXED_CONTEXTS = "512 to 1,536 keys", [512 + (i * 613) % 1025 for i in range(ROWS)]
 FLAGS = (

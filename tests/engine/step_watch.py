@@ -39,7 +39,8 @@ class Bounds:
 
 
 # Two layers on v6e at XLA's least effort, as CI compiles them. Lower a bound with what lowers its
-# count; the inner loops have 3% for changes of the compiler.
+# count; the inner loops have 3% for changes of the compiler. Attention's has a branch for whole
+# blocks and one for each width of masked ones.
 BOUNDS: Mapping[str, Bounds] = {
     "llama-3.1-8b v6e:2x2 3/4/16 prefill T=1920 sampling": Bounds(
         collectives=15,
@@ -54,8 +55,8 @@ BOUNDS: Mapping[str, Bounds] = {
         loops=0,
         sorts=4,
         inner_loops={
-            "paged_attention_rows_1": 945,
-            "paged_attention_rows_4": 1156,
+            "paged_attention_rows_1": 1824,
+            "paged_attention_rows_4": 2225,
             "experts_product": 560,
             "gather_emitted": 146,
         },
@@ -65,7 +66,7 @@ BOUNDS: Mapping[str, Bounds] = {
         large_copies=6,
         loops=1,
         sorts=5,
-        inner_loops={"paged_attention_rows_1": 876, "experts_product": 721},
+        inner_loops={"paged_attention_rows_1": 1810, "experts_product": 721},
     ),
 }
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.tpu import attend_rows, is_copy_free
-from jspec.pallas_kernels.attention.tpu_kernel import split_pair
+from jspec.pallas_kernels.attention.tpu_kernel import RowsPlan, split_pair
 
 NOWHERE = 1 << 20  # a page id that no pool has
 SCALE = 0.3
@@ -256,6 +256,18 @@ def test_rows_past_the_page_table_are_written_nowhere() -> None:
     pages, offsets = np.nonzero(changed.any(axis=(2, 3)))
     last = int(args[4].page_table[0, -1])
     assert [pages.tolist(), offsets.tolist()] == [[last, last], [14, 15]]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_a_plain_step_a_chain_and_a_tree_add_the_same_keys_together(kv_heads: int) -> None:
+    """A block's keys share a maximum, so other blocks would round a key's weight differently."""
+    plan = RowsPlan(
+        batch=64, queries=1, group=4, page_size=64, two_g=2 * kv_heads, width=128,
+        pages_per_row=128, tail=0, dtype=jnp.dtype(jnp.bfloat16), writes=True, scale=1.0,
+        window=None, soft_cap=None, interpret=False,
+    )  # fmt: skip
+    blocks = {replace(plan, queries=queries).block_keys for queries in (1, 4, 16)}
+    assert blocks == {2048 // kv_heads}
 
 
 def test_a_word_holds_k_low_and_v_high() -> None:

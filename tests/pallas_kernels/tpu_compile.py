@@ -76,7 +76,7 @@ def metadata(batch: int, pages: int, queries: int, *, tail: int | None = None) -
 
 def rows(
     queries: int, *, heads: int = 8, kv_heads: int = 2, batch: int = 64, page_size: int = 64,
-    pages_per_row: int = 64, widths: tuple[int, int] = (128, 128), dtype: Any = bf16,
+    pages_per_row: int = 128, widths: tuple[int, int] = (128, 128), dtype: Any = bf16,
     tail: int | None = None, writes: bool = True, sinks: bool = False, **options: Any,
 ) -> Program:  # fmt: skip
     """Row-wise attention of R queries. widths: head_dim and the pool's D."""

@@ -200,7 +200,7 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
         outs["pages_out"] = pltpu.HBM(pool.shape, pool.dtype)
         out_specs.append(hbm)
         aliases[len(scalars) + names.index("pages")] = 1
-    scratch = _scratch(plan)
+    scratch = _scratch(plan, inputs)
     order = [*scalars, *names, *outs, *scratch]
     call = pl.pallas_call(
         functools.partial(attend_kernel, plan, order),
@@ -225,12 +225,12 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
     return list(call(*(inputs[name] for name in (*scalars, *names))))
 
 
-def _scratch(plan: RowsPlan) -> dict[str, Any]:
+def _scratch(plan: RowsPlan, inputs: dict[str, jax.Array]) -> dict[str, Any]:
     heads = plan.two_g // 2
     block = (plan.block_keys, plan.two_g, plan.width)
     table_width = -(-plan.pages_per_row // LANES) * LANES
     partial = (heads, plan.packed, LANES)
-    return {
+    scratch = {
         "buffers": pltpu.VMEM((NUM_BUFFERS, *block), plan.dtype),
         "table_ring": pltpu.SMEM((2, 1, table_width), jnp.int32),
         "state": pltpu.SMEM((4,), jnp.int32),
@@ -241,3 +241,7 @@ def _scratch(plan: RowsPlan) -> dict[str, Any]:
         "table_sem": pltpu.SemaphoreType.DMA,
         "write_sem": pltpu.SemaphoreType.DMA,
     }
+    if plan.has_query_info:
+        info = (plan.packed, inputs["query_info"].shape[2])
+        scratch["packed_info"] = pltpu.VMEM(info, jnp.int32)
+    return scratch

@@ -6,8 +6,8 @@ across rows. Page tables stay in HBM; the producer fetches one row's slice at a 
 is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of two within a
 page, and also stored into the block in VMEM, so no read waits for a write.
 
-The mask is computed for the R queries of a row, then expanded to the heads of a group by a product
-with a 0/1 matrix. Blocks that all queries see skip this.
+Blocks that all queries see need no mask. Another block, mostly a row's last, is compiled at several
+widths, so that a few keys cost little.
 
 In:  R = 2, group = 3
 Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -28,13 +29,17 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 NUM_BUFFERS = 4
 # Not tuned on hardware: a block is at least what HBM delivers during one DMA's latency.
-BLOCK_BYTES, MAX_BLOCK_BYTES = 512 * 1024, 2 * 1024 * 1024
-MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 1024
+BLOCK_BYTES, MAX_BLOCK_BYTES = 1024 * 1024, 2 * 1024 * 1024
+MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 2048
 MAX_SCORES = 128 * 1024
+MAX_UNROLLED_COPIES = 32
+TOGETHER_SCORES = 128 * 1024  # scores of the heads whose products overlap
 ROWS_BYTES, MAX_ROWS_PER_STEP = 2 * 1024 * 1024, 8
 # Running maxima start at LOW; hidden keys score UNSEEN, so their weight is exactly 0 even in a row
 # that has seen nothing.
 LOW, UNSEEN = -1e30, -3e38
+# Scores are kept in powers of two, which the core has an instruction for.
+LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,12 +83,26 @@ class RowsPlan:
         keys = min(MIN_BLOCK_KEYS, MAX_BLOCK_BYTES // key_bytes)
         keys = min(max(keys, BLOCK_BYTES // key_bytes), MAX_BLOCK_KEYS)
         keys = min(keys, MAX_SCORES // self.packed, self.pages_per_row * self.page_size)
+        if self.window is not None:  # the last keys, which a window sees, begin anywhere in a block
+            keys = min(keys, max(2 * self.window, MIN_BLOCK_KEYS))
         keys = max(1 << keys.bit_length() - 1, LANES)
         return max(keys // self.page_size, 1)
 
     @property
     def block_keys(self) -> int:
         return self.block_pages * self.page_size
+
+    @property
+    def masked_widths(self) -> tuple[int, ...]:
+        """Widths, in keys, at which a block that is seen in part is compiled."""
+        keys = self.block_keys
+        shares = (8, 2, 1) if self.packed <= LANES else (1,)  # wide trees take long to compile
+        return tuple(sorted({min(max(keys // share, LANES), keys) for share in shares}))
+
+    @property
+    def heads_together(self) -> int:
+        """Heads whose products overlap, as far as their scores fit in the registers or near."""
+        return max(TOGETHER_SCORES // (self.packed * self.block_keys), 1)
 
     @property
     def num_splits(self) -> int:
@@ -137,10 +156,20 @@ class RowsMemory:
     write_sem: Any  # DMA
     tail_positions: Any = None  # SMEM i32[B, W]
     query_info: Any = None  # VMEM i32[N, query_rows, words + 1]: mask words, position
+    packed_info: Any = None  # VMEM i32[packed, words + 1]: of each packed row's query
     sinks: Any = None  # VMEM f32[G, packed, 1]
     new: Any = None  # VMEM [N, R, 2G, D]
     new_source: Any = None  # HBM [B, R, 2G, D]
     pages_out: Any = None  # HBM, the pool again, where new tokens are written
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """The mask of a block's first `keys` keys."""
+
+    seen: Any  # bool[packed, keys]
+    held: Any  # bool[keys, D]
+    keys: int
 
 
 # Indices of RowsMemory.state: the producer's next (row, block), and how many blocks were produced
@@ -245,21 +274,27 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
         first, last = _pages_of(plan, refs, row, block)
         start = block * plan.block_pages
 
-        def copy(place: jax.Array, carry: None) -> None:
-            page = refs.table_ring[lax.rem(row, 2), 0, start + place]
-            _copy_page(plan, refs, page, buffer, place).start()
-            return carry
+        def copy_some(low: Any, count: int) -> None:
+            places = [low + n for n in range(count)]
+            slots = [start + place for place in places]
+            pages = [refs.table_ring[lax.rem(row, 2), 0, slot] for slot in slots]
+            for place, page in zip(places, pages, strict=True):
+                _copy_page(plan, refs, page, buffer, place).start()
 
-        # A whole block has a static trip count, so the compiler can unroll and schedule it.
         whole = last - first == plan.block_pages
 
         @pl.when(whole)
         def _() -> None:
-            lax.fori_loop(0, plan.block_pages, copy, None, unroll=not plan.interpret)
+            count = min(plan.block_pages, MAX_UNROLLED_COPIES)
+            turns = plan.block_pages // count
+            lax.fori_loop(0, turns, lambda n, _: copy_some(count * n, count), None)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
-            lax.fori_loop(first - start, last - start, copy, None)
+            low, count = first - start, last - first
+            fours = lax.shift_right_logical(jnp.maximum(count, 0), 2)
+            lax.fori_loop(0, fours, lambda n, _: copy_some(low + 4 * n, 4), None)
+            lax.fori_loop(low + 4 * fours, low + count, lambda n, _: copy_some(n, 1), None)
 
         refs.state[PRODUCED] += 1
         refs.state[BLOCK] = block + 1
@@ -280,11 +315,11 @@ def _await_block(
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
-        def wait(_: jax.Array, carry: None) -> None:
-            _copy_page(plan, refs, jnp.int32(0), buffer, 0).wait()
-            return carry
+        def wait(_: jax.Array, count: int) -> None:
+            some = refs.buffers.at[buffer, pl.ds(0, count * plan.page_size)]
+            pltpu.make_async_copy(some, some, refs.page_sems.at[buffer]).wait()
 
-        lax.fori_loop(first, last, wait, None)
+        _runs(plan.block_pages - 1, jnp.maximum(last - first, 0), wait)
 
 
 def _runs(most: int, count: jax.Array, act: Any) -> None:
@@ -336,10 +371,16 @@ def _attend_row(
         refs.top[...] = jnp.full_like(refs.top, LOW)
         refs.total[...] = jnp.zeros_like(refs.total)
     else:  # a sink is a key without a value
-        sink = jnp.broadcast_to(refs.sinks[...], refs.top.shape)
+        sink = jnp.broadcast_to(refs.sinks[...] * LOG2_E, refs.top.shape)
         refs.top[...] = jnp.maximum(sink, LOW)
-        refs.total[...] = jnp.exp(sink - jnp.maximum(sink, LOW))
+        first_lane = lax.broadcasted_iota(jnp.int32, sink.shape, 2) == 0
+        refs.total[...] = jnp.where(first_lane, jnp.exp2(sink - jnp.maximum(sink, LOW)), 0.0)
     refs.mixed[...] = jnp.zeros_like(refs.mixed)
+    if plan.has_query_info:
+        for j in range(plan.queries):
+            info = refs.query_info[i, j : j + 1]
+            of_query = pl.ds(j * plan.group, plan.group)
+            refs.packed_info[of_query] = jnp.broadcast_to(info, (plan.group, info.shape[1]))
     # Keys before this slot are in the pool and visible to every query of the row.
     prefix = refs.prefix_lens[row]
     seen_by_all = jnp.minimum(jnp.minimum(prefix, refs.limits[row]), _tail_start(plan, prefix))
@@ -354,23 +395,20 @@ def _attend_row(
 
         @pl.when(whole)
         def _() -> None:
-            for head in range(heads):
-                _absorb(plan, refs, i, head, buffer, None, None)
+            absorb_block(plan, refs, i, buffer, None)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
             if plan.writes:
                 _lay_new_rows(plan, refs, i, row, block, buffer)
-            seen = _seen(plan, refs, i, row, block)
-            held = _held(plan, refs, row, block)
-            for head in range(heads):
-                _absorb(plan, refs, i, head, buffer, seen, held)
+            _absorb_masked(plan, refs, i, row, block, buffer)
 
         return carry
 
     lax.fori_loop(*_blocks_of(plan, refs, row), absorb, None)
     for head in range(heads):
-        total = jnp.maximum(refs.total[head][:, :1], 1e-30)
+        total = jnp.sum(refs.total[head], axis=1, keepdims=True)
+        total = jnp.maximum(total, 1e-30)
         refs.out[i, head] = (refs.mixed[head] / total).astype(refs.out.dtype)
     if plan.writes:
         _await_writes(plan, refs, row)
@@ -398,37 +436,57 @@ def _lay_new_rows(
     lax.fori_loop(jnp.maximum(start - prefix, 0), end - prefix, lay, None)
 
 
+def _absorb_masked(
+    plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array, buffer: Any
+) -> None:
+    """Absorb a block that some query sees in part, at the least width with all of its keys.
+
+    Keys past the row's last have weight 0, so a narrower product gives the same bits.
+    """
+    num_keys = refs.limits[row] - block * plan.block_keys
+    least = 0
+    for keys in plan.masked_widths:
+        fits = num_keys > least
+        if keys < plan.block_keys:
+            fits = fits & (num_keys <= keys)
+
+        @pl.when(fits)
+        def _(keys: int = keys) -> None:
+            seen = _seen(plan, refs, row, block, keys)
+            held = _held(plan, refs, row, block, keys)
+            absorb_block(plan, refs, i, buffer, Mask(seen=seen, held=held, keys=keys))
+
+        least = keys
+
+
 def _seen(
-    plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array
+    plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, keys: int
 ) -> jax.Array:
-    """Return the mask bool[packed, block_keys]; see api.py for the rules."""
-    shape = (plan.query_rows, plan.block_keys)
-    slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
-    prefix = refs.prefix_lens[row]
-    start = _tail_start(plan, prefix)
+    """Return the mask bool[packed, keys] of a block's first keys; see api.py for the rules."""
+    first_slot, prefix = block * plan.block_keys, refs.prefix_lens[row]
+    slot = first_slot + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+    limit, start = refs.limits[row], _tail_start(plan, prefix)
     if plan.tail:
         tail_idx = slot - start
-        word = jnp.zeros(shape, jnp.int32)
+        # Per key what does not depend on the query: its bit in each word, and 1 before the tail.
+        bit = jnp.where(slot < limit, jnp.int32(1) << (tail_idx & 31), 0)
+        found = jnp.where((tail_idx < 0) & (slot < limit), 1, 0)
         for w in range(plan.num_words):
-            word = jnp.where(tail_idx >> 5 == w, refs.query_info[i, :, w : w + 1], word)
-        seen = (tail_idx < 0) | ((word >> (tail_idx & 31)) & 1 == 1)
+            of_word = jnp.where((tail_idx >= 0) & (tail_idx >> 5 == w), bit, 0)
+            found = found | (refs.packed_info[:, w : w + 1] & of_word)
+        seen = found != 0
+    elif plan.queries == 1:
+        bound = jnp.minimum(prefix + 1, limit)
+        seen = first_slot + lax.broadcasted_iota(jnp.int32, (plan.packed, keys), 1) < bound
     else:
-        seen = slot <= prefix + lax.broadcasted_iota(jnp.int32, shape, 0)
-    seen = seen & (slot < refs.limits[row])
+        packed_row = lax.broadcasted_iota(jnp.int32, (plan.packed, 1), 0).astype(jnp.float32)
+        query = ((packed_row + 0.5) * (1 / plan.group)).astype(jnp.int32)
+        seen = slot < jnp.minimum(prefix + 1 + query, limit)
     if plan.window is not None:
-        position = _positions(plan, refs, row, slot[:1], start)
-        own = refs.query_info[i, :, plan.num_words : plan.num_words + 1]
+        position = _positions(plan, refs, row, slot, start)
+        own = refs.packed_info[:, plan.num_words : plan.num_words + 1]
         seen = seen & (own - position < plan.window)
-    weight = seen.astype(jnp.float32)
-    if plan.queries == 1:
-        return jnp.broadcast_to(weight[:1], (plan.packed, plan.block_keys)) > 0.5
-    # Expand queries to packed rows; products with 0 and 1 are exact.
-    spread = (plan.packed, plan.query_rows)
-    packed_row = lax.broadcasted_iota(jnp.int32, spread, 0)
-    query = lax.broadcasted_iota(jnp.int32, spread, 1)
-    low = query * plan.group
-    owns = (packed_row >= low) & (packed_row < low + plan.group) & (query < plan.queries)
-    return jnp.dot(owns.astype(jnp.float32), weight, preferred_element_type=jnp.float32) > 0.5
+    return seen
 
 
 def _positions(
@@ -444,33 +502,39 @@ def _positions(
     return lax.fori_loop(0, plan.tail, place, slot)
 
 
-def _held(plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array) -> jax.Array:
-    """Return bool[block_keys, D]: was this key copied or stored? Other contents may be NaN."""
-    shape = (plan.block_keys, plan.width)
-    slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 0)
-    first = lax.div(refs.firsts[row], plan.page_size) * plan.page_size
-    return (slot >= first) & (slot < refs.limits[row])
+def _held(
+    plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, keys: int
+) -> jax.Array:
+    """Return bool[keys, D]: was this key copied or stored? Other contents may be NaN."""
+    key = lax.broadcasted_iota(jnp.int32, (keys, plan.width), 0)
+    first_slot = block * plan.block_keys
+    held = key < refs.limits[row] - first_slot
+    if plan.window is not None:
+        first = lax.div(refs.firsts[row], plan.page_size) * plan.page_size
+        held = held & (key >= first - first_slot)
+    return held
 
 
 def _load_head(
-    plan: RowsPlan, refs: RowsMemory, buffer: jax.Array, head: int, held: jax.Array | None
+    plan: RowsPlan, refs: RowsMemory, buffer: jax.Array, head: int, mask: Mask | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return K and V [block_keys, D] of one head; V is 0 where not `held`."""
+    """Return K and V [keys, D] of one head; V is 0 where not held."""
 
     def clean(v: jax.Array) -> jax.Array:
-        return v if held is None else jnp.where(held, v, jnp.zeros_like(v))
+        return v if mask is None else jnp.where(mask.held, v, jnp.zeros_like(v))
 
-    keys, two_g = plan.block_keys, plan.two_g
+    two_g = plan.two_g
+    keys = plan.block_keys if mask is None else mask.keys
     if not plan.has_strided_heads:
-        k = refs.buffers[buffer, :, 2 * head, :]
-        v = refs.buffers[buffer, :, 2 * head + 1, :].astype(jnp.float32)
+        k = refs.buffers[buffer, :keys, 2 * head, :]
+        v = refs.buffers[buffer, :keys, 2 * head + 1, :].astype(jnp.float32)
         return k, clean(v).astype(plan.dtype)
-    flat = refs.buffers.at[buffer].reshape(keys * two_g, plan.width)
+    flat = refs.buffers.at[buffer].reshape(plan.block_keys * two_g, plan.width)
     if plan.dtype.itemsize == 4:
         k = flat[pl.ds(2 * head, keys, stride=two_g), :]
         return k, clean(flat[pl.ds(2 * head + 1, keys, stride=two_g), :])
     words = flat.bitcast(jnp.uint32)
-    pair = words[pl.ds(head, keys, stride=two_g // 2), :] if two_g > 2 else words[...]
+    pair = words[pl.ds(head, keys, stride=two_g // 2), :] if two_g > 2 else words[:keys]
     k, v = split_pair(pair)
     return k.astype(plan.dtype), clean(v).astype(plan.dtype)
 
@@ -481,37 +545,60 @@ def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     return k, pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
-def _absorb(
-    plan: RowsPlan,
-    refs: RowsMemory,
-    i: jax.Array,
-    head: int,
-    buffer: jax.Array,
-    seen: jax.Array | None,
-    held: jax.Array | None,
+def absorb_block(
+    plan: RowsPlan, refs: RowsMemory, i: jax.Array, buffer: jax.Array, mask: Mask | None
 ) -> None:
-    k, v = _load_head(plan, refs, buffer, head, held)
-    q = refs.q[i, head]
+    """Add a block's keys to the online softmax of all heads.
+
+    A product or a reduction over lanes takes hundreds of cycles until its result is there. Heads go
+    through each stage together, so that these overlap; the totals stay in lanes until the row ends.
+    """
+    heads = plan.two_g // 2
+    for low in range(0, heads, plan.heads_together):
+        group = range(low, min(low + plan.heads_together, heads))
+        loaded = [_load_head(plan, refs, buffer, head, mask) for head in group]
+        scores = [
+            _score(plan, refs.q[i, head], k, mask)
+            for head, (k, _) in zip(group, loaded, strict=True)
+        ]
+        weights, fades = [], []
+        for head, pieces in zip(group, scores, strict=True):
+            before = refs.top[head]
+            most = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1, keepdims=True)
+            top = jnp.maximum(before, most)
+            fade = jnp.exp2(before - top)
+            parts = [jnp.exp2(piece - top) for piece in pieces]
+            refs.top[head] = top
+            refs.total[head] = refs.total[head] * fade + functools.reduce(jnp.add, parts)
+            weights.append(jnp.concatenate(parts, axis=1))
+            fades.append(fade if plan.width == LANES else fade[:, :1])
+        mixed = [_mix(plan, refs.q.dtype, w, v) for w, (_, v) in zip(weights, loaded, strict=True)]
+        for head, fade, part in zip(group, fades, mixed, strict=True):
+            refs.mixed[head] = refs.mixed[head] * fade + part
+
+
+def _score(plan: RowsPlan, q: jax.Array, k: jax.Array, mask: Mask | None) -> list[jax.Array]:
+    """Return the scores [packed, keys] times log2(e) in pieces of LANES keys, UNSEEN if hidden."""
     precision = None
     if q.dtype != k.dtype or q.dtype == jnp.float32:
-        k, v, precision = k.astype(jnp.float32), v.astype(jnp.float32), lax.Precision.HIGHEST
+        k, precision = k.astype(jnp.float32), lax.Precision.HIGHEST
     contract_last = (((1,), (1,)), ((), ()))
     scores = lax.dot_general(
         q, k, contract_last, precision=precision, preferred_element_type=jnp.float32
     )
-    scores = scores * plan.scale
-    if plan.soft_cap is not None:
-        scores = plan.soft_cap * jnp.tanh(scores / plan.soft_cap)
-    if seen is not None:
-        scores = jnp.where(seen, scores, UNSEEN)
-    before = refs.top[head][:, :1]
-    top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    fade = jnp.exp(before - top)
-    total = refs.total[head][:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
-    mixed = jnp.dot(
+    if plan.soft_cap is None:
+        scores = scores * (plan.scale * LOG2_E)
+    else:
+        scores = (plan.soft_cap * LOG2_E) * jnp.tanh(scores * (plan.scale / plan.soft_cap))
+    if mask is not None:
+        scores = jnp.where(mask.seen, scores, UNSEEN)
+    return [scores[:, at : at + LANES] for at in range(0, scores.shape[1], LANES)]
+
+
+def _mix(plan: RowsPlan, q_dtype: Any, weights: jax.Array, v: jax.Array) -> jax.Array:
+    precision = None
+    if q_dtype != plan.dtype or q_dtype == jnp.float32:
+        v, precision = v.astype(jnp.float32), lax.Precision.HIGHEST
+    return jnp.dot(
         weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
     )
-    refs.top[head] = jnp.broadcast_to(top, (plan.packed, LANES))
-    refs.total[head] = jnp.broadcast_to(total, (plan.packed, LANES))
-    refs.mixed[head] = refs.mixed[head] * fade + mixed
