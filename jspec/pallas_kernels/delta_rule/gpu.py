@@ -401,7 +401,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """What one program of `delta_states` works on: some columns of a value head of a row."""
+    """The part of a program of `delta_states`: some columns of a value head of a row."""
 
     row: jax.Array
     head: jax.Array  # of keys and queries
@@ -424,11 +424,6 @@ class _Strip:
     @property
     def place(self) -> Any:
         return self.states.at[self.slot, self.value, self.channel[:, None], self.column[None]]
-
-    def at(self, name: str, *index: Any) -> jax.Array:
-        """Load a number of the value head, at indices that a program computes."""
-        found: jax.Array = plt.load(self.given[name].at[self.row, self.value, *index])
-        return found
 
     def vectors(self, name: str, node: Any) -> jax.Array:
         """Load a node's key or query [Dk]."""
@@ -491,7 +486,7 @@ def _ancestors(row: jax.Array, mask: Any, sizes: _Sizes) -> Callable[[int, int],
 def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> jax.Array:
     """Return the state [Dk, strip] after the tokens of the last step that were accepted."""
     held = plt.load(own.place, mask=own.tile & jnp.logical_not(is_fresh), other=0.0)
-    held = held * own.at("carried", own.row * 0)
+    held = held * plt.load(own.given["carried"].at[own.row, own.value, own.row * 0])
     in_updates = own.first_update + own.column
     for step in range(sizes.path):
         nth = own.row * 0 + step  # jax 0.10 cannot interpret a load at a constant index
@@ -499,7 +494,8 @@ def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> j
         is_kept = (accepted >= 0) & jnp.logical_not(is_fresh)
         update_at = own.pending.at[own.slot, jnp.maximum(accepted, 0), in_updates]
         update = plt.load(update_at, mask=own.is_column & is_kept, other=0.0)
-        held = held + own.vectors("old_k", nth)[:, None] * (update * own.at("fade", nth))[None]
+        fade = plt.load(own.given["fade"].at[own.row, own.value, nth])
+        held = held + own.vectors("old_k", nth)[:, None] * (update * fade)[None]
     return held
 
 
