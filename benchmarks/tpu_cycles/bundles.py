@@ -1,7 +1,7 @@
 """The final bundles of a kernel, as libtpu lists them: loops, and the instructions of each bundle.
 
-A bundle is what a core issues in one cycle. The compiler writes all its stalls but the waits for
-copies as bundles, so the bundles of a loop's body are the cycles of one pass.
+A bundle is what a core issues in one cycle. Waits for copies and for the results of products,
+reductions and permutations have no bundles, so a loop's bundles are the fewest cycles of one pass.
 
 In:  0x1ce LB: >>> { %s1 = sadd.s32 1, %s2 ;;  %v3 = vld [vmem:[%s4] ...] } /* Start region 834 */
 Out: label LB, depth 3, two instructions, region 834 starts here

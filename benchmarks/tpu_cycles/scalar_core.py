@@ -1,11 +1,11 @@
 """A simulator of a TPU core that executes the scalar half of a kernel's final bundles.
 
-A core issues one bundle a cycle, in order, and all its stalls but the waits for copies are written
-out as bundles. So scalar instructions, predicates, branches (with their four delay slots), scalar
-memory and copies are executed, vector instructions are only counted, and the result is the cycles
-for given row lengths and page tables. A copy has a latency and shares the HBM's bandwidth with the
-others. What it does not see: copies of XLA around the kernel, an HBM that delivers less than its
-nominal bandwidth, the cost of a copy's descriptor, bank conflicts.
+A core issues one bundle a cycle, in order. Scalar instructions, predicates, branches (with their
+four delay slots), scalar memory and copies are executed, vector instructions are only counted, and
+the result is the least cycles for given row lengths and page tables. A copy has a latency and
+shares the HBM's bandwidth with the others. What it does not see: waits for the results of products,
+reductions and permutations (attention_block.py), copies of XLA around the kernel, an HBM that
+delivers less than its nominal bandwidth, the cost of a copy's descriptor, bank conflicts.
 
 A check of the simulator itself: bytes and number of copies are exactly those of the page table, and
 no wait is for bytes that are not sent (`Run.faults`).

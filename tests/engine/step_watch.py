@@ -2,7 +2,7 @@
 
 A synchronous collective has nothing under it; a large copy is a layout that two operations do not
 share; a loop or a sort is what XLA makes of a gather or a top-k that it cannot do otherwise. The
-inner loops are those of the kernels' final bundles: a bundle is a cycle.
+inner loops are those of the kernels' final bundles: a bundle is at least a cycle.
 """
 
 from __future__ import annotations
