@@ -65,10 +65,6 @@ class RowsPlan:
         return -(-self.queries * self.group // 8) * 8
 
     @property
-    def query_rows(self) -> int:
-        return -(-self.queries // 8) * 8
-
-    @property
     def num_words(self) -> int:
         return -(-self.tail // 32)
 
@@ -155,7 +151,7 @@ class RowsMemory:
     table_sem: Any  # DMA
     write_sem: Any  # DMA
     tail_positions: Any = None  # SMEM i32[B, W]
-    query_info: Any = None  # VMEM i32[N, query_rows, words + 1]: mask words, position
+    query_info: Any = None  # VMEM i32[N, R up to 8s, words + 1]: mask words, position
     packed_info: Any = None  # VMEM i32[packed, words + 1]: of each packed row's query
     sinks: Any = None  # VMEM f32[G, packed, 1]
     new: Any = None  # VMEM [N, R, 2G, D]
