@@ -88,6 +88,18 @@ GLM_4_7_FLASH_JSON: Mapping[str, Any] = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+QWEN3_6_35B_A3B_JSON: Mapping[str, Any] = {
+    **QWEN3_5_9B_JSON,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
 TINY_HYBRID_JSON: Mapping[str, Any] = {
     **QWEN3_5_9B_JSON,
     "head_dim": 16,
@@ -178,6 +190,7 @@ _TINY: Any = {
 }
 TARGETS: Mapping[str, OwnLayers] = {
     "qwen3.5-9b": OwnLayers(config=QWEN3_5_9B_JSON, num_layers=8),
+    "qwen3.6-35b-a3b": OwnLayers(config=QWEN3_6_35B_A3B_JSON, num_layers=8),
     "glm-4.7-flash": OwnLayers(config=GLM_4_7_FLASH_JSON, num_layers=5),
     "tiny-hybrid": OwnLayers(config=TINY_HYBRID_JSON, num_layers=4, **_TINY),
     "tiny-latent": OwnLayers(config=TINY_LATENT_JSON, num_layers=2, **_TINY),
