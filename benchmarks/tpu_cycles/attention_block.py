@@ -104,7 +104,6 @@ def plan_of(shape: tuple[int, int, int]) -> Any:
         writes=True,
         scale=0.088,
         window=None,
-        soft_cap=None,
         interpret=False,
     )
 

@@ -172,7 +172,6 @@ def check_attention(
     block_tokens: int,
     shared_bytes: int,
     scale: float,
-    soft_cap: float | None,
     reads_fp8: bool = False,
 ) -> None:
     """Raise ValueError for what an attention kernel does not support. shared_bytes: per program."""
@@ -184,25 +183,14 @@ def check_attention(
         raise ValueError(f"head_dim is {width}; expected 64 or 128")
     if page_size % 8 or (block_tokens % page_size and page_size % block_tokens):
         raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
-    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; expected more than 0")
     if q[1] % (two_g // 2) or q[2] > width:
         raise ValueError(f"q is {q}, the pool {kv_pages.shape}; heads or widths do not fit")
     if shared_bytes > SHARED_BYTES:
         raise ValueError(
             f"the tuning needs {shared_bytes} bytes of shared memory; {SHARED_BYTES} exist"
         )
-
-
-def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, float]:
-    """Return (scores, factor) whose product is log2(e) * c * tanh(scale * scores / c), or log2(e) *
-    scale * scores without a cap c. The factor folds into the fused multiply-add that follows.
-    """
-    if soft_cap is None:
-        return scores, scale * LOG2E
-    # tanh by exp2: the hardware tanh is off by 5e-4, and the cap multiplies that in an exponent.
-    power = jnp.exp2(scores * (2 * scale / soft_cap * LOG2E))
-    return 1.0 - 2.0 / (1.0 + power), soft_cap * LOG2E
 
 
 def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:

@@ -137,7 +137,7 @@ class GpuOps(Ops):
         serves = gpu_wide.serves(q, pages, queries_per_row=few, window=call.window)
         if few is None or not serves or scales is not None:
             return Ops.attend_written(self, q, pages, rows, call, sinks, scales)
-        how: Any = {"scale": call.scale, "soft_cap": call.soft_cap, "interpret": self.interpret}
+        how: Any = {"scale": call.scale, "interpret": self.interpret}
         return gpu_wide.attend_rows(q, pages, rows, queries_per_row=few, sinks=sinks, **how)
 
     def attend_latent(

@@ -57,7 +57,7 @@ def main() -> None:
         (1024, 16, {}),
         (2048, 64, {}),
         (8192, 16, {}),
-        (8192, 64, {"window": 1024, "soft_cap": 30.0}),
+        (8192, 64, {"window": 1024}),
         (2048, 64, {"tuning": Tuning(takes_turns=False)}),
         (2048, 64, {"tuning": Tuning(consumers=3, block_tokens=64, stages=4)}),
     ):

@@ -33,7 +33,7 @@ class Case:
     heads: tuple[int, int] = (4, 2)  # H, G
     widths: tuple[int, int, int] = (8, 8, 8)  # D of K, V and the pool
     longest: int = 40  # of the prefixes
-    options: dict[str, Any] = field(default_factory=dict)  # window, soft_cap
+    options: dict[str, Any] = field(default_factory=dict)  # window
     sinks: bool = False
     writes: bool = True
     shares_pages: bool = False
@@ -57,9 +57,7 @@ CASES = {
     "packed, window and sinks": Case(
         page_size=16, batch=2, queries=11, packed=True, sinks=True, options={"window": 5}
     ),
-    "packed, soft cap, narrow K and V": Case(
-        page_size=4, batch=2, queries=8, packed=True, widths=(6, 4, 8), options={"soft_cap": 2.0}
-    ),
+    "packed, narrow K and V": Case(page_size=4, batch=2, queries=8, packed=True, widths=(6, 4, 8)),
     "rows, page 16, several blocks": Case(page_size=16, batch=4, queries=4, longest=530),
     "rows, one query, multi-query": Case(page_size=1, batch=2, queries=1, heads=(4, 1)),
     "rows, window, every head its own": Case(
@@ -69,13 +67,13 @@ CASES = {
     "tree, page 64, several blocks": Case(page_size=64, batch=2, queries=8, tail=8, longest=540),
     "tree, two words": Case(page_size=16, batch=1, queries=40, tail=40),
     "tree, all but the last rows older": Case(page_size=1, batch=2, queries=4, tail=12),
-    "tree, window, sinks, soft cap": Case(
+    "tree, window, sinks": Case(
         page_size=16,
         batch=2,
         queries=7,
         tail=7,
         sinks=True,
-        options={"window": 6, "soft_cap": 3.0},
+        options={"window": 6},
     ),
     "nothing written": Case(page_size=4, batch=2, queries=3, writes=False),
 }
@@ -129,7 +127,7 @@ def draw_row(rng: np.random.Generator, case: Case, *, num_rows: int, prefix: int
 
 
 def attend_densely(
-    row: Row, *, scale: float, sinks: np.ndarray | None, window: int | None, soft_cap: float | None
+    row: Row, *, scale: float, sinks: np.ndarray | None, window: int | None
 ) -> np.ndarray:
     """Return f64[rows, H, D]: query by query, head by head, over the keys that it sees."""
     keys = np.concatenate((row.prefix, row.new))
@@ -151,8 +149,6 @@ def attend_densely(
         for h in range(heads):
             kv = keys[seen, h // (heads // groups)]
             scores = kv[:, 0, : row.q.shape[2]] @ row.q[j, h] * scale
-            if soft_cap is not None:
-                scores = soft_cap * np.tanh(scores / soft_cap)
             weights = np.exp(scores)
             total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[h])))
             out[j, h] = weights @ kv[:, 1] / total
@@ -283,7 +279,7 @@ def test_equals_the_dense_oracle_and_reads_no_poison(name: str, ops: str) -> Non
         rows = draw_rows(rng, case)
         sinks = rng.normal(0, 1, case.heads[0]).astype(np.float32) if case.sinks else None
         out, pool = call(case, rows, ops=ops, sinks=sinks)
-        options = {"window": None, "soft_cap": None, **case.options}
+        options = {"window": None, **case.options}
         for row, places in zip(rows, query_places(case, rows), strict=True):
             expected = attend_densely(row, scale=0.3, sinks=sinks, **options)
             np.testing.assert_allclose(np.asarray(out)[places], expected, rtol=2e-5, atol=2e-5)

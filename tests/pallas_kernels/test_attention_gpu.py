@@ -70,13 +70,13 @@ CASES = {
         Tuning(block_tokens=128, stages=1, splits=1), page_size=128, queries=2, longest=220
     ),
     "window": gpu_case(page_size=16, queries=3, longest=330, options={"window": 90}),
-    "tree, window, sinks, soft cap": gpu_case(
+    "tree, window, sinks": gpu_case(
         Tuning(splits=2),
         page_size=16,
         queries=7,
         tail=7,
         sinks=True,
-        options={"window": 6, "soft_cap": 3.0},
+        options={"window": 6},
     ),
     "sinks alone, shares by default": gpu_case(Tuning(), page_size=16, queries=2, sinks=True),
     "two consumers": gpu_case(
@@ -110,7 +110,7 @@ FAST = (
     "chain, padding queries",
     "tree, two tiles, two words",
     "window",
-    "tree, window, sinks, soft cap",
+    "tree, window, sinks",
     "producer, two consumers",
     "direct, group 3",
     "direct, two tiles, window",
@@ -164,7 +164,7 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     rng = np.random.default_rng([seed, case.queries])
     rows = [rounded(row, gpu.dtype) for row in draw_rows(rng, case)]
     sinks = rng.normal(0, 1, case.heads[0]).astype(np.float32) if case.sinks else None
-    options = {"window": None, "soft_cap": None, **case.options}
+    options = {"window": None, **case.options}
 
     @jax.jit
     def run(q: jax.Array, pool: jax.Array, attention_rows: AttentionMetadata) -> jax.Array:
@@ -206,7 +206,7 @@ E4M3 = jnp.float8_e4m3fn
 @pytest.mark.parametrize(
     "name",
     [
-        "tree, window, sinks, soft cap",
+        "tree, window, sinks",
         pytest.param("direct, two tiles, window", marks=pytest.mark.slow),
         pytest.param("decode, shares, wide heads", marks=pytest.mark.slow),
         pytest.param("blocks of 128", marks=pytest.mark.slow),

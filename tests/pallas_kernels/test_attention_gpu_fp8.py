@@ -32,20 +32,20 @@ CASES: dict[str, tuple[GPUCase, Tuning]] = {
         gpu_case(page_size=128, queries=3, tail=9, longest=220),
         dataclasses.replace(ONE, block=128),
     ),
-    "tree, window, sinks, soft cap": (
+    "tree, window, sinks": (
         gpu_case(
             page_size=16,
             queries=7,
             tail=7,
             sinks=True,
-            options={"window": 6, "soft_cap": 3.0},
+            options={"window": 6},
         ),
         Tuning(splits=2, block=32),
     ),
     "window": (gpu_case(page_size=16, queries=3, longest=330, options={"window": 90}), ONE),
     "group 3, shares by default": (gpu_case(page_size=16, queries=5, heads=(6, 2)), Tuning()),
 }
-FAST = ("tree, window, sinks, soft cap",)
+FAST = ("tree, window, sinks",)
 
 
 def check(name: str, *, interpret: bool) -> None:
@@ -54,7 +54,7 @@ def check(name: str, *, interpret: bool) -> None:
     rng = np.random.default_rng(len(name))
     rows = [rounded(row, E4M3) for row in draw_rows(rng, case)]
     sinks = rng.normal(0, 1, case.heads[0]).astype(np.float32) if case.sinks else None
-    options: dict[str, Any] = {"window": None, "soft_cap": None, **case.options}
+    options: dict[str, Any] = {"window": None, **case.options}
     num_heads, num_kv = case.heads
     assert case.queries * num_heads // num_kv <= gpu_fp8.MOST_PACKED
 

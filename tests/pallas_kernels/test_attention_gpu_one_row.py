@@ -27,7 +27,6 @@ class Case:
     prefix: int = 100
     pages: int = 10
     window: int | None = None
-    soft_cap: float | None = None
     sinks: bool = False
     norms: bool = True
     valid: bool = True
@@ -38,7 +37,7 @@ CASES = {
     "norms": Case(),
     "group of 16, window, sinks": Case(heads=16, num_kv=1, window=40, sinks=True, norms=False),
     "no keys before": Case(prefix=0),
-    "a page begins, soft cap": Case(prefix=96, soft_cap=20.0, heads=6, num_kv=2),
+    "a page begins": Case(prefix=96, heads=6, num_kv=2),
     "padding": Case(valid=False),
 }
 
@@ -74,7 +73,7 @@ def problem(
 def check(case: Case, *, interpret: bool) -> None:
     heads, rotation, pool, rows, sinks = problem(case)
     given = sinks if case.sinks else None
-    settings: dict[str, Any] = {"scale": 0.3, "window": case.window, "soft_cap": case.soft_cap}
+    settings: dict[str, Any] = {"scale": 0.3, "window": case.window}
     assert gpu_one_row.serves(heads, pool, rows, num_heads=case.heads)
     found, mine = gpu_one_row.rotate_write_and_attend(
         heads, rotation, pool, rows, sinks=given, interpret=interpret, **settings

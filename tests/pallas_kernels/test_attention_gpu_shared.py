@@ -188,7 +188,7 @@ def problem(case: SharedCase) -> tuple[jax.Array, jax.Array, AttentionMetadata, 
 
 def check(case: SharedCase, *, interpret: bool) -> None:
     q, pool, rows, sinks = problem(case)
-    settings: dict[str, Any] = {"scale": case.width**-0.5, "soft_cap": None, "sinks": sinks}
+    settings: dict[str, Any] = {"scale": case.width**-0.5, "sinks": sinks}
     settings["queries_per_row"] = case.queries
     sizes = (len(case.groups), case.num_kv, case.queries)
     found = attend_shared(

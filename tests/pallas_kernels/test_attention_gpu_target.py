@@ -82,7 +82,7 @@ def test_lowers_for_hopper(
     batch: int, queries: int, page_size: int, tail: int | None, tuning: Tuning
 ) -> None:
     args = llama_shapes(batch, queries, page_size, tail=tail)
-    options: dict[str, Any] = {"window": 4096, "soft_cap": 50.0} if batch == 8 else {}
+    options: dict[str, Any] = {"window": 4096} if batch == 8 else {}
     text = lower(args, queries=queries, tuning=tuning, **options)
     assert text.count("@mosaic_gpu_v2") == 1
 
@@ -109,7 +109,7 @@ def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_
     for tail in (None, queries):
         for tuning in (Tuning(), Tuning(block_tokens=128, stages=2), PRODUCER):
             args = llama_shapes(batch, queries, page_size, tail=tail)
-            options: dict[str, Any] = {"window": 4096, "soft_cap": 50.0} if batch == 8 else {}
+            options: dict[str, Any] = {"window": 4096} if batch == 8 else {}
             text = lower(args, queries=queries, tuning=tuning, **options)
             assert text.count("@mosaic_gpu_v2") == 1
 
@@ -168,9 +168,7 @@ def check_direct(
         batch, queries, page_size, heads=heads, width=width, longest=longest
     )
     options: dict[str, Any] = {"scale": 0.09, "queries_per_row": queries, "window": window}
-    expected = jax.jit(functools.partial(reference.attend, sinks=None, soft_cap=None, **options))(
-        q, pool, rows
-    )
+    expected = jax.jit(functools.partial(reference.attend, sinks=None, **options))(q, pool, rows)
     run = functools.partial(attend_rows, tuning=Tuning(splits=1), interpret=interpret, **options)
     out = np.asarray(jax.jit(run)(q, pool, rows).astype(jnp.float32))
     np.testing.assert_allclose(out, expected.astype(jnp.float32), rtol=0.02, atol=0.01)
@@ -232,8 +230,8 @@ def test_equals_the_reference_at_serving_shapes(
         tail_positions=positions,
     )
     options: dict[str, Any] = {"scale": 0.09, "queries_per_row": queries}
-    expected = reference.attend(
-        q, pool, rows, window=None, sinks=None, soft_cap=None, **options
-    ).astype(jnp.float32)
+    expected = reference.attend(q, pool, rows, window=None, sinks=None, **options).astype(
+        jnp.float32
+    )
     out = attend_rows(q, pool, rows, tuning=tuning, **options).astype(jnp.float32)
     np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.01)

@@ -41,7 +41,7 @@ class Case:
     widths: tuple[int, int, int] = (16, 16, 16)  # of q and K, of V, of the pool
     dtype: Any = jnp.float32
     tail: int | None = None  # W
-    options: tuple[tuple[str, Any], ...] = ()  # window, soft_cap
+    options: tuple[tuple[str, Any], ...] = ()  # window
     sinks: bool = False
     writes: bool = True
 
@@ -53,12 +53,12 @@ FAST = {
         dtype=jnp.bfloat16,
     ),
     "chain, uneven, a row absent": Case(queries=4, rows=((284, 4), (0, 3), (5, 0), (127, 1))),
-    "draft level, window, sinks, soft cap": Case(
+    "draft level, window, sinks": Case(
         queries=4,
         rows=((284, 4), (8, 4)),
         tail=12,
         sinks=True,
-        options=(("window", 4), ("soft_cap", 3.0)),
+        options=(("window", 4),),
     ),
 }
 SLOW = {
@@ -99,7 +99,7 @@ TREE = Case(queries=8, rows=((0, 0),) * 2, tail=8)
 @cache
 def compiled(case: Case, kind: str) -> Any:
     """Return the kernel or the reference, jitted for the shapes of a case."""
-    options = {"window": None, "soft_cap": None, **dict(case.options)}
+    options = {"window": None, **dict(case.options)}
     shared = {"scale": SCALE, "queries_per_row": case.queries, **options}
     if kind == "kernel":
         return jax.jit(partial(attend_rows, interpret=True, **shared), donate_argnums=3)
@@ -209,7 +209,7 @@ def test_equals_the_reference_at_other_shapes(name: str) -> None:
 
 
 def test_an_overflow_in_one_node_changes_no_node_that_does_not_see_it() -> None:
-    case = FAST["draft level, window, sinks, soft cap"]
+    case = FAST["draft level, window, sinks"]
     args, options = draw_call(np.random.default_rng(3), case)
     kernel = compiled(replace(case, rows=((0, 0),) * 2), "kernel")
     pool, rows = args[3], args[4]
@@ -264,7 +264,7 @@ def test_a_plain_step_a_chain_and_a_tree_add_the_same_keys_together(kv_heads: in
     plan = RowsPlan(
         batch=64, queries=1, group=4, page_size=64, two_g=2 * kv_heads, width=128,
         pages_per_row=128, tail=0, dtype=jnp.dtype(jnp.bfloat16), writes=True, scale=1.0,
-        window=None, soft_cap=None, interpret=False,
+        window=None, interpret=False,
     )  # fmt: skip
     blocks = {replace(plan, queries=queries).block_keys for queries in (1, 4, 16)}
     assert blocks == {2048 // kv_heads}

@@ -125,7 +125,7 @@ def test_wide_heads_give_what_xla_gives(
         **fields,
     )
     q = jnp.asarray(rng.normal(size=(batch * queries, num_heads, width)), jnp.float32)
-    how: Any = {"queries_per_row": queries, "scale": 0.2, "soft_cap": 3.0 if tree else None}
+    how: Any = {"queries_per_row": queries, "scale": 0.2}
     how["sinks"] = jnp.ones(num_heads) if sinks else None
     expected = xla.attend(q, jnp.asarray(pool), rows, window=None, **how)
     items = batch * num_kv * -(-queries * num_heads // num_kv // 64)

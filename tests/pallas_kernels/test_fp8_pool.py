@@ -70,7 +70,7 @@ def as_stored(kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         "packed, page 4, several blocks",
         "packed, window and sinks",
         "rows, window, every head its own",
-        "tree, window, sinks, soft cap",
+        "tree, window, sinks",
         "nothing written",
     ],
 )
@@ -88,7 +88,7 @@ def test_every_query_sees_the_stored_values_and_no_poison(name: str, ops: str) -
 
     before = pool(with_new=not case.writes)
     out, after = call(case, rows, ops=ops, sinks=sinks, pool=before, scales=SCALES)
-    options = {"window": None, "soft_cap": None, **case.options}
+    options = {"window": None, **case.options}
     for row, places in zip(rows, query_places(case, rows), strict=True):
         seen: Row = replace(row, prefix=as_stored(row.prefix)[1], new=as_stored(row.new)[1])
         expected = attend_densely(seen, scale=0.3, sinks=sinks, **options)

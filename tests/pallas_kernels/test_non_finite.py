@@ -31,14 +31,14 @@ from tests.pallas_kernels.test_attention import (
 MASKS = {
     "packed, window": CASES["packed, window and sinks"],
     "chain": CASES["nothing written"],
-    "tree, window": CASES["tree, window, sinks, soft cap"],
+    "tree, window": CASES["tree, window, sinks"],
 }
 POISON = (np.nan, np.inf, -np.inf)
 
 
 def check_queries_that_see_no_poison(case: Case, rows: list[Row], out: Any) -> bool:
     """Return True if a poisoned row had such a query, so that a mask kept the poison out."""
-    options = {"window": None, "soft_cap": None, **case.options}
+    options = {"window": None, **case.options}
     hidden_by_a_mask = False
     for row, places in zip(rows, query_places(case, rows), strict=True):
         expected = attend_densely(all_nan_where_poisoned(row), scale=0.3, sinks=None, **options)

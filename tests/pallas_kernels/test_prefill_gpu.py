@@ -85,9 +85,8 @@ CASES = {
         heads=(8, 1),
         window=130,
         sinks=True,
-        soft_cap=30.0,
     ),
-    "window within a page, soft cap": gpu_case((33, 1, 8), (90, 64, 0), window=5, soft_cap=3.0),
+    "window within a page": gpu_case((33, 1, 8), (90, 64, 0), window=5),
     "one query a row": gpu_case((1, 1, 1, 1, 1), (0, 15, 63, 64, 200)),
     "pages larger than a block of keys": gpu_case((17, 5), (140, 3), page_size=128),
     "group 7": gpu_case((65,), (10,), heads=(7, 1)),
@@ -117,12 +116,12 @@ def on_cpu() -> contextlib.AbstractContextManager[object]:
     return jax.default_device(jax.devices("cpu")[0])
 
 
-RUN = jax.jit(attend_packed, static_argnames=("scale", "window", "soft_cap", "tuning", "interpret"))
+RUN = jax.jit(attend_packed, static_argnames=("scale", "window", "tuning", "interpret"))
 
 
 def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     case = gpu.case
-    options: dict[str, Any] = {"scale": 0.1, "window": case.window, "soft_cap": case.soft_cap}
+    options: dict[str, Any] = {"scale": 0.1, "window": case.window}
     with on_cpu() if interpret else contextlib.nullcontext():
         rng = np.random.default_rng(seed)
         q, _, _, pool, rows, sinks = draw(case, rng, list(gpu.lengths), list(gpu.prefixes))
@@ -237,7 +236,7 @@ def test_no_key_lies_past_the_page_table() -> None:
         rows = dataclasses.replace(
             rows, prefix_lens=rows.prefix_lens.at[0].set(slots - 4, mode="drop")
         )
-        options: dict[str, Any] = {"scale": 0.1, "window": None, "sinks": None, "soft_cap": None}
+        options: dict[str, Any] = {"scale": 0.1, "window": None, "sinks": None}
         run = jax.jit(partial(attend_packed, tuning=SMALL, interpret=True, **options))
         out = run(q, pool, rows)
         expected = reference.attend(q, pool, rows, queries_per_row=None, **options)
@@ -260,7 +259,6 @@ def test_no_key_lies_past_the_page_table() -> None:
         ({"heads": 7}, "heads or widths do not fit"),
         ({"tuning": Tuning(stages=4)}, "bytes of shared memory"),
         ({"scale": -1.0}, "scale is -1.0"),
-        ({"soft_cap": 0.0}, "soft_cap 0.0"),
         ({"mask": True}, "takes no tail mask"),
         ({"planned": 4}, "the plan has 4 blocks; expected 1"),
     ],
@@ -290,7 +288,6 @@ def test_what_the_kernel_does_not_serve_is_refused(changes: dict[str, Any], mess
             jnp.zeros((2, changes.get("page_size", 16), 4, width), dtype),
             rows,
             scale=changes.get("scale", 1.0),
-            soft_cap=changes.get("soft_cap"),
             tuning=changes.get("tuning"),
             plan=plan,
         )

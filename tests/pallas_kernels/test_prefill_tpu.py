@@ -43,7 +43,6 @@ class Case:
     pages_per_row: int = 20
     dtype: Any = jnp.float32
     window: int | None = None
-    soft_cap: float | None = None
     sinks: bool = False
     writes: bool = True
     sizes: BlockSizes = SMALL
@@ -56,7 +55,7 @@ class Case:
 @functools.cache
 def _programs(case: Case) -> tuple[Any, Any]:
     """Return (kernel, reference), both (q, k, v, pool, rows, sinks) -> (out, pool)."""
-    options: dict[str, Any] = {"scale": 0.1, "window": case.window, "soft_cap": case.soft_cap}
+    options: dict[str, Any] = {"scale": 0.1, "window": case.window}
 
     def kernel(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
         if not case.writes:
@@ -153,7 +152,7 @@ def draw_lengths(rng: np.random.Generator, case: Case) -> tuple[list[int], list[
 
 PACKED = Case(queries=80, batch=5)  # 3 blocks of 32 queries
 FAST = {
-    "bf16, window, sinks, soft cap, page 32": Case(
+    "bf16, window, sinks, page 32": Case(
         queries=40,
         batch=3,
         dtype=jnp.bfloat16,
@@ -161,7 +160,6 @@ FAST = {
         pages_per_row=10,
         window=150,
         sinks=True,
-        soft_cap=3.0,
     ),
     "page 128, narrow K and V, one kv head, sinks": Case(
         queries=16,
@@ -195,9 +193,7 @@ SLOW = {
     ),
     "four kv heads, group 7": Case(queries=140, batch=2, heads=(28, 4), pages_per_row=10),
     "window within a page": Case(queries=70, batch=3, window=5, dtype=jnp.bfloat16),
-    "nothing written, bf16, soft cap": Case(
-        queries=70, batch=3, writes=False, soft_cap=2.0, dtype=jnp.bfloat16
-    ),
+    "nothing written, bf16": Case(queries=70, batch=3, writes=False, dtype=jnp.bfloat16),
     "256 wide": Case(queries=40, batch=2, widths=(256, 256, 256), dtype=jnp.bfloat16),
     "pages of 1": Case(queries=40, batch=2, page_size=1, pages_per_row=150),
     "pages larger than a block of keys": Case(
@@ -295,6 +291,5 @@ def test_shapes_that_the_kernel_cannot_take_are_refused(
             scale=changes.get("scale", 1.0),
             window=None,
             sinks=None,
-            soft_cap=None,
             sizes=changes.get("sizes"),
         )

@@ -98,10 +98,10 @@ def rows(
 def packed(
     tokens: int, *, heads: int = 8, kv_heads: int = 2, width: int = 128, q_width: int = 128,
     page_size: int = 64, dtype: Any = bf16, writes: bool = True, sinks: bool = False,
-    window: int | None = None, soft_cap: float | None = None,
+    window: int | None = None,
 ) -> Program:  # fmt: skip
     """Prefill of eight rows of up to 8,192 tokens. q_width: head_dim; width: the pool's."""
-    options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"window": window}
     call = partial(attend_packed, scale=q_width**-0.5, **options)
 
     def program(q: Any, k: Any, v: Any, pool: Any, rows: AttentionMetadata, sinks: Any) -> Any:
@@ -193,9 +193,7 @@ PROGRAMS = {
     "rows, 8b tp4 tree of 33, page 16": rows(33, tail=33, page_size=16),
     "rows, 8b tp4 draft level": rows(4, tail=12, page_size=16),
     "rows, 8b tp4 long table": rows(4, page_size=16, pages_per_row=8192, batch=256),
-    "rows, 8b tp4 window, sinks, soft cap": rows(
-        16, tail=16, sinks=True, window=128, soft_cap=30.0
-    ),
+    "rows, 8b tp4 window, sinks": rows(16, tail=16, sinks=True, window=128),
     "rows, 8b tp4 one row": rows(16, tail=16, batch=1),
     "rows, 8b tp4 nothing written": rows(4, writes=False),
     **{
@@ -227,7 +225,7 @@ PROGRAMS = {
     "prefill, every head its own": packed(16, heads=8, kv_heads=8, page_size=16),
     "prefill, group 7": packed(512, heads=28, kv_heads=4),
     "prefill, float32": packed(256, dtype=f32, page_size=16),
-    "prefill, window, sinks, soft cap": packed(1024, window=512, soft_cap=30.0, sinks=True),
+    "prefill, window, sinks": packed(1024, window=512, sinks=True),
     "prefill, nothing written": packed(1024, writes=False, page_size=16),
     "prefill, 256 wide": packed(256, width=256, q_width=256),
     "compaction, 8b tp4": compaction(32, 4),

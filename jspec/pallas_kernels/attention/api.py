@@ -16,8 +16,8 @@ Query j of row b sees these keys:
   - window w: only keys with q_position - key_position < w; a tail key's position is
     tail_positions[b, w], any other key's position is its slot.
 
-`sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to c *
-tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
+`sinks` f32[H] adds exp(sink) to each head's softmax denominator. K and V may be narrower than the
+pool's D. Result: (out[T, H, D], kv_pages').
 
 Written slots are finite (kv_write); unwritten slots may hold anything. XLA and the kernels rely on
 both: they replace unwritten slots, and give slots that only some queries see a weight of 0 for the
@@ -70,11 +70,10 @@ class AttentionCall:
     queries_per_row: int | None  # None: packed prefill chunks
     scale: float
     window: int | None = None
-    soft_cap: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        return {"scale": self.scale, "window": self.window}
 
 
 def check_call(

@@ -38,7 +38,6 @@ from jspec.pallas_kernels.attention.tuning import Tuning, choose_tuning
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
-    capped,
     check_attention,
     fold_scores,
     interpret_options,
@@ -68,7 +67,6 @@ class Shape:
     pool_dtype: Any
     dtype: Any  # of both products' operands and of the results
     scale: float
-    soft_cap: float | None
     windowed: bool
     in_parts: bool  # the result is merged afterwards, even if it is one part
     interpreted: bool
@@ -109,7 +107,6 @@ def attend_rows(
     queries_per_row: int,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    soft_cap: float | None = None,
     packed_heads: int | None = None,
     tuning: Tuning | None = None,
     plan: BlockPlan | None = None,
@@ -133,7 +130,6 @@ def attend_rows(
         queries_per_row=queries_per_row,
         tuning=tuning,
         scale=scale,
-        soft_cap=soft_cap,
         windowed=window is not None,
         in_parts=sinks is not None,
         interpreted=interpret,
@@ -172,7 +168,7 @@ def shape_of(
     *,
     queries_per_row: int,
     tuning: Tuning,
-    **fixed: Any,  # scale, soft_cap, windowed, in_parts, interpreted
+    **fixed: Any,  # scale, windowed, in_parts, interpreted
 ) -> Shape:
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
@@ -180,8 +176,8 @@ def shape_of(
     ring = tuning.stages * kv_pages.dtype.itemsize + 2 * (wide != kv_pages.dtype)
     used = tuning.consumers * (ring * block * 2 + TILE_ROWS * 2) * width
     used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
-    limits = {name: fixed[name] for name in ("scale", "soft_cap")}
-    check_attention(q, kv_pages, block_tokens=block, shared_bytes=used, reads_fp8=True, **limits)
+    limits: Any = {"block_tokens": block, "shared_bytes": used, "scale": fixed["scale"]}
+    check_attention(q, kv_pages, **limits, reads_fp8=True)
     if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
         raise ValueError(
             f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
@@ -534,7 +530,7 @@ def _absorb(
     if shape.widens:
         plgpu.commit_smem()
         release()
-    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
+    factor = shape.scale * LOG2E
     scores = _mask(shape, block, scores, rule, masked=masked)
     new_top, fade, weights, total = fold_scores(scores, factor, top, total)
     operand = weights.astype(shape.dtype)

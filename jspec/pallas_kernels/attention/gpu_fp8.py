@@ -21,7 +21,7 @@ from jspec.pallas_kernels.attention import gpu_plan
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_merge import merge_shares
 from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, BlockPlan, tiles_of
-from jspec.pallas_kernels.hopper import NOTHING, capped
+from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 from jspec.spec.cache_entry import FP8
 
 MOST_PACKED = 16  # M of the smallest tensor core product
@@ -46,7 +46,6 @@ class _Static:
     queries: int  # R
     splits: int
     scale: float
-    soft_cap: float | None
     windowed: bool
     tuning: Tuning
     is_direct: bool  # the result is final
@@ -68,7 +67,6 @@ def attend_rows(
     packed_heads: int,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    soft_cap: float | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -89,7 +87,6 @@ def attend_rows(
         queries=queries_per_row,
         splits=splits,
         scale=scale,
-        soft_cap=soft_cap,
         windowed=window is not None,
         tuning=tuning,
         is_direct=splits == 1 and sinks is None,
@@ -195,11 +192,9 @@ def _attend(
     def step(i: jax.Array, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
         top, total, mixed = carry
         k, v = read(i, masked=masked)
-        scores, factor = capped(
-            plt.dot(q, k, trans_b=True), scale=static.scale, soft_cap=static.soft_cap
-        )
+        scores = plt.dot(q, k, trans_b=True) * (static.scale * LOG2E)
         sees = seen(i, masked=masked)
-        scores = scores * factor if sees is None else jnp.where(sees, scores * factor, -jnp.inf)
+        scores = scores if sees is None else jnp.where(sees, scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_top[:, None])
         fade = jnp.exp2(top - new_top)

@@ -49,7 +49,6 @@ def rotate_write_and_attend(
     queries_per_row: int | None,
     scale: float,
     window: int | None = None,
-    soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     scales: KVScales | None = None,
     interpret: bool = False,
@@ -79,7 +78,6 @@ def rotate_write_and_attend(
             rows,
             scale=scale,
             window=window,
-            soft_cap=soft_cap,
             sinks=sinks,
             interpret=interpret,
         )
@@ -94,7 +92,6 @@ def rotate_write_and_attend(
             num_heads=rotation.num_heads,
             queries_per_row=queries_per_row,
             scale=scale,
-            soft_cap=soft_cap,
             sinks=sinks,
             interpret=interpret,
         )
@@ -105,7 +102,6 @@ def rotate_write_and_attend(
         rows,
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
         sinks=sinks,
         queries_per_row=queries_per_row,
         packed_heads=rotation.num_heads,

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_merge import merge_shares
 from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, tiles_of
-from jspec.pallas_kernels.hopper import NOTHING, capped
+from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import finite, norm_halves, turn
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
@@ -43,7 +43,6 @@ class _Static:
     num_shares: int
     scale: float
     window: int | None
-    soft_cap: float | None
     eps: float | None  # eps of the heads' norms; None: no norms
 
 
@@ -78,7 +77,6 @@ def rotate_write_and_attend(
     *,
     scale: float,
     window: int | None = None,
-    soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "one H D"], Float[Array, "NP S G2 D"]]:
@@ -90,7 +88,6 @@ def rotate_write_and_attend(
         num_shares=max(1, min(2 * NUM_SMS // num_kv, blocks, MOST_SHARES)),
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
         eps=None if rotation.norms is None else rotation.norms.eps,
     )
     parts, heights, kv_pages = _launch(heads, rotation, kv_pages, rows, static, interpret=interpret)
@@ -175,8 +172,7 @@ def _attend(
     q = rotated((head * group + row)[:, None], is_head[:, None], q_norm)
 
     def scored(products: jax.Array, seen: jax.Array) -> jax.Array:
-        heights, factor = capped(products, scale=static.scale, soft_cap=static.soft_cap)
-        return jnp.where(seen, heights * factor, NOTHING)
+        return jnp.where(seen, products * (static.scale * LOG2E), NOTHING)
 
     def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, mixed = carry

@@ -76,7 +76,6 @@ def attend_shared(
     num_heads: int,
     queries_per_row: int,
     scale: float,
-    soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
@@ -98,7 +97,7 @@ def attend_shared(
     assert UNIT % block == 0
     capacity = rows_a_pack(queries_per_row=queries_per_row, group=group)
     packs = pack_rows(rows.shared, capacity=capacity)
-    fixed = {"scale": scale, "soft_cap": soft_cap, "windowed": False, "in_parts": True}
+    fixed = {"scale": scale, "windowed": False, "in_parts": True}
     pool = kv_pages.reshape(*kv_pages.shape[:2], -1)
 
     own = gpu.shape_of(

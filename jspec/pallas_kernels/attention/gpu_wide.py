@@ -24,7 +24,7 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
 from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, tiles_of
 from jspec.pallas_kernels.attention.tuning import WideTuning, choose_wide_tuning
-from jspec.pallas_kernels.hopper import NOTHING, capped
+from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 from jspec.pallas_kernels.kv_write.reference import records_of
 
 MOST_QUERIES = 64  # of a row
@@ -47,7 +47,6 @@ class _Static:
     shares: int
     block: int
     scale: float
-    soft_cap: float | None
 
 
 def serves(
@@ -67,7 +66,6 @@ def attend_rows(
     scale: float,
     value_dim: int | None = None,
     sinks: Float[Array, "H"] | None = None,
-    soft_cap: float | None = None,
     tuning: WideTuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H Dv"]:
@@ -92,7 +90,6 @@ def attend_rows(
         shares=max(1, min(tuning.programs * NUM_SMS // items, blocks, most)),
         block=tuning.block,
         scale=scale,
-        soft_cap=soft_cap,
     )
     plan = gpu_plan.plan_blocks(
         rows, queries_per_row=queries_per_row, group=group, window=None, block_tokens=tuning.block
@@ -183,8 +180,7 @@ def _attend(
         products: Any = 0.0
         for a, b in zip(q, k, strict=True):
             products = products + plt.dot(a, b, trans_b=True)
-        heights, factor = capped(products, scale=static.scale, soft_cap=static.soft_cap)
-        scores = heights * factor
+        scores = products * (static.scale * LOG2E)
         if is_masked:
             place = words_ref.at[batch_row, tile, i - edge, key[None] % block // 32, row[:, None]]
             seen = ((plt.load(place) >> (key[None] % 32)) & 1) > 0

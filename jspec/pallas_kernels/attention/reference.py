@@ -50,7 +50,6 @@ def attend(
     queries_per_row: int | None,
     window: int | None,
     sinks: jax.Array | None,
-    soft_cap: float | None,
 ) -> jax.Array:
     """Return out[T, H, D] by definition; padding queries return zeros."""
     width, (num_kv, num_records) = kv_pages.shape[-1], records_of(kv_pages)
@@ -82,8 +81,6 @@ def attend(
     queries = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, width - q.shape[2])))
     queries = queries.reshape(q.shape[0], -1, group, width)
     scores = jnp.einsum("tghd,tcgd->tghc", queries, clean[:, :, :, 0]) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - top)

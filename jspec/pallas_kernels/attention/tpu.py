@@ -48,7 +48,6 @@ def attend_rows(
     queries_per_row: int,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages'). T = B * R.
@@ -64,7 +63,6 @@ def attend_rows(
         writes=k_new is not None and v_new is not None,
         scale=scale,
         window=window,
-        soft_cap=soft_cap,
         interpret=interpret,
     )
     inputs: dict[str, Any] = _describe_rows(plan, rows)

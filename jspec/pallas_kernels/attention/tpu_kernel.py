@@ -56,7 +56,6 @@ class RowsPlan:
     writes: bool
     scale: float
     window: int | None
-    soft_cap: float | None
     interpret: bool
 
     @property
@@ -582,10 +581,7 @@ def _score(plan: RowsPlan, q: jax.Array, k: jax.Array, mask: Mask | None) -> lis
     scores = lax.dot_general(
         q, k, contract_last, precision=precision, preferred_element_type=jnp.float32
     )
-    if plan.soft_cap is None:
-        scores = scores * (plan.scale * LOG2_E)
-    else:
-        scores = (plan.soft_cap * LOG2_E) * jnp.tanh(scores * (plan.scale / plan.soft_cap))
+    scores = scores * (plan.scale * LOG2_E)
     if mask is not None:
         scores = jnp.where(mask.seen, scores, UNSEEN)
     return [scores[:, at : at + LANES] for at in range(0, scores.shape[1], LANES)]

@@ -35,7 +35,6 @@ def attend(
     queries_per_row: int | None,
     window: int | None,
     sinks: jax.Array | None,
-    soft_cap: float | None,
 ) -> jax.Array:
     """Return out[T, H, D]; padding queries return unspecified finite values."""
     page_size, width = kv_pages.shape[1], kv_pages.shape[-1]
@@ -76,7 +75,7 @@ def attend(
         kv = jnp.where(is_written, kv, 0.0)
         kv = kv.reshape(groups, -1, num_kv, num_records, width)
         seen = _visible(slot, rows, q.shape[0], queries_per_row, window, row)
-        return step + 1, _absorb(partial, queries, kv, seen, soft_cap=soft_cap)
+        return step + 1, _absorb(partial, queries, kv, seen)
 
     last = ends[-1] if queries_per_row is None else jnp.max(blocks)
     start = _Partial(
@@ -141,14 +140,10 @@ def _absorb(
     queries: jax.Array,
     kv: jax.Array,
     seen: jax.Array,
-    *,
-    soft_cap: float | None,
 ) -> _Partial:
     """Add one block to the online softmax: kv [A, C, G, 2 (K, V) or 1, D], seen [A, Q, C]."""
     group = queries.shape[2] // seen.shape[1]
     scores = jnp.einsum("agqd,acgd->agqc", queries, kv[:, :, :, 0])
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
     seen = jnp.repeat(seen, group, axis=1)[:, None]  # [A, 1, Q * group, C]
     top = jnp.maximum(partial.top, jnp.max(jnp.where(seen, scores, -1e30), axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)

@@ -31,7 +31,6 @@ from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, BlockPla
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
-    capped,
     fold_scores,
     has_mosaic_gpu,
     interpret_options,
@@ -61,7 +60,6 @@ class _Shape:
     shares: int
     dtype: Any
     scale: float
-    soft_cap: float | None
     interpreted: bool
 
     @property
@@ -106,7 +104,6 @@ def attend_rows(
     queries_per_row: int,
     rank: int,
     scale: float,
-    soft_cap: float | None = None,
     shares: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H rank"]:
@@ -128,7 +125,6 @@ def attend_rows(
         shares=shares or choose_shares(items=batch * tiles, max_blocks=max_blocks),
         dtype=pages.dtype,
         scale=scale,
-        soft_cap=soft_cap,
         interpreted=interpret,
     )
     plan = gpu_plan.plan_blocks(
@@ -365,7 +361,7 @@ def _absorb(
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, BLOCK), jnp.float32))
     if words:
         _clean(shape, refs, work, number, slot, block)
-    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
+    factor = shape.scale * LOG2E
     new_top, fade, weights, total = fold_scores(_mask(scores, words), factor, top, total)
     mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
     rounded = weights.astype(shape.dtype)

@@ -33,7 +33,6 @@ from jspec.pallas_kernels.attention.gpu_plan import TILE_ROWS
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
-    capped,
     check_attention,
     fold_scores,
     interpret_options,
@@ -66,7 +65,6 @@ class _Shape:
     pool_dtype: Any
     dtype: Any  # of both products' operands and of the result
     scale: float
-    soft_cap: float | None
     windowed: bool
     sinks: bool
     interpreted: bool
@@ -118,7 +116,6 @@ def attend_packed(
     scale: float,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    soft_cap: float | None = None,
     tuning: Tuning | None = None,
     plan: PrefillPlan | None = None,
     interpret: bool = False,
@@ -130,7 +127,7 @@ def attend_packed(
     shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or choose_tuning(kv_pages.dtype)
-    _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
+    _check(q, kv_pages, rows, tuning=tuning, scale=scale)
     num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
     group = q.shape[1] // num_kv
     heads = packed_heads(group)
@@ -146,7 +143,6 @@ def attend_packed(
         pool_dtype=kv_pages.dtype,
         dtype=wide_dtype(kv_pages.dtype),
         scale=scale,
-        soft_cap=soft_cap,
         windowed=window is not None,
         sinks=sinks is not None,
         interpreted=interpret,
@@ -181,7 +177,6 @@ def _check(
     *,
     tuning: Tuning,
     scale: float,
-    soft_cap: float | None,
 ) -> None:
     block, width = tuning.block_tokens, kv_pages.shape[3]
     tokens = tuning.stages * block * kv_pages.dtype.itemsize
@@ -193,7 +188,6 @@ def _check(
         block_tokens=block,
         shared_bytes=used,
         scale=scale,
-        soft_cap=soft_cap,
         reads_fp8=True,
     )
     if rows.tail_mask is not None:
@@ -493,7 +487,7 @@ def _absorb(
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
-    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
+    factor = shape.scale * LOG2E
     scores = _mask(shape, block, scores, rule)
     new_top, fade, weights, total = fold_scores(scores, factor, top, total)
     mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])

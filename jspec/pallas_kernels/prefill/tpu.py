@@ -57,7 +57,6 @@ class _Shape:
     keys: int  # keys of a step
     num_blocks: int
     scale: float
-    soft_cap: float | None
     writes: bool
     interpreted: bool
 
@@ -107,7 +106,6 @@ def attend_packed(
     scale: float,
     window: int | None,
     sinks: jax.Array | None,
-    soft_cap: float | None,
     sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +133,6 @@ def attend_packed(
         keys=sizes.block_keys(kv_pages.shape[1]),
         num_blocks=num_blocks,
         scale=scale,
-        soft_cap=soft_cap,
         writes=k_new is not None and v_new is not None,
         interpreted=interpret is not False,
     )
@@ -214,7 +211,7 @@ def _sink_rows(sinks: jax.Array | None, shape: _Shape) -> jax.Array:
     if sinks is None:
         return jnp.full((lines, shape.rows), LOWEST, jnp.float32)
     by_head = sinks.astype(jnp.float32).reshape(shape.num_kv, shape.group)
-    by_head = by_head / (1.0 if shape.soft_cap is not None else shape.scale)
+    by_head = by_head / shape.scale
     return jnp.pad(jnp.tile(by_head, (1, shape.queries)), ((0, lines - shape.num_kv), (0, 0)))
 
 
@@ -527,12 +524,9 @@ def _absorb(
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-    unit = math.log2(math.e) * (shape.scale if shape.soft_cap is None else 1.0)
+    unit = math.log2(math.e) * shape.scale
     ats = [(head, _rows_at(start, offset, rows)) for head, offset, rows in pieces]
     scores = [dot(refs.q[at], refs.pairs[0, at[0]], (((1,), (1,)), ((), ()))) for at in ats]
-    if shape.soft_cap is not None:
-        inner = shape.scale / shape.soft_cap
-        scores = [shape.soft_cap * jnp.tanh(score * inner) for score in scores]
     if masked:
         ceilings = [refs.ceiling[offset : offset + rows] for _, offset, rows in pieces]
         scores = list(map(jnp.minimum, scores, ceilings))
