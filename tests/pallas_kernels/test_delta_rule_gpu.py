@@ -77,13 +77,15 @@ def test_any_history_gives_the_definition(name: str, singles: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_several_strips_gives_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_and_several_strips_give_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "choose_tuning", lambda **_: Tuning(strip=2))
     monkeypatch.setattr(gpu, "CHANNELS", 4)
+    monkeypatch.setattr(gpu, "FEW_NODES", 1)
     rows = Rows(mixed_of("delta_net"), seed=4, page_size=4, ops=MixerOps())
     rows.chunk((6, 1, 9))
     rows.verify(3, topk=1)
     rows.verify(5, topk=1)
+    rows.verify(6, topk=2)  # a size that no other test has compiled as few nodes
     rows.verify(1, topk=1)
 
 
