@@ -352,10 +352,13 @@ def init_state(
             windows=tuple(space.window for space in limits.pool.windows),
             has_loras=limits.programs.has_loras,
         ),
-        expert_counts=None
-        if limits.programs.counted_experts is None
-        else jnp.zeros((limits.pool.num_ranks, *limits.programs.counted_experts), jnp.uint32),
+        expert_counts=_no_counts(limits),
     )
+
+
+def _no_counts(limits: ServeLimits) -> jax.Array | None:
+    counted = limits.programs.counted_experts
+    return None if counted is None else jnp.zeros((limits.pool.num_ranks, *counted), jnp.uint32)
 
 
 def exchange_of(program: StepProgram, mesh: Mesh) -> Exchange | None:
