@@ -2,7 +2,7 @@
 
 Level 1's candidates come from the last advance. Levels 2..S take one draft forward each, over the K
 beams of the level before. A beam attends to the slots before the tree and to its own ancestors
-among the scratch slots, even after beams were re-ranked. `BeamLayout` tells what a slot holds.
+among the scratch slots, which stay in place when beams are re-ranked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jspec.speculative.tree import Level, beam_scores, pack_bits
 
 
 class BeamLayout(enum.Enum):
-    """Placement of tree nodes in the draft cache (example: spec/indexing.py)."""
+    """The content of a slot of the draft cache (example: spec/indexing.py)."""
 
     PAIRS = "(token i + 1, feature i): the root is part of the last committed pair"
     TOKENS = "a token: the root has a row of its own, in front of the first node's"
@@ -88,7 +88,7 @@ _Expanded = tuple[Any, jax.Array, jax.Array]
 def first_level(
     ids: Int[Array, "B 1 K"], terms: Float[Array, "B 1 K"], *, carried: Any
 ) -> LevelOne:
-    """Return the candidates after each row's last token; a path score is the only term."""
+    """Return the candidates after each row's last token; their only term is the path score."""
     root_scores = jnp.zeros((ids.shape[0], 1), jnp.float32)
     return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
 
@@ -102,7 +102,7 @@ def grow_beams(
     draft_shape: SpeculativeConfig,
     layout: BeamLayout,
 ) -> tuple[KVPool, tuple[Level, ...]]:
-    """Run S - 1 draft forwards. Return the caches with the scratch slots, and S levels."""
+    """Run S - 1 draft forwards. Return the caches with scratch slots written, and S levels."""
     first = first.best(draft_shape.topk)
 
     def expand(depth: int, beams: _Beams) -> _Expanded:
@@ -116,14 +116,14 @@ def grow_beams(
 
 
 class RankLevel(Protocol):
-    """The candidates of a level of a block, given the tokens before them."""
+    """Ranks the candidates of one level of a block, given the tokens before them."""
 
     def __call__(
         self, depth: int, parents: jax.Array, carried: Any
     ) -> tuple[Any, jax.Array, jax.Array]:
         """Return (arrays the children carry, ids [B, P, K], terms [B, P, K]).
 
-        depth: of the parents, 0 for the root, when P = 1. parents: their tokens, i32[B, P]
+        depth: of the parents; 0 is the root, with P = 1. parents: their tokens, i32[B, P]
         """
         ...
 
@@ -135,9 +135,8 @@ def grow_block(
     draft_shape: SpeculativeConfig,
     carried: Any = (),
 ) -> tuple[Level, ...]:
-    """Return the levels of a block whose forward is done: rank one, keep the K best, S times.
-
-    carried: what the root carries, arrays [B, 1, .]
+    """Return the levels of a block whose forward is done: S times, rank a level and keep the K
+    best. carried: arrays [B, 1, .] that the root carries.
 
     In:  ids [[a1 b1], [a2 b2]] under every parent, terms [[-1 -2], [-0.5 -3]], S/K = 2/2
     Out: [a1 -1, b1 -2], [a2 -1.5, b2 -4 under a1; a2 -2.5, b2 -5 under b1]
@@ -163,7 +162,7 @@ def _grow(
 ) -> tuple[Level, ...]:
     """Expand the K best candidates of each level, S - 1 times.
 
-    expand: (arrays the children carry, ids [B, K, K], terms [B, K, K]) of the beams at a depth.
+    expand: given a depth and its beams, returns what `ForwardBeams` does without the caches.
     """
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]

@@ -1,9 +1,9 @@
-"""Per-slot token state of a row with a cached prefix.
+"""State by slot that derives from token ids, for rows with a cached prefix.
 
-No forward runs over a cached prefix. But state that derives from the token ids is stored by slot,
-which belonged to another row: the penalties' marks of prompt ids and counts of emitted ids (after a
-retraction), and a drafter's ids, such as NGRAM's history. This step fills it from all of the row's
-tokens before the prefill step that admits the row, if needed (scheduler/prefill_planner.py).
+No forward runs over a cached prefix, so this step fills from the row's tokens what a prefill would
+have counted: the penalties' marks of prompt ids, the counts of emitted ids (if the row was
+retracted), and a drafter's ids, such as NGRAM's history. It runs before the prefill that admits the
+row, if needed (scheduler/prefill_planner.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ def cached_draft_prefill_step(
     state: EngineState,
     batch: CachedDraftPrefillBatch,
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
-    """Fill the per-slot state of each row from its cached ids; the output is a zero.
-
-    A row's first piece resets it. Drafters get the ids through `advance`, without features.
-    """
+    """Fill the state by slot of each row from its cached ids; the output is a zero. A row's first
+    piece resets its state. Drafters get the ids through `advance`, without features."""
     rows, num_ids = state.rows, batch.token_ids.shape[0]
     index = index_queries(batch.cu_q_lens, num_ids, queries_per_row=None)
     positions = jnp.take(batch.starts, index.row_idx, mode="clip") + index.within

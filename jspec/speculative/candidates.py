@@ -59,11 +59,8 @@ def rank_candidates(
 def top_candidates(
     logits: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """Return (target ids, log_softmax) of the K largest; every device gets the same result.
-
-    Ties prefer the lower draft id: shards have ascending ids and top_k is stable. NaN counts as
-    LOWEST, and all scores are finite.
-    """
+    """Return (target ids, log_softmax) of the K largest logits, equal on every device. Ties prefer
+    the lower draft id. NaN counts as LOWEST, and all scores are finite."""
     scores = finite(logits, lowest=LOWEST)
     values, columns = _largest(scores, min(topk, scores.shape[-1]))  # a shard may have fewer
     top = jnp.max(scores, axis=-1)
@@ -86,7 +83,7 @@ def _joined(
     values, found = best.values, jnp.take(ids, best.columns, mode="clip")
     top, mass = best.top, best.mass
     if shard.axis is not None and shard.size > 1:
-        # Apart from the ids: of a chain's drafts no step reads the sums, and they are not computed.
+        # Not gathered with the ids: no step reads the sums of a chain, and XLA then drops them.
         tops, masses = gathered(shard, top, mass, area=Area.MASS)
         top = jnp.max(tops, axis=0)
         mass = jnp.sum(masses * jnp.exp(tops - top), axis=0)
@@ -125,10 +122,10 @@ def _top_k(x: jax.Array, *, topk: int) -> tuple[jax.Array, jax.Array]:
 def largest_in_rounds(
     x: Float[Array, "*b U"], *, topk: int
 ) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
-    """Return lax.top_k of finite numbers, including tie order: round i takes the i-th largest.
+    """Return lax.top_k of finite numbers, with its tie order. Round i takes the i-th largest.
 
-    XLA for TPU compiles lax.top_k to a sort of all columns. A round is a maximum and the first
-    column that has it: by the compiler's own figures argmax in a loop takes four times as long.
+    XLA for TPU compiles lax.top_k to a sort of all columns. A round here is a maximum and the first
+    column that has it; the compiler estimates a loop of argmax at four times the time.
 
     In:  x = [3 5 5 1], topk 2
     Out: [5 5], [1 2]

@@ -4,8 +4,8 @@
     score_step     the target's logits and features at every node; both stay on the device
     settle_step    with a mask for every node: choose, accept, advance
 
-A jit's outputs can be read only when it ends, so the tree leaves before scoring starts (decision
-23).
+The host can read a program's outputs only when the program ends, so propose is a program of its own
+(decision 23).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jspec.speculative.target import Params
 def propose_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, Int[Array, "3 B N"]]:
-    """Return the state with new pages, and tokens, parents and depths of the trees."""
+    """Return the state with new pages, and the trees' tokens, parents and depths."""
     state, tree = propose_tree(program, params, state, batch)
     return state, jnp.stack((tree.tokens, tree.parents, tree.depths))
 

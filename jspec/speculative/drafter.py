@@ -35,7 +35,7 @@ from jspec.speculative.tree import Level, build_tree, root_only
 
 @pytree
 class StepBatch:
-    """The rows of a decode step, gathered from the state: all that propose may read."""
+    """The rows of a decode step, gathered by slot: everything that propose may read."""
 
     root_ids: jax.Array  # i32[B]
     seq_lens: jax.Array  # i32[B], L
@@ -52,20 +52,19 @@ class StepBatch:
 class Emitted:
     """Tokens that became part of their rows: the input of `advance`.
 
-    Row r's tokens are at positions p, p + 1, ... (p = rows.prefix_lens[r]), and exactly one more
-    id, next_ids[r], is known after its last token.
+    Row r's tokens are at positions p, p + 1, ... (p = rows.prefix_lens[r]). next_ids[r] is the one
+    id known after its last token: the next root, or for a prompt chunk that is not final the next
+    prompt token.
 
     In:  the worked example, L = 7 and root t7: two rows, of which the first accepted a1 a2 with
          bonus y (path 0 1 3), the second b1 with bonus z (path 0 2); M = 3
     Out: token_ids   t7 a1 a2 | t7 b1  .     the old root, then the accepted drafts
          positions    7  8  9 |  7  8  .     rows.q_positions; p = 7
          features    n0 n1 n3 | n0 n2  .     of the node that holds the token
-         next_ids           y |     z        the bonus token: the next root
+         next_ids           y |     z        the bonus token
          last               2 |     4        index in T of each row's last token
          following   a1 a2  y | b1  z  .     following_ids
-
-    For a prompt chunk t0 t1 t2 before t3, next_ids is t3: the next prompt token or the sampled
-    root. `.` is padding, outside cu_q_lens.
+         `.` is padding, outside cu_q_lens
     """
 
     token_ids: jax.Array  # i32[T]
@@ -81,7 +80,6 @@ class Emitted:
 
 
 def index_emitted(emitted: Emitted) -> QueryIndex:
-    """Return the row of each of the T tokens, and the index within it."""
     return index_queries(
         emitted.rows.cu_q_lens,
         emitted.token_ids.shape[0],
@@ -108,7 +106,7 @@ def next_positions(emitted: Emitted) -> Int[Array, "R"]:
 
 @pytree
 class TokenRows:
-    """Tokens at their own positions, for drafters that are language models; laid out as Emitted."""
+    """Tokens at their own positions, laid out like Emitted, for drafters with a language model."""
 
     token_ids: jax.Array  # i32[T]
     rows: AttentionMetadata
@@ -123,8 +121,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
     Out: token_ids   t7 a1 a2  y | t7 b1  z  .     M + 1 per row
          positions    7  8  9 10 |  7  8  9  .     the next root's position is L'
          last                  3 |        6
-
-    Two packed chunks [3 4 5][8 9] before 6 and 7 give [3 4 5 6][8 9 7], last [3, 6].
+    In:  two packed chunks [3 4 5][8 9] before 6 and 7     Out: [3 4 5 6][8 9 7], last [3, 6]
     """
     cu_q_lens, per_row = emitted.rows.cu_q_lens, emitted.queries_per_row
     num_rows = cu_q_lens.shape[0] - 1
@@ -153,11 +150,11 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 
 
 def last_two(emitted: Emitted) -> TokenRows:
-    """Return, for rows that verified a chain, the last emitted token and the one after it.
+    """Return the last emitted token of each row that verified a chain, and the token after it.
 
-    `propose` has already written the draft KV of the earlier tokens, in their final slots. It ran
+    `propose` has already written the draft KV of the earlier tokens to their final slots, but ran
     no forward for the chain's last token. (Under simulated acceptance the emitted tokens differ
-    from the drafts, so this KV is wrong; only timings are meaningful there.)
+    from the drafts, so this KV is wrong; only timings are meaningful then.)
 
     In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
     Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of row 0 exist already
@@ -181,7 +178,7 @@ def last_two(emitted: Emitted) -> TokenRows:
 
 
 def emitted_by(verified: Verified, rows: StepBatch, *, is_chain: bool = False) -> Emitted:
-    """Return what a verification emitted: M tokens per row, padding after num_accepted."""
+    """Return the tokens that a verification emitted: M per row, padded after num_accepted + 1."""
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
     first = jnp.arange(batch, dtype=jnp.int32) * most
@@ -221,11 +218,12 @@ class Needs:
 
 
 class Drafter(Protocol):
-    """A draft method: static properties, and pure functions that are traced inside the step."""
+    """A draft method: static properties, and pure functions that are traced inside the step.
+    `state` in propose and advance is the rows' entries of `init_state`, gathered by slot."""
 
     @property
     def algorithm(self) -> Algorithm:
-        """The host's part of the declaration: name, lookahead and write extents."""
+        """The host's facts about this method: name, lookahead and write extents."""
         ...
 
     @property
@@ -242,25 +240,25 @@ class Drafter(Protocol):
         ...
 
     def of_shape(self, draft_shape: SpeculativeConfig) -> Drafter:
-        """Return this drafter for a draft shape that is no larger, over the same state."""
+        """Return this drafter for a draft shape that is no larger, with the same state."""
         ...
 
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: StepBatch
     ) -> tuple[KVPool, DraftTree]:
-        """Draft a tree of N nodes per row. state: the rows' entries, gathered by slot."""
+        """Return the caches with scratch slots written, and a draft tree of N nodes per row."""
         ...
 
     def advance(
         self, params: Params, caches: KVPool, state: Any, emitted: Emitted
     ) -> tuple[KVPool, Any]:
-        """Return caches and state after the emitted tokens. state: as in propose."""
+        """Return caches and state after the emitted tokens."""
         ...
 
 
 @runtime_checkable
 class LevelDrafter(Drafter, Protocol):
-    """A drafter that ranks candidates level by level: its tree has the best of all levels."""
+    """A drafter that ranks candidates level by level; its tree has the best of all levels."""
 
     draft_shape: SpeculativeConfig
 
@@ -270,7 +268,7 @@ class LevelDrafter(Drafter, Protocol):
     def levels(
         self, params: Params, caches: KVPool, state: Any, rows: StepBatch
     ) -> tuple[KVPool, tuple[Level, ...]]:
-        """Return (caches, the candidates of each level). state: as in propose."""
+        """Return the caches and the candidates of each level. state: see `Drafter`."""
 
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: StepBatch

@@ -1,4 +1,4 @@
-"""Hidden states in outputs: the last ones, after the final norm; of verifications, B x M."""
+"""Hidden states (after the final norm) packed into step outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rows_of(hidden: Float[Array, "*b E"]) -> HiddenRows:
 
 
 def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
-    """Pack the hidden states into the i32 words that `HiddenRows.floats` reads."""
+    """Pack hidden states into the i32 words that `HiddenRows.floats` reads."""
     rows = rows_of(hidden)
     if not rows.is_half:
         return jax.lax.bitcast_convert_type(hidden.astype(jnp.float32), jnp.int32)

@@ -1,8 +1,8 @@
 """Log-probabilities of emitted tokens and of prompts.
 
-A verification reduces only the nodes on the accepted path, one depth at a time; a prompt is reduced
-in slices, and slices without a request for log-probabilities are skipped. So no [B, N, V] or [T, V]
-array is made in addition to the step's logits.
+To make no [B, N, V] or [T, V] array in addition to the step's logits, a verification reduces only
+the nodes on the accepted path, one depth at a time, and a prompt is reduced in slices; slices
+without a request for log-probabilities are skipped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ def emitted_logprobs(
     verified: Verified,
     sampling: SamplingBatch,
 ) -> dict[str, jax.Array]:
-    """Return the fields of `output_columns`, [B, M, .], for the emitted ids.
+    """Return the fields of `output_columns` for the emitted ids, [B, M, .]; num_emitted are valid.
 
-    Only the first num_emitted are valid. logits: raw, of every node; those of the path's node i
-    chose emitted id i.
+    logits: raw, of every node. Emitted id i was chosen from those of the path's node i.
     """
 
     def at_depth(of_depth: tuple[jax.Array, jax.Array]) -> Logprobs:
@@ -47,7 +46,7 @@ def emitted_logprobs(
 def root_logprobs(
     target: Target, logits: Float[Array, "R 1 V"], roots: Int[Array, "R"], sampling: SamplingBatch
 ) -> dict[str, jax.Array]:
-    """Return the same fields, [R, 1, .], for the token sampled at the end of each chunk."""
+    """Return the fields for the token sampled at the end of each chunk, [R, 1, .]."""
     found = _reduced(target, logits[:, 0], roots, sampling.logprob_ids)
     return _fields(jax.tree.map(lambda x: x[:, None], found))
 
@@ -63,10 +62,8 @@ def prompt_logprobs(
     positions: Int[Array, "T"],
     prompt_lens: Int[Array, "R"],
 ) -> dict[str, jax.Array]:
-    """Return the same fields, [T, 1, .]: entry t is for the prompt token after packed token t.
-
-    It is 0 where log-probabilities were not requested. following: the token after each packed one.
-    """
+    """Return the fields, [T, 1, .]: entry t is for `following[t]`, the token after packed token t.
+    Entries without a request for log-probabilities are 0."""
 
     def of_row(x: jax.Array) -> jax.Array:
         return jnp.take(x, index.row_idx, axis=0, mode="clip")

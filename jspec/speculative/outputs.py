@@ -1,8 +1,4 @@
-"""Step outputs, packed into one array with the columns of `messages.layout.output_columns`.
-
-Every program outputs the number and ids of emitted tokens; log-probabilities and hidden states only
-if compiled in.
-"""
+"""Step outputs, packed into one array with the columns of `messages.layout.output_columns`."""
 
 from __future__ import annotations
 
@@ -55,8 +51,9 @@ def prefill_output(
 ) -> Int[Array, "R 2"]:
     """Pack a prefill's results: i32[R, 2], with the root after a final chunk.
 
-    With log-probabilities or hidden states there are R + T wider entries: for the roots, then for
-    the packed tokens. logits: of each chunk's last token. hidden: then of all tokens.
+    With log-probabilities or hidden states there are R + T wider entries: those of the roots, then
+    those of the packed tokens; `hidden` must then have all tokens. logits: at each chunk's last
+    token.
     """
     says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}

@@ -1,7 +1,7 @@
 """Rescoring of a finished text: plain decoding's choice after each of its prefixes.
 
-It runs one row, a chunk of tokens per call, over its own pools, without tree or drafter. It shares
-with a step the target's forward, the penalties and the choice: what a verification must reproduce.
+This is what a verification must reproduce. It runs one row, a chunk per call, in its own pools,
+with the same forward, penalties and choice as a step, but without tree or drafter.
 """
 
 from __future__ import annotations
@@ -54,11 +54,8 @@ def rescore_chunk(
     *,
     num_pages: int,
 ) -> tuple[KVPool, Float[Array, "T V"], ChunkScores]:
-    """Return (pools with the chunk's KV, penalized f32 logits, scores).
-
-    seen: of one row, before the chunk, with all prompt marks. The row owns pages 1 to num_pages
-    and slot 1.
-    """
+    """Return (pools with the chunk's KV, penalized f32 logits, scores). The row owns pages 1 to
+    num_pages and slot 1. seen: of this row before the chunk, with all prompt marks."""
     size = chunk.token_ids.shape[0]
     positions = chunk.start + jnp.arange(size, dtype=jnp.int32)
     rows = AttentionMetadata(

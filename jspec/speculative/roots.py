@@ -1,4 +1,4 @@
-"""The roots that a prefill step samples, and the token counts that penalties need for them."""
+"""Sampling of roots in a prefill step, and the token counts that their penalties need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def see_chunks(
     *,
     prompt_lens: jax.Array,
 ) -> Seen:
-    """Return `seen` with the chunks' tokens. Tokens after the prompt: a retracted row's output."""
+    """Return `seen` with the chunks' tokens added. Tokens after the prompt count as output: they
+    are the output of a row that was retracted."""
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     slots = jnp.take(batch.slots, index.row_idx, mode="clip")
     prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
@@ -49,7 +50,7 @@ def sample_roots(
     options: StepOptions,
     allowed: jax.Array | None,
 ) -> jax.Array:
-    """Return the token after each chunk, i32[R]: at position `ends`, with that position's noise."""
+    """Return the token after each chunk, i32[R], sampled with the noise of its position, `ends`."""
     token_ids, raw = target.token_ids(), logits
     if StepOption.PENALTIES in options:
         logits = penalize(

@@ -1,7 +1,5 @@
-"""Copies between rows' recurrent states and snapshots (scheduler/pages/snapshot_space.py).
-
-Restores precede a prefill, for rows that it admits; saves follow it. The output is a zero.
-"""
+"""Copies between rows' recurrent states and snapshots (scheduler/pages/snapshot_space.py). Restores
+precede the prefill that admits their rows; saves follow a prefill. Both output a zero."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Stepped = tuple[EngineState, Int[Array, "1 1"]]
 def restore_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: SnapshotBatch
 ) -> Stepped:
-    """Set the state of each row from its snapshot; the row's next chunk starts after it."""
+    """Set the state of each row from a snapshot."""
     del params
     kv = list(state.kv)
     for layer, pool in zip(_recurrent_layers(program), state.snapshots, strict=True):
@@ -36,7 +34,7 @@ def restore_step(
 def save_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: SnapshotBatch
 ) -> Stepped:
-    """Copy the state of each row, as of its last chunk, to its snapshot."""
+    """Copy the state of each row after its last chunk to a snapshot."""
     del params
     pools = tuple(
         program.ops.save_state(pool, state.kv[layer], slots=batch.slots, entries=batch.entries)

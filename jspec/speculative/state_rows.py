@@ -1,4 +1,4 @@
-"""Updates of the per-slot state. Slot 0 is the dummy: padding of a batch writes zeros there."""
+"""Updates of the state by slot. Padding of a batch writes zeros to slot 0, the dummy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jspec.sampling.penalties import count_emitted
 def grant_pages(
     state: EngineState, grants: jax.Array, window_grants: jax.Array | None
 ) -> EngineState:
-    """Set page_table[slot, index] = page per grant; padding writes 0 to the dummy slot."""
+    """Set page_table[slot, index] = page for each grant (slot, index, page)."""
     table = _granted(state.rows.page_table, grants)
     return _grant_windows(_with_rows(state, page_table=table), window_grants)
 
@@ -35,9 +35,9 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 
 
 def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
-    """Write whole new rows; a chunk that brings none writes to the dummy slot.
+    """Write the state of new rows; a chunk that admits no row writes to the dummy slot.
 
-    In a window space a row starts without pages. The counts of a row with a cached prefix are
+    A row starts without pages in a window's space. The counts of a row with a cached prefix are
     already set (`cached_draft_prefill_step`).
     """
     to = batch.admitted
@@ -64,7 +64,7 @@ def advance_rows(
     seq_lens: jax.Array,
     counted_from: jax.Array | None,
 ) -> RowState:
-    """Make the bonus token the next root, and add what was emitted to L.
+    """Make the bonus token the next root, and add the number of emitted tokens to L.
 
     counted_from: the first id of this device's vocabulary shard; None counts nothing
     """

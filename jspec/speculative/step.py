@@ -7,15 +7,13 @@
 
     propose   the drafter guesses a tree of N - 1 tokens after the root
     score     one target forward over all N nodes
-    settle    choose the target's token at every node; walk from the root to the child that equals
-              it while there is one (accepted drafts); the last choice is the bonus token
+    settle    choose the target's token at every node; from the root, walk to the child that equals
+              that token as long as one exists (accepted drafts); the last choice is the bonus token
     advance   give the drafter the emitted tokens and the target's features at them
 
-A plain step of an engine with a drafter skips propose and leaves advance pending (`deferred`).
-
+A plain step of an engine with a drafter skips propose and leaves advance pending (`pending.defer`).
 All functions are pure: (program, params, state, batch) -> (state', output). There is one code path:
-a chain is a tree with K = 1, plain decoding a tree of one node, greedy is temperature 0. The model
-is defined in `target.py`, the draft method in `drafter.py`.
+a chain is a tree with K = 1, plain decoding a tree of one node, greedy is temperature 0.
 """
 
 from __future__ import annotations
@@ -87,8 +85,8 @@ def speculative_step(
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
     """Run one verification for each row of the batch.
 
-    params: {"target": ..., "draft": ...}. Returns the next state and `outputs.decode_output`,
-        packed for one transfer: i32[B, 1 + M], or wider with log-probabilities or hidden states.
+    params: {"target": ..., "draft": ...}. Returns the next state and the packed
+    `outputs.decode_output`: i32[B, 1 + M], or wider with log-probabilities or hidden states.
     """
     state, tree = propose_tree(program, params, state, batch)
     state, scored = score_tree(program, params, state, batch.slots, tree, shared=batch.shared)
@@ -116,7 +114,7 @@ def score_tree(
     *,
     shared: SharedPrefixes | None = None,
 ) -> tuple[EngineState, Scored]:
-    """Run the target over all nodes; their KV is written to the slots after L."""
+    """Run the target over all nodes; it writes their KV to the slots after L."""
     needs = program.drafter.needs
     if StepOption.HIDDEN in program.options:
         needs = dataclasses.replace(needs, hidden=True)
@@ -145,7 +143,7 @@ def settle_tree(
     *,
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """Settle and advance. allowed: what a grammar allows after each node; None: everything."""
+    """Settle and advance. allowed: bit mask of the tokens that a grammar allows after each node."""
     draft_shape, target = program.draft_shape, program.target
     rows = _rows_in_step(state, slots)
     target_ids = choose_at_nodes(
@@ -228,7 +226,8 @@ def speculative_rounds(
     *,
     num_rounds: int,
 ) -> tuple[EngineState, Int[Array, "_ M1"]]:
-    """Run steps in sequence, for which the host granted all pages: i32[num_rounds * B, 1 + M]."""
+    """Run num_rounds steps in sequence; returns i32[num_rounds * B, 1 + M]. The host must have
+    granted the pages of all rounds."""
     # Unrolled: on an H200 XLA makes one CUDA graph of all rounds, but of a loop one graph per round
     # inside a while. On a CPU a loop is slower, too. Neither copies a pool (decision 8).
     outputs = []
@@ -242,10 +241,8 @@ def speculative_rounds(
 def prefill_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: PrefillBatch
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
-    """Write the target and draft KV of one chunk of each row.
-
-    Returns the next state and `outputs.prefill_output`, with the root if the chunk is final.
-    """
+    """Write the target and draft KV of one chunk of each row. Returns the next state and
+    `outputs.prefill_output`, with the root if the chunk is final."""
     target = program.target
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
@@ -310,7 +307,7 @@ def _score_chunks(
     *,
     counter: ExpertCounter | None,
 ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
-    """Return KV, hidden states (only the last per row if no others are read), aux, last hidden."""
+    """Return KV, hidden states (only each row's last if no others are read), aux, last hidden."""
     reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.options))
     hidden, aux, kv = program.target.forward(
         params["target"],

@@ -1,4 +1,4 @@
-"""The target's interface to a step. All methods are pure and traced; arrays are arguments."""
+"""The interface of the target. All methods are pure and traced; arrays are arguments."""
 
 from __future__ import annotations
 
@@ -32,23 +32,17 @@ class Target(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """This device's part of every sharded weight."""
+        """This device's shard of the sharded weights."""
         ...
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The caches kept per token."""
-        ...
+    def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
     @property
-    def ops(self) -> Ops:
-        """The platform's kernels."""
-        ...
+    def ops(self) -> Ops: ...
 
     @property
-    def table(self) -> ParamTable:
-        """The declarations of its weights."""
-        ...
+    def table(self) -> ParamTable: ...
 
     def forward(
         self,
@@ -65,8 +59,8 @@ class Target(Protocol):
         """Return (last hidden after the final norm, aux features, pool with T new tokens).
 
         kept: the tokens whose last hidden is returned; None: all T
-        lora_slots: of each row's adapter; None: no row has one
-        counter: gets the tokens that each expert is given; None: they are not counted
+        lora_slots: the adapter slot of each row; None: no row has one
+        counter: counts the tokens of each expert; None: nothing is counted
         """
         ...
 

@@ -2,8 +2,8 @@
 
 Each level expands its K best nodes into K candidates each. The pool of all candidates, in level
 order, has K + (S - 1) * K * K entries; the best N - 1 by path score become the tree, in pool order.
-A path score is a sum of terms <= 0 and ties prefer the lower index, so a parent is always selected
-with its child and comes before it.
+A path score is a sum of terms <= 0 and ties prefer the lower index, so the parent of a selected
+node is always selected too and comes before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jspec.device.pytree import pytree
 
 # Replaces NaN and lower scores: below all others, and finite when summed along a path.
 LOWEST = -1e30
-# Added to the score of a candidate that its parent has twice.
+# Added to the score of a candidate that repeats another child of its parent.
 COPY = -1e6
 
 
@@ -74,13 +74,13 @@ def build_tree(
 def merge_paths(
     levels: tuple[Level, ...], tokens: Int[Array, "B K D"], scores: Float[Array, "B K D"]
 ) -> tuple[Level, ...]:
-    """Add K paths from the root to the candidates of all levels; equal ones are merged.
+    """Add K paths from the root to the candidates of all levels, and merge equal ones.
 
-    A path's token that its parent has as a child already, from a level or an earlier path, is a
-    copy: the first one gets the larger score, and the path continues from it. Copies come after all
-    other candidates, and the paths after a level's own candidates.
+    A path's token that its parent already has as a child is a copy: the first of the two gets the
+    larger score, and the path continues from it. Copies score below all other candidates. A path's
+    candidates come after those of the level itself.
 
-    tokens, scores: by depth; the scores of a path do not rise.
+    tokens, scores: by depth; scores do not rise along a path.
 
     In:  level 1 [a -1, b -2], level 2 [c -3 under a], paths [a d -0.5 -0.7], [b c -4 -5]
     Out: [a -0.5, b -2, copies], [c -3 under a, d -0.7 under a, c -5 under b]
@@ -89,11 +89,11 @@ def merge_paths(
     none = jnp.zeros((batch, 0), jnp.int32)
     empty = Level(ids=none, scores=scores[:, 0, :0], parents=none)
     merged: list[Level] = []
-    above = jnp.full((batch, num_paths), -1, jnp.int32)  # the paths' last tokens, in the pool
+    above = jnp.full((batch, num_paths), -1, jnp.int32)  # pool index of each path's last token
     first = 0  # pool index of the level's first candidate
     for d in range(max(depth, len(levels))):
         level = levels[d] if d < len(levels) else empty
-        moved = num_paths * min(max(d - 1, 0), depth)  # paths in front of the parents' level
+        moved = num_paths * min(max(d - 1, 0), depth)  # path tokens before the parents' level
         parents = jnp.where(level.parents < 0, -1, level.parents + moved)
         level = dataclasses.replace(level, parents=parents)
         if d < depth:
@@ -111,7 +111,7 @@ def _with_tokens(
     *,
     parents: Int[Array, "B K"],
 ) -> tuple[Level, Int[Array, "B K"]]:
-    """Return the level with K more candidates, and each one's place, a copy's being the first's."""
+    """Return the level with K more candidates, and the place of each; a copy has its original's."""
     own, num = level.ids.shape[1], tokens.shape[1]
     ids, under = (
         jnp.concatenate(pair, axis=1) for pair in ((level.ids, tokens), (level.parents, parents))
@@ -154,5 +154,5 @@ def pack_bits(mask: Bool[Array, "*b W"]) -> UInt32[Array, "*b words"]:
 def beam_scores(
     beam_scores: Float[Array, "B K"], term: Float[Array, "B K C"]
 ) -> Float[Array, "B K C"]:
-    """Return the children's path scores: at most the parent's, and finite if it is."""
+    """Return the children's path scores: at most the parent's, and finite if that is finite."""
     return beam_scores[:, :, None] + jnp.where(term > LOWEST, jnp.minimum(term, 0.0), LOWEST)

@@ -1,10 +1,9 @@
 """Verification: one target forward over the tree, then acceptance.
 
-score   runs the target over all N nodes of every row at once
-settle  walks the tree along the target's tokens and compacts the KV of the accepted path
-
-Simulated acceptance, a static option for speed measurements only, replaces the accepted path after
-all the work of a real step; no request can enable it.
+`score` runs the target over all N nodes of every row at once. `settle` walks the tree along the
+target's tokens and compacts the KV of the accepted path. Simulated acceptance, a static option for
+speed measurements that no request can set, replaces the accepted path after all the work of a real
+step.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ def score(
     draft_shape: SpeculativeConfig,
     counter: ExpertCounter | None = None,
 ) -> tuple[KVPool, Float[Array, "B N V"], Features]:
-    """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .]).
-
-    counter: as in `Target.forward`.
-    """
+    """Return (pool with a scratch slot per node, f32 logits of all nodes, features [B, N, .])."""
     batch, nodes = tree.tokens.shape
     positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = draft_shape.is_chain
@@ -142,9 +138,9 @@ def settle(
     ops: Ops,
     groups: tuple[CacheGroup, ...] = (),
 ) -> tuple[KVPool, Verified]:
-    """Walk the tree and commit the accepted path.
+    """Walk the tree and commit the accepted path. features: [B, N, .], by node.
 
-    features: [B, N, .], by node. groups: of `kv`; if empty, all of it is KV in the full page space.
+    groups: the cache groups of `kv`; if empty, all of it is KV in the full page space.
     """
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
@@ -186,8 +182,8 @@ def commit_path(
 ) -> KVPool:
     """Commit the accepted path in every layer's cache.
 
-    Records in pages move to the slots after L, space by space with its page table; those of a chain
-    are there already. Recurrent layers note the path.
+    In each page space the path's records move to the slots after L; those of a chain are already
+    there. Recurrent layers store the path, which the next step folds into their state.
     """
     caches = list(kv)
     kinds: dict[tuple[int | None, type[CacheEntry]], list[int]] = {}
@@ -210,7 +206,8 @@ def commit_path(
 def simulated_drafts(rows: StepBatch, *, mean_emitted: float) -> Int[Array, "B"]:
     """Return the number of drafts to accept per row, so that rows emit `mean_emitted` on average.
 
-    A fraction is rounded up with that probability, by a hash of the row's seed and L.
+    The fraction of `mean_emitted` is the probability of one more, by a hash of the row's seed and
+    L.
     """
     whole = math.floor(mean_emitted)
     odds = math.floor((mean_emitted - whole) * 2**32)
@@ -226,9 +223,9 @@ def forced_path(
 ) -> Int[Array, "B M"]:
     """Cut or extend the real path to `forced` drafts; entries after them are 0.
 
-    An extension follows each node's first child. After a node without children (the tree may be
-    shallower than S) comes the next node by index; the last node repeats. The result depends on the
-    real walk, so no compiler can drop that.
+    An extension follows each node's first child. If a node has no child (the tree may be shallower
+    than S), the next node by index follows, and the last node repeats. The result depends on the
+    real walk, so a compiler cannot drop the walk.
 
     In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
     Out: [0 2 3]

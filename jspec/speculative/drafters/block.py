@@ -1,18 +1,18 @@
 """Drafters that guess a whole block in one forward (DFlash, arXiv:2602.06036).
 
-`advance` runs no layer: it writes K and V made of the emitted tokens' features. `propose` runs the
-root and S mask tokens, whose rows see the cached text and each other, and builds a tree of what
-they guess: what may follow a token depends on its depth alone, so the best paths are combinations
-of the levels' best candidates. With a Markov head (DSpark) it depends on the token before, too: the
-levels are ranked one after the other, which is one small product each. A selector (DFlash2) ranks
+`advance` runs no layer: it writes K and V computed from the emitted tokens' features. `propose`
+runs the root and S mask tokens, which see the cached text and each other, and builds a tree of
+their guesses. The candidates at a depth do not depend on their parents, so the best paths combine
+the best candidates of each level. With a Markov head (DSpark) they depend on the parent token, and
+the levels are ranked one after the other, with one small product each. A selector (DFlash2) reranks
 each level's best tokens in the same way.
 
     worked example, L = 7, root t7, S = 2; a verification accepts a1 a2 with bonus y
-    propose   rows t7 MASK MASK at positions 7 8 9, in scratch slots 7 8 9; the masks' rows guess
-              the tokens at 8 and 9, with the noise of 8 and 9
+    propose   t7 MASK MASK at positions 7 8 9, in scratch slots 7 8 9; the masks guess the tokens
+              at 8 and 9, with the noise of 8 and 9
     advance   slots 7 8 9 hold K and V of the features of t7 a1 a2. L' = 10, the root is y
 
-A block has 1 + S rows, also if the checkpoint was trained on more.
+A block has 1 + S tokens, even if the checkpoint was trained with longer ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jspec.speculative.tree import Level, pack_bits
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafter(LevelDrafter):
-    """DFlash, DSpark and DFlash2. draft_noise: as in `candidates.Ranking`."""
+    """DFlash, DSpark and DFlash2. draft_noise: see `candidates.Ranking`."""
 
     model: BlockHead
     draft_shape: SpeculativeConfig
@@ -92,7 +92,7 @@ class BlockDrafter(LevelDrafter):
     def guess(
         self, params: Params, caches: KVPool, state: tuple[()], rows: StepBatch
     ) -> tuple[KVPool, RankLevel, Any]:
-        """Run the block. Return (caches, how levels are ranked, what the root carries for it)."""
+        """Run the block. Return (caches, the ranking of its levels, what the root carries)."""
         del state
         out, caches = self.run_block(params, caches, rows)
         return caches, *self.ranking(params, out, rows)
@@ -100,7 +100,7 @@ class BlockDrafter(LevelDrafter):
     def run_block(
         self, params: Params, caches: KVPool, rows: StepBatch
     ) -> tuple[Float[Array, "B R E"], KVPool]:
-        """Return the outputs of a block's rows, and the caches with the block."""
+        """Return the outputs of the blocks' tokens, and the caches with the blocks written."""
         spec = self.model.spec
         size = spec.num_rows(self.draft_shape.num_steps)
         masks = jnp.full((rows.root_ids.shape[0], size - 1), spec.mask_token_id, jnp.int32)
@@ -115,13 +115,13 @@ class BlockDrafter(LevelDrafter):
     def ranking(
         self, params: Params, out: Float[Array, "B R E"], rows: StepBatch
     ) -> tuple[RankLevel, Any]:
-        """Return how levels are ranked, and what the root carries for it."""
+        """Return the ranking of the levels, and what the root carries for it."""
         num_steps, spec = self.draft_shape.num_steps, self.model.spec
         hidden = out[:, -num_steps:]
         base = self.model.logits(params, hidden)
         if spec.markov is not None:
             state = self.model.no_state(out.shape[0], out.dtype)
-            for row in range(out.shape[1] - num_steps):  # of the root, whose logits are not used
+            for row in range(out.shape[1] - num_steps):  # the root's, whose logits are not used
                 state, _ = self.model.markov(params, rows.root_ids[:, None], out[:, row], state)
             return partial(self._rank_after, params, rows, base, hidden), state
         depths = jnp.arange(num_steps, dtype=jnp.int32)
@@ -142,7 +142,7 @@ class BlockDrafter(LevelDrafter):
         parents: Int[Array, "B P"],
         state: Float[Array, "B P r"],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rank by a Markov head: a `RankLevel`."""
+        """A `RankLevel` by the Markov head."""
         state, more = self.model.markov(params, parents, hidden[:, depth], state)
         depths = jnp.full(parents.shape[1:], depth, jnp.int32)
         logits = base[:, depth, None] + more
@@ -158,9 +158,9 @@ class BlockDrafter(LevelDrafter):
         parents: Int[Array, "B P"],
         carried: Any,
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """Rank by a selector among the levels' candidates: a `RankLevel`.
+        """A `RankLevel` by the selector, among the level's candidates.
 
-        terms: with the shared noise, so that candidates too are those of the target's choice
+        terms: include the shared noise, as the target's choice does
         """
         found = ids[:, depth]
         more = self.model.transitions(params, parents, hidden[:, depth], found)
@@ -182,7 +182,7 @@ class BlockDrafter(LevelDrafter):
         *,
         topk: int,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Rank the tokens after nodes at these depths."""
+        """Rank the candidates after nodes at these depths."""
         positions = indexing.chosen_position(rows.seq_lens[:, None], depths)
         return rank_candidates(
             logits,
@@ -197,11 +197,11 @@ class BlockDrafter(LevelDrafter):
 
 @dataclass(frozen=True, slots=True)
 class ParallelDrafter(EagleDrafter):
-    """P-EAGLE: an EAGLE head whose further levels come from masks, all in one forward.
+    """P-EAGLE: an EAGLE head that drafts the levels after the first from masks, in one forward.
 
     worked example, L = 7, root t7, S = 3: the last advance ran the pair of t7 in slot 6, which gave
-    level 1. Two pairs of a mask in slots 7 8, at RoPE 7 8, see slots 0..6 and each other causally,
-    and guess the tokens at 9 and 10.
+    level 1. Two mask pairs in slots 7 8, at RoPE 7 8, see slots 0..6 and each other causally, and
+    guess the tokens at 9 and 10.
     """
 
     def levels(
@@ -213,7 +213,7 @@ class ParallelDrafter(EagleDrafter):
     def guess(
         self, params: Params, caches: KVPool, state: RankedState, rows: StepBatch
     ) -> tuple[KVPool, RankLevel, tuple[()]]:
-        """Run the masks. Return (caches, how levels are ranked, nothing carried)."""
+        """Run the masks. Return (caches, the ranking of the levels, nothing carried)."""
         topk, size = self.draft_shape.topk, self.draft_shape.num_steps - 1
         ids, terms = (x[:, None, :topk] for x in (state.level1_ids, state.level1_scores))
         if not size:
@@ -248,7 +248,7 @@ class ParallelDrafter(EagleDrafter):
 
 
 def _alike(ids: Int[Array, "B S K"], terms: Float[Array, "B S K"]) -> RankLevel:
-    """Return the ranking of a level whose candidates do not depend on their parents."""
+    """Return a ranking whose candidates do not depend on their parents."""
 
     def rank(depth: int, parents: jax.Array, carried: Any) -> Any:
         shape = (*parents.shape, ids.shape[-1])
@@ -258,7 +258,7 @@ def _alike(ids: Int[Array, "B S K"], terms: Float[Array, "B S K"]) -> RankLevel:
 
 
 def _block_rows(rows: StepBatch, *, size: int) -> AttentionMetadata:
-    """Return the metadata of blocks after the cached text, whose rows all see each other."""
+    """Return the metadata of blocks after the cached text, whose tokens all see each other."""
     batch = rows.root_ids.shape[0]
     places = jnp.arange(size, dtype=jnp.int32)
     positions = indexing.target_position(rows.seq_lens[:, None], places)
@@ -275,5 +275,5 @@ def _block_rows(rows: StepBatch, *, size: int) -> AttentionMetadata:
 
 
 def _masked(rows: StepBatch, seen: Any) -> Any:
-    """Return the tail mask of rows that see the same of their blocks. seen: bool[R, R]"""
+    """Return the tail mask of blocks that all have the mask `seen`, bool[R, R]."""
     return pack_bits(jnp.tile(seen, (rows.root_ids.shape[0], 1)))

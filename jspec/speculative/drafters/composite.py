@@ -1,17 +1,16 @@
 """A draft model and a lookup in one tree (`--speculative-lookup`).
 
-Both propose paths from the root; a token under the same parent is one node, and the best N - 1 by
-path score are verified. So the lookup gets nodes where its match is long, and the draft model keeps
-them elsewhere. A path of the lookup may be deeper than S. A draft model caches nothing of the
-tree: `advance` recomputes every emitted token from the target's features, whoever proposed it.
+Both propose paths from the root. A token under the same parent is one node, and the best N - 1 by
+path score are verified, so the lookup gets nodes where its match is long. A path of the lookup may
+be deeper than S. The draft model caches nothing of the tree: `advance` recomputes every emitted
+token from the target's features, whichever of the two proposed it.
 
-A lookup's path score. A continuation after m equal tokens is right with odds of m to 1, by
-Laplace's rule: p = m / (m + 1). Its next token has m + 1 equal tokens before it, and so on. At
-temperature T > 0 the noise g of the token is known: the target chooses it where its logit plus T g
-is above the maximum of all others, which is a Gumbel variable, so with probability
-exp(-exp(-g) (1 - p) / p) = exp(-exp(-g) / m), whose mean over g is p again.
-
-A further branch is right only where the earlier ones are not: 1 / (m + 1) for each.
+The path score of a lookup. By Laplace's rule, a continuation after m equal tokens is right with
+odds of m to 1: p = m / (m + 1). Its next token has m + 1 equal tokens before it, and so on. At
+temperature T > 0 the noise g of the token is known. The target chooses the token if its logit plus
+T g exceeds the maximum of all others, which is a Gumbel variable. The probability of this is
+exp(-exp(-g) (1 - p) / p) = exp(-exp(-g) / m), whose mean over g is p again. A further branch can be
+right only if the earlier ones are wrong, which gives a factor of 1 / (m + 1) for each.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from jspec.speculative.tree import Level, merge_paths
 
 @pytree
 class CompositeState:
-    """The state of both, by slot, or by row once gathered."""
+    """The state of both drafters, by slot, or by row once gathered."""
 
     model: Any
     lookup: NgramState
@@ -110,7 +109,7 @@ class CompositeDrafter(LevelDrafter):
 
 
 def _lookup_shape(draft_shape: SpeculativeConfig) -> SpeculativeConfig:
-    """Return the lookup's K paths of its depth, none of which is left out."""
+    """Return a shape that keeps all of the lookup's K paths."""
     depth, topk = draft_shape.lookup_steps, draft_shape.topk
     return SpeculativeConfig(
         algorithm=Algorithm.NGRAM, num_steps=depth, topk=topk, num_draft_tokens=1 + topk * depth

@@ -1,9 +1,9 @@
-"""FROZEN_KV_MTP: a draft model that attends to the target's caches, and has none (Gemma 4).
+"""FROZEN_KV_MTP: a draft model that attends to the target's caches and has none itself (Gemma 4).
 
 `advance` keeps the target's last hidden at each row's last token. `propose` runs the model over the
 root and that hidden, then over the beams of each level and the model's own output for the token
-before. Every query is at the root's position and sees the committed tokens. So a beam is a row of
-its own, with one query.
+before. Every query is at the root's position and sees the committed tokens, so a beam is a row with
+one query.
 
     worked example, L = 7, root t7, S = 2, K = 2
     propose   t7 with the hidden of t6 at RoPE 7 over slots 0..6 guesses a1 b1, the tokens at 8;
@@ -52,7 +52,7 @@ from jspec.speculative.tree import Level
 
 @dataclass(frozen=True, slots=True)
 class FrozenKVDrafter(LevelDrafter):
-    """State: the target's last hidden at a row's last token, [., E]."""
+    """A drafter with an assistant. Its state is the target's last hidden per row, [., E]."""
 
     model: Assistant
     draft_shape: SpeculativeConfig
@@ -124,7 +124,7 @@ class FrozenKVDrafter(LevelDrafter):
 
 
 def _one_query_each(rows: StepBatch, num: int) -> AttentionMetadata:
-    """Return `num` rows of one query for each row: it sees the slots before L.
+    """Return `num` rows of one query for each row; each sees the slots before L.
 
     In:  L = [7], num 2
     Out: prefix_lens [6 6], cu_q_lens [0 1 2], q_positions [7 7]
@@ -149,7 +149,7 @@ def is_assistant(path: Path) -> bool:
 
 
 def assistant_source(request: DraftRequest) -> DraftSource:
-    """Plan an assistant; raises ConfigError or CheckpointError if it does not fit its target."""
+    """Plan an assistant. Raises ConfigError or CheckpointError if it does not fit its target."""
     args, path = request.args, request.checkpoint
     if args.speculative_draft_rope_theta is not None:
         raise ConfigError(

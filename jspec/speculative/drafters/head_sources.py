@@ -1,7 +1,8 @@
 """The plans of drafters with a head: EAGLE-1 to 3, multi-token prediction (NEXTN), blocks (DFLASH).
 
-A checkpoint's layers decide how NEXTN drafts. Several layers draft one level each
-(`multi_layer`); a single recurrent layer runs for every level, which is EAGLE's procedure.
+NEXTN's layers decide how it drafts: several layers draft one level each (`multi_layer`); a single
+recurrent layer runs at every level, like an EAGLE head. All plans raise ConfigError or
+CheckpointError if the checkpoint does not fit.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from jspec.speculative.target import Params
 
 
 def eagle1_source(request: DraftRequest) -> DraftSource:
-    """Plan an EAGLE-1 or EAGLE-2 head; raises ConfigError or CheckpointError if it does not fit."""
+    """Plan an EAGLE-1 or EAGLE-2 head."""
     if is_assistant(request.checkpoint):
         return assistant_source(request)
     args, path = request.args, request.checkpoint
@@ -84,7 +85,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
 
 
 def eagle3_source(request: DraftRequest) -> DraftSource:
-    """Plan an EAGLE-3 head (SGLang's or speculators' layout); raises like `eagle1_source`."""
+    """Plan an EAGLE-3 head in SGLang's or speculators' layout."""
     args, path = request.args, request.checkpoint
     is_dummy = args.load_format == "dummy"
     spec = load_eagle3_config(
@@ -107,7 +108,7 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
 
 
 def mtp_source(request: DraftRequest) -> DraftSource:
-    """Plan the MTP layers of `request.checkpoint`; raises like `eagle1_source`."""
+    """Plan the MTP layers of `request.checkpoint`."""
     if is_assistant(request.checkpoint):
         return assistant_source(request)
     args, path = request.args, request.checkpoint
@@ -134,7 +135,7 @@ def mtp_source(request: DraftRequest) -> DraftSource:
 
 
 def block_source(request: DraftRequest) -> DraftSource:
-    """Plan a block drafter; raises ConfigError or CheckpointError if it does not fit."""
+    """Plan a block drafter."""
     args, path = request.args, request.checkpoint
     spec = load_block_config(
         path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
@@ -223,7 +224,7 @@ def _hot_ids(
     request: DraftRequest, shares: tuple[str, ...], *, per_level: bool = False
 ) -> HostArray | None:
     """Return the ids of the token map, if one is given. Raises ConfigError for a head that cannot
-    be limited to them: it must share the target's lm_head, and run at every level."""
+    be limited to them: it must share the target's lm_head and run at every level."""
     name = request.args.speculative_token_map
     if name is None:
         return None
@@ -237,7 +238,7 @@ def _hot_ids(
 
 
 def _shared(shares: tuple[str, ...], hot_ids: HostArray | None) -> dict[str, Any]:
-    """Return the fields of a DraftSource that say what is the target's."""
+    """Return the fields of a DraftSource that name the target's params."""
     if hot_ids is None:
         return {"shares": shares}
     own = tuple(name for name in shares if name != "lm_head")
@@ -247,8 +248,6 @@ def _shared(shares: tuple[str, ...], hot_ids: HostArray | None) -> dict[str, Any
 def _reader(
     load: Callable[..., Params], request: DraftRequest, hot_ids: HostArray | None
 ) -> Callable[[Params, DTypeLike, Place], Params]:
-    """Return `DraftSource.read` of a loader of heads."""
-
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
         how: dict[str, Any] = {"shards": request.shards, "formats": request.formats}
         how["hot_ids"] = hot_ids
@@ -258,7 +257,7 @@ def _reader(
 
 
 def _check_draft_vocabulary(spec: HeadSpec | BlockSpec, request: DraftRequest) -> None:
-    """Raise ConfigError for a draft vocabulary under K ids or not divisible by the shards."""
+    """Raise ConfigError for a draft vocabulary below K ids or not divisible by the shards."""
     size, topk = spec.draft_vocab_size, request.args.speculative.topk
     if topk > size:
         raise ConfigError(

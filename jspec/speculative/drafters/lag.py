@@ -1,8 +1,8 @@
-"""Slots of a multi-layer EAGLE layer that lags.
+"""Cache slots of a multi-layer EAGLE layer that lags.
 
-A layer with lag s holds token i + s + 1 at slot i. For tokens emitted at positions [p, e), and the
+A layer with lag s holds token i + s + 1 at slot i. For tokens emitted at positions [p, e) and the
 id after each, it writes slots [p - s, e - s): the same ids as a layer without lag, with features
-from s slots earlier. Slots before the row's start are left out.
+from s slots earlier. Slots before the row's start are omitted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jspec.speculative.tree import pack_bits
 
 @pytree
 class LaggedRows:
-    """A layer's queries for the emitted tokens; laid out as in Emitted."""
+    """A layer's queries for the emitted tokens, laid out like Emitted."""
 
     rows: AttentionMetadata
-    source: jax.Array  # i32[T], index of the emitted token whose following id a query has
+    source: jax.Array  # i32[T], the emitted token whose following id is the query's input
     row_idx: jax.Array  # i32[T]
     within: jax.Array  # i32[T]
-    left_out: jax.Array  # i32[R], leading ids that a row leaves out
+    left_out: jax.Array  # i32[R], leading ids omitted in each row
     begin: jax.Array  # i32[R], index in T of each row's first query
-    last: jax.Array  # i32[R], and of its last
+    last: jax.Array  # i32[R], index in T of each row's last query
 
 
 def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> LaggedRows:
@@ -78,10 +78,10 @@ def delayed(
     before: LaggedRows,
     own: LaggedRows,
 ) -> Float[Array, "T E"]:
-    """Shift values of one layer to the layout of the next one, which lags by one more.
+    """Shift values of one layer to the layout of the next layer, which lags by one more.
 
-    first: the value at the next layer's first slot of each row, from the previous call. A row that
-        leaves out one more id does not need it: both layers then start at the same slot.
+    first: the value at the next layer's first slot in each row, from the previous call. It is
+    unused in a row that omits one more id: there both layers start at the same slot.
 
     In:  values at slots 6 7 8 of a layer, first at slot 5   Out: values at slots 5 6 7
     """
@@ -94,10 +94,10 @@ def delayed(
 
 @pytree
 class PathRows:
-    """The queries of K paths of n tokens in the layer that lags by n.
+    """The queries of K paths of n tokens in the layer that lags by n, K per depth, by depth.
 
-    Ordered by depth, K per depth. Depths that do not exist (`left_out`: the row is shorter than its
-    lag) come last, where no valid query sees them.
+    Missing depths (`left_out`: the row is shorter than its lag) come last, where no valid query
+    sees them.
     """
 
     rows: AttentionMetadata

@@ -1,9 +1,8 @@
 """Multi-layer EAGLE (multi-token prediction): S draft layers, one per level, each with its pool.
 
-Layer s predicts the token s + 2 after its feature's: its slot i holds the pair (feature i, token
-i + s + 1). So it lags by s: with L committed tokens its slots below L - s are committed. Slots
-L - s .. L - 1 hold drafts, which every propose rewrites and the next advance replaces by the
-accepted tokens.
+Layer s predicts the token s + 2 positions after its feature: its slot i holds the pair (feature i,
+token i + s + 1). So it lags by s: of L committed tokens, its slots below L - s are committed. Slots
+L - s .. L - 1 hold drafts, which every propose rewrites and the next advance replaces.
 
     worked example, L = 7, root t7, S = 3, K = 1; a verification accepts a b with bonus y
     before    layer 0: slots 0..6, (h6, t7) last; layer 1: 0..5, (h5, t7); layer 2: 0..4, (h4, t7)
@@ -41,7 +40,7 @@ from jspec.speculative.target import KVPool, Params
 
 @pytree
 class Lagging:
-    """The inputs of the layers that lag, by slot, or by row once gathered."""
+    """The inputs of the lagging layers, by slot, or by row once gathered."""
 
     # hidden[., s - 1] is layer s's input at slot L - s: the target's feature, or if chained layer
     # s - 1's output. The first num_rows are valid.
@@ -135,7 +134,7 @@ class MultiLayerDrafter(EagleDrafter):
     def follow(
         self, params: Params, caches: KVPool, own: Lagging, emitted: Emitted
     ) -> tuple[Float[Array, "R E"], Lagging, KVPool]:
-        """Run every layer over the ids after the emitted tokens, each at its lag."""
+        """Run every layer, at its lag, over the ids after the emitted tokens."""
         start, is_chained = emitted.rows.prefix_lens, self.model.spec.chained
         known = jnp.minimum(own.num_rows, start)  # 0 for padding
         known = jnp.where(emitted.is_first, 0, known)

@@ -1,10 +1,10 @@
-"""NGRAM: lookup drafting from the row's own ids, or from a corpus. It needs no model and no cache.
+"""NGRAM: lookup drafting from the row's own ids, or from a corpus, without model or cache.
 
-The longest suffix of a row's ids (the root is last) that also occurs earlier in the row is found,
-preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
+The drafter finds the longest suffix of a row's ids (the root is last) that also occurs earlier in
+the row, preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
 occurrences with different continuations become branches, merged where they start alike. A row
 without a match may use a corpus, sorted in advance by the ids before each place. A branch without a
-match is filled with token 0, which is accepted only where the target chooses it.
+match is filled with token 0, which is accepted only if the target chooses it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jspec.speculative.drafters.source import DraftRequest, DraftSource, made
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import Level, merge_paths
 
-# Sentinels, which equal no token id: an unwritten place in a history, a query's places before the
+# Sentinels that equal no token id: an unwritten place of a history, a suffix's places before the
 # row's start, and places outside an array in a shifted window.
 UNKNOWN, BEFORE_START, OUTSIDE = -1, -2, -3
 UNMATCHED = -1e4  # path score of a branch without a match, below those of all others
@@ -46,14 +46,14 @@ UNMATCHED = -1e4  # path score of a branch without a match, below those of all o
 
 @pytree
 class NgramState:
-    """The ids of each row so far, by slot, or by row once gathered."""
+    """The ids of each row, by slot, or by row once gathered."""
 
     history: jax.Array  # i32[., context], the id at each position up to the root's
 
 
 @pytree
 class Branches:
-    """K continuations of each row, best first; those without a match are last, as token 0."""
+    """K continuations of each row, best first; those without a match are last, all token 0."""
 
     tokens: jax.Array  # i32[B, K, S]
     lengths: jax.Array  # i32[B, K], tokens that matched before each; 0 without a match
@@ -118,7 +118,7 @@ class NgramDrafter(LevelDrafter):
     ) -> tuple[KVPool, NgramState]:
         del params
         index = index_emitted(emitted)
-        # A row that starts behind a cached prefix already has the ids of the prefix.
+        # A row that starts after a cached prefix already has the ids of the prefix.
         is_empty = emitted.is_first & (emitted.rows.prefix_lens == 0)
         history = jnp.where(is_empty[:, None], UNKNOWN, state.history)
         batch, width = history.shape
@@ -197,7 +197,7 @@ def match_lengths(history: Int[Array, "B C"], suffix: Int[Array, "B W"]) -> Int[
 
 
 def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
-    """Return history[:, p + by] at each p, OUTSIDE beyond its ends: a window, not a gather."""
+    """Return history[:, p + by] at each p, OUTSIDE beyond its ends."""
     width = history.shape[1]
     if by >= 0:
         return jnp.pad(history, ((0, 0), (0, by)), constant_values=OUTSIDE)[:, by:]
@@ -207,7 +207,7 @@ def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
 def sort_corpus(ids: np.ndarray, *, max_match: int) -> dict[str, np.ndarray]:
     """Return a corpus's ids, i32[n], and contexts, i32[n - 1].
 
-    Contexts are the places 0 to n - 2, sorted by the max_match ids that end there, read backwards.
+    Contexts are the places 0 to n - 2, sorted by the max_match ids that end there, last id first.
     Raises ValueError for fewer than two ids.
     """
     ids = np.asarray(ids, np.int32)
@@ -228,8 +228,8 @@ def find_in_corpus(
 ) -> Branches:
     """Return the continuations of the longest matches of each row's suffix in the corpus.
 
-    Places are sorted by the ids before them, so the longest matches are around the suffix's own
-    insertion point: the K best of K places on either side are used.
+    Contexts are sorted, so the longest matches are next to the suffix's insertion point: the best K
+    of the K contexts on either side are used.
     """
     size = contexts.shape[0]
     offset = jnp.arange(suffix.shape[1], dtype=jnp.int32)
@@ -265,7 +265,7 @@ def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
 
 
 def path_scores(branches: Branches) -> Float[Array, "B K S"]:
-    """Order better branches and lower depths first, then branches without a match."""
+    """Return scores that put better branches and lower depths first, and no match last."""
     topk, num_steps = branches.tokens.shape[1:]
     distance = jnp.arange(topk)[:, None] + jnp.arange(num_steps)
     unmatched = jnp.where(branches.is_match, 0.0, UNMATCHED)

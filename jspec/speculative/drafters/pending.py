@@ -2,8 +2,8 @@
 
 A plain step of an engine with a drafter stores the token and the target's features at it. Before a
 row drafts again, or when W tokens are pending, one `advance` processes all of them, like a prompt
-chunk. So a plain step costs as much as without a drafter plus a W-th of an advance. A token is
-stored at its position modulo W; the host tracks how many are pending, one per plain round.
+chunk. So a plain step costs one W-th of an advance more than without a drafter. A token is stored
+at its position modulo W; the host tracks how many are pending, one per plain round.
 
     worked example, W = 4, L = 7 and root t7: two plain steps emit t8 and t9
     stored     t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9
@@ -70,7 +70,7 @@ def defer(pending: Pending, slots: Int[Array, "B"], verified: Verified, rows: St
 def draft_prefill_step(
     drafter: Drafter, params: dict[str, Params], state: EngineState, batch: DraftPrefillBatch
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
-    """Advance the drafter over the last counts[b] (0: none) committed tokens; outputs a zero."""
+    """Advance the drafter over the last counts[b] committed tokens of each row; outputs a zero."""
     own = take_rows(state.draft, batch.slots)
     emitted = waiting_tokens(state, batch)
     draft_kv, advanced = drafter.advance(params["draft"], state.draft_kv, own, emitted)

@@ -1,17 +1,17 @@
 """Drafters that rank the next tokens of a model level by level: EAGLE, NEXTN and STANDALONE.
 
 Level 1 needs no forward: the last advance ran the model over the row's last token, and its K best
-candidates are the state. `beams` grows the levels and `candidates` ranks, both for all; a drafter
-defines what its model runs over.
+candidates are the state. `beams` grows the other levels and `candidates` ranks them; a drafter
+defines the inputs of its model.
 
 EAGLE (any head): a draft slot holds a pair (token i + 1, feature i), and every beam carries its
-parent's output, which is its feature.
+parent's output as its feature.
 
 STANDALONE (Leviathan et al., 2022, arXiv:2211.17192): a language model of any served family with
-the target's vocabulary. A slot holds a token at its own position, so nothing of the target is read
-and nothing is shifted. Acceptance follows from shared noise, not from that paper's rule. `advance`
-runs over the emitted tokens and the new root, whose logits give level 1. The root's slot is
-scratch: it is at L', and the next advance writes the same values there again.
+the target's vocabulary. A slot holds a token at its own position, and nothing of the target is
+read. Acceptance follows from shared noise, not from that paper's rule. `advance` runs over the
+emitted tokens and the new root, whose logits give level 1. The root's slot L' is scratch: the next
+advance writes the same values there again.
 
     worked example, L = 7, root t7, S = 3, K = 2; a verification accepts a1 a2 with bonus y
     propose   reads slots 0..7 (the last advance wrote 7, the root's); beams a1 b1 in slots 8 9 at
@@ -19,8 +19,8 @@ scratch: it is at L', and the next advance writes the same values there again.
     advance   slots 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
               logits, with the noise of position 11, are the next level 1
 
-With K = 1 the drafts are in their final slots, so `propose` has written all that `advance` would
-write except the last draft's and the new root's KV: advance runs over two tokens per row.
+With K = 1 the drafts are in their final slots: `propose` has written everything but the KV of the
+last draft and the new root, so advance runs over two tokens per row.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from jspec.speculative.tree import Level
 
 @pytree
 class RankedState:
-    """State from an advance to the next propose, by slot, or by row once gathered."""
+    """State between an advance and the next propose, by slot, or by row once gathered."""
 
     level1_ids: jax.Array  # i32[., K], target ids
     level1_scores: jax.Array  # f32[., K], path scores, <= 0
-    own: Any  # what else the drafter keeps
+    own: Any  # further state of the drafter
 
 
 @dataclass(frozen=True, slots=True)
 class RankedDrafter(LevelDrafter):
-    """Drafting level by level. draft_noise: as in `candidates.Ranking`."""
+    """A drafter that ranks level by level. draft_noise: see `candidates.Ranking`."""
 
     model: FeatureHead | Decoder
     draft_shape: SpeculativeConfig
@@ -100,7 +100,7 @@ class RankedDrafter(LevelDrafter):
 
     @abstractmethod
     def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
-        """Return `RankedState.own` of fresh slots."""
+        """Return `RankedState.own` of new slots."""
 
     @abstractmethod
     def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, Any]:
@@ -118,7 +118,7 @@ class RankedDrafter(LevelDrafter):
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], Any, KVPool]:
-        """Run the model. Return (outputs, the features of the tokens after them, caches)."""
+        """Run the model. Return (outputs, features for the tokens after them, caches)."""
 
     @abstractmethod
     def scored(
@@ -171,7 +171,7 @@ class RankedDrafter(LevelDrafter):
         sampling: SamplingBatch,
         level: int,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Rank the tokens after each output. level: of the draft, 0 after the emitted tokens."""
+        """Rank the tokens after each output. level: of the draft; 0 is after the emitted tokens."""
         logits, ids = self.scored(params, hidden, level=level)
         return rank_candidates(
             logits,
@@ -254,10 +254,8 @@ class EagleDrafter(RankedDrafter):
         return jnp.zeros((num_slots, self.model.spec.layer.hidden_size), dtype)
 
     def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, Float[Array, "T E"]]:
-        """Return pairs (token i + 1, feature i), which are at slot and RoPE position i.
-
-        Each row's last pair predicts the level-1 candidates, the tokens after `next_ids`.
-        """
+        """Return pairs (token i + 1, feature i), which are at slot and RoPE position i. Each row's
+        last pair predicts the level-1 candidates, the tokens after `next_ids`."""
         found = emitted.features
         given = found.aux_hidden if self.needs.aux_layer_ids else found.hidden
         pairs = TokenRows(
@@ -288,7 +286,7 @@ class EagleDrafter(RankedDrafter):
 
 @dataclass(frozen=True, slots=True)
 class StandaloneDrafter(RankedDrafter):
-    """A language model that drafts. It keeps nothing but level 1, and beams carry only KV."""
+    """A language model that drafts. Its state is level 1 alone, and beams carry only KV."""
 
     model: Decoder
 
@@ -303,9 +301,9 @@ class StandaloneDrafter(RankedDrafter):
         return ()
 
     def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, tuple[()]]:
-        """Return the emitted tokens and the one after them; for a chain, the last two.
+        """Return the emitted tokens and the one after them; for a chain, the last two of these.
 
-        After a chunk that is not final, the token after it is the next prompt token: the next chunk
+        After a chunk that is not final, the token after it is the next prompt token; the next chunk
         writes its KV again, and its prediction is unused.
         """
         del params

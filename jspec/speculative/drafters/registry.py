@@ -1,4 +1,4 @@
-"""The registry of drafters: how the drafter of each algorithm is built, by name."""
+"""The registry of drafters: how the drafter of each algorithm is built."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DRAFTERS: dict[str, ReadSource] = {
 
 
 def source_of(request: DraftRequest, read: ReadSource) -> DraftSource:
-    """Return the plan of `read`, with a lookup beside the draft model if it is requested."""
+    """Return the plan of `read`, with a lookup added to the draft model if it is requested."""
     source, args = read(request), request.args
     if not args.speculative.lookup:
         return source
@@ -64,6 +64,7 @@ def source_of(request: DraftRequest, read: ReadSource) -> DraftSource:
 
 
 def register(algorithm: Algorithm, read: ReadSource) -> None:
-    """Let `speculative_algorithm` name a drafter. read: checks and plans. Raises ConfigError."""
+    """Register a drafter that `speculative_algorithm` can name. read: makes its plan. Raises
+    ConfigError for a name that is taken."""
     drafting.register(algorithm)
     DRAFTERS[algorithm.name] = read

@@ -1,7 +1,5 @@
-"""The plan of a drafter: the engine's request, and the answer of its entry in `registry`.
-
-A plan is made before any weight is read, after all configs and settings are checked.
-"""
+"""A drafter's plan (`DraftSource`), and the request that its entry in `registry` makes it from. A
+plan is made before any weight is read, so that configs and settings are checked first."""
 
 from __future__ import annotations
 
@@ -41,9 +39,9 @@ class DraftRequest:
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
     def on_devices(self, spec: ModelSpec, *, spares: int | None = None) -> ModelSpec:
-        """Return a model as this engine caches and splits it. Raises ConfigError.
+        """Return a model as this engine caches and shards it. Raises ConfigError.
 
-        spares: as in `on_expert_shards`; a draft's experts are not placed.
+        spares: see `on_expert_shards`; a draft's experts have no placement.
         """
         cached, data_shards = cached_in(spec, self.kv_dtype), self.args.expert_ranks
         return on_expert_shards(cached, self.expert_shards, data_shards=data_shards, spares=spares)
@@ -74,16 +72,14 @@ def no_params(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
 class DraftSource:
     """How to build a drafter and its params.
 
-    read: returns its params, sharded for the request and placed by `place`, given the target's
-        params on the devices, which it may share, and the weights' dtype; a drafter without a table
-        reads onto the host
-    shares: names of params that are the target's own: one array for both, also after the target's
-        weights change
-    published: stored layouts of weights whose table entry does not give one, if they differ from
-        the target's
+    read: returns the params, sharded for the request and placed by `place`, from the target's params
+        on the devices, which it may share, and the weights' dtype. A drafter without a table reads
+        onto the host
+    shares: names of params that are the target's own arrays, also after its weights change
+    published: stored layouts, if not the target's, of weights whose table entry has none
     copies: tensors of its files that the target has too, by canonical name, read or not
     with_target: given the target's new params and its own, returns its own with derived values
-        recomputed; arrays shared with the target follow by themselves
+        recomputed; arrays shared with the target need no update
     """
 
     make: Callable[[Ops, Shard], Drafter]  # builds the drafter
@@ -99,7 +95,7 @@ class DraftSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """The names of stored copies in whose place the target's own are used."""
+        """The names of stored tensors in whose place the target's own are used."""
         return frozenset(name for name, copy in self.copies.items() if not copy.is_read)
 
 

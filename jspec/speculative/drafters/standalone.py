@@ -1,4 +1,4 @@
-"""The plan of STANDALONE, drafting with a small language model (`ranked.StandaloneDrafter`)."""
+"""The plan of STANDALONE, which drafts with a small language model (`ranked.StandaloneDrafter`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jspec.text.tokenizer.tokenizer import check_same_vocabulary
 
 
 def standalone_source(request: DraftRequest) -> DraftSource:
-    """Plan a draft language model; raises ConfigError or CheckpointError if it does not fit."""
+    """Plan a draft language model. Raises ConfigError or CheckpointError if it does not fit."""
     args, path = request.args, request.checkpoint
     spec = request.on_devices(load_model_spec(path))
     if spec.vocab_size != request.target.vocab_size:
