@@ -72,9 +72,9 @@ def no_params(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
 class DraftSource:
     """How to build a drafter and its params.
 
-    read: returns the params, sharded for the request and placed by `place`, from the target's params
-        on the devices, which it may share, and the weights' dtype. A drafter without a table reads
-        onto the host
+    read: returns the params, sharded for the request and placed by `place`, from the target's
+        params on the devices, which it may share, and the weights' dtype. A drafter without a
+        table reads onto the host
     shares: names of params that are the target's own arrays, also after its weights change
     published: stored layouts, if not the target's, of weights whose table entry has none
     copies: tensors of its files that the target has too, by canonical name, read or not
