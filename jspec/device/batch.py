@@ -43,7 +43,7 @@ def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
 
 @pytree
 class SettleBatch:
-    """Rows of a DecodeBatch, whose trees are on the device, with the host's grammar masks."""
+    """The rows of a DecodeBatch, whose trees are on the device, with the host's grammar masks."""
 
     slots: jax.Array  # i32[B], 0 = padding
     allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows after each node
@@ -56,7 +56,7 @@ def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
 
 @pytree
 class PrefillBatch:
-    """R chunks, packed into T tokens; a chunk may bring its new row."""
+    """R prompt chunks, packed into T tokens. The first chunk of a row carries its settings."""
 
     slots: jax.Array  # i32[R], 0 = padding
     starts: jax.Array  # i32[R], tokens of the row already in the KV
@@ -110,7 +110,7 @@ def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
 
 
 def sampling_batch(fields: dict[str, jax.Array]) -> SamplingBatch:
-    """Return the sampling parameters of a packed batch, whose fields have their i32 bits."""
+    """Return the sampling parameters of a packed batch, stored there as i32 bits."""
     return SamplingBatch(
         **{
             name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
@@ -121,9 +121,7 @@ def sampling_batch(fields: dict[str, jax.Array]) -> SamplingBatch:
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
     """Pack fields [B, *shape] into i32[B, width] for `columns.unpack` on the host; floats as bits.
-
-    Raises ValueError unless `values` has exactly the fields of `columns`, in their shapes.
-    """
+    Raises ValueError if the fields or shapes of `values` are not those of `columns`."""
     shapes = {name: array.shape[1:] for name, array in values.items()}
     if shapes != dict(columns.fields):
         raise ValueError(f"the output has {shapes} a row; expected {dict(columns.fields)}")
@@ -147,7 +145,7 @@ class DraftTree:
 
 @pytree
 class Features:
-    """The target's hidden states that a drafter reads; width 0 where it reads none."""
+    """The target's hidden states that a drafter reads; unread ones have width 0."""
 
     hidden: jax.Array  # [..., E or 0], the last hidden after the final norm
     aux_hidden: jax.Array  # [..., A or 0], the residuals at the aux layers, concatenated

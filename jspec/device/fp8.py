@@ -1,6 +1,6 @@
 """Weights in fp8 (e4m3) with float32 scales: a scale per output channel, or per 128 x 128 block.
 
-A number is its code times its scale. On a device the codes are stored column-major, [out, in] in
+A value is its code times its scale. On a device the codes are stored column-major, [out, in] in
 memory, because matrix units for fp8 read both operands along the inputs: `codes.T` is free.
 """
 
@@ -21,7 +21,7 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
 # A constant factor instead of a division, which XLA would rewrite to one, rounded differently.
 _PER_LARGEST = 1.0 / LARGEST
-# Below it a scale could be 0, and 0 / 0 is no number.
+# The least magnitude: below it a scale could be 0, and 0 / 0 is NaN.
 _SMALLEST = 2.0**-100
 
 
@@ -45,7 +45,7 @@ class FP8Weight:
         return numbers.astype(dtype)
 
     def scale_of_each(self) -> Float[Array, "*x _ N"]:
-        """Return the scales of all numbers: [.., K, N], or [.., 1, N] if channels have one each."""
+        """Return the scales of all values, [.., K, N], or [.., 1, N] with a scale per channel."""
         if self.block is None:
             return self.scales[..., None, :]
         *_, length, width = self.shape
@@ -63,7 +63,7 @@ def codes_of(x: Float[Array, "*x"], scales: Float[Array, "*x"]) -> Float[Array, 
 
 @partial(jax.jit, static_argnames="has_blocks")
 def quantised_weight(weight: Float[Array, "K N"], *, has_blocks: bool) -> FP8Weight:
-    """Quantise a weight; a scale is the largest magnitude of its channel or block / 448."""
+    """Quantise a weight. A scale is the largest magnitude of its channel or block / 448."""
     numbers = weight.astype(jnp.float32)
     if not has_blocks:
         scales = scales_of(jnp.abs(numbers).max(axis=0))

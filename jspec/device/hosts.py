@@ -1,4 +1,4 @@
-"""Devices of several hosts: each process puts its own shards, and all agree on the memory."""
+"""Devices of several hosts: placing each process's own shards, and agreeing on free memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_one_process(mesh: Mesh) -> bool:
 
 
 def check_served(mesh: Mesh) -> None:
-    """Raise ConfigError for a mesh over several hosts that no engine serves yet."""
+    """Raise ConfigError for a mesh over several hosts that no engine supports."""
     for name, degree in mesh.shape.items():
         if name != TENSOR and degree > 1 and not is_one_process(mesh):
             raise ConfigError(
@@ -33,7 +33,7 @@ def check_served(mesh: Mesh) -> None:
 
 
 def own_shards(mesh: Mesh) -> range | None:
-    """Return the shards of `tensor` that devices of this process have; None on a single host."""
+    """Return the shards of `tensor` on this process's devices; None on a single host."""
     if is_one_process(mesh):
         return None
     axis = mesh.axis_names.index(TENSOR)
@@ -45,7 +45,7 @@ def own_shards(mesh: Mesh) -> range | None:
 def put(tree: Any, places: Any) -> Any:
     """Put arrays of this process at `places`: shardings or Formats, a prefix of their tree.
 
-    Every host passes the same values, and nothing is sent: unlike `jax.device_put`, which compares
+    Every host must pass the same values. Nothing is sent: unlike `jax.device_put`, which compares
     the values of all hosts, this may run while steps do.
     """
     if all(_sharding(place).is_fully_addressable for place in jax.tree.leaves(places)):
@@ -62,7 +62,7 @@ def put(tree: Any, places: Any) -> Any:
 
 
 def made(make: Callable[[], Any], places_of: Callable[[Any], Any]) -> Any:
-    """Return the arrays of `make`, made where their places are: no device could hold all."""
+    """Return the arrays of `make`, created sharded, since no single device could hold all."""
     return jax.jit(make, out_shardings=places_of(jax.eval_shape(make)))()
 
 
@@ -72,7 +72,7 @@ def _sharding(place: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LikeDevice:
-    """A device that stands for one of any host: the one with the least free memory of all."""
+    """A stand-in for the device with the least free memory of all hosts."""
 
     platform: str
     stats: dict[str, int] | None
@@ -82,7 +82,7 @@ class LikeDevice:
 
 
 def memories(devices: Sequence[jax.Device]) -> Sequence[Any]:
-    """Return devices whose memory every host sees alike. A collective over several hosts."""
+    """Return devices whose memory every host sees alike. It is a collective over the hosts."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     if len(own) == len(devices):
         return devices

@@ -2,11 +2,9 @@
 
 Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick). Every program that
 chooses the token at position p of a request with seed s uses the same g, which makes the text a
-function of (model, prompt, seed).
-
-Seed, position and token id each pass through full rounds of MurmurHash3's 32-bit finaliser
-(Appleby, public domain), few operations, as it is compiled into every reduction over the
-vocabulary.
+function of (model, prompt, seed). Seed, position and token id each pass through MurmurHash3's
+32-bit finaliser (Appleby, public domain), which has few operations: it is compiled into every
+reduction over the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def position_key(
 def key_of_words(
     high: UInt32[Array, "*b"], low: UInt32[Array, "*b"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Return `position_key` of a seed's words, scalars in a kernel."""
+    """Return `position_key` of a seed's two words, which are scalars in a kernel."""
     h0 = mix32(low ^ jnp.uint32(0x9E3779B9))
     h1 = mix32(high ^ h0)
     k0 = mix32(h0 ^ mix32(position.astype(jnp.uint32) + h1))

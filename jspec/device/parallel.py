@@ -1,7 +1,5 @@
-"""The degrees of parallelism, and the mesh and the partition specs that follow from them.
-
-A whole step runs inside one shard_map, with the collectives written out where they happen.
-"""
+"""The degrees of parallelism, and the mesh and partition specs that follow from them. A whole step
+runs inside one shard_map, with its collectives written out."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Parallel:
 
     @property
     def model(self) -> int:
-        """Return the number of devices of one copy of the model."""
+        """The number of devices of one copy of the model."""
         return self.expert * self.tensor
 
     def shards(self, axis: Axis) -> int:
@@ -55,20 +53,20 @@ class Parallel:
         return math.prod(int(getattr(self, name)) for name in names)
 
     def mesh(self, devices: list[jax.Device]) -> Mesh:
-        """Raise ConfigError for another number of devices than the degrees multiply to."""
+        """Return the mesh. Raises ConfigError if the number of devices does not fit the degrees."""
         if len(devices) != math.prod(self._degrees):
             degrees = " * ".join(f"{name} {getattr(self, name)}" for name in MESH)
             raise ConfigError(f"devices is {len(devices)}; expected {degrees}")
         return Mesh(np.array(devices).reshape(self._degrees), MESH)
 
     def check_served(self) -> None:
-        """Raise ConfigError for a degree that no engine serves yet."""
+        """Raise ConfigError for a degree that no engine supports."""
         if self.hosts > 1:
             raise ConfigError(f"hosts is {self.hosts}; expected 1: an engine runs on one host")
 
 
 def devices_of_rank(mesh: Mesh) -> list[jax.Device]:
-    """Return the devices of the first data rank; the others have the same on theirs."""
+    """Return the devices of the first data rank, to which the other ranks' are alike."""
     return list(mesh.devices[0].flat)
 
 

@@ -1,7 +1,5 @@
-"""Memory of each GPU of a host that the others write: kernels exchange rows through it.
-
-The kernel is pallas_kernels/peer_sum; it knows the buffers by their addresses alone.
-"""
+"""Buffers in the memory of each GPU of a host that the other GPUs write, to exchange rows. The
+kernels (pallas_kernels/peer_sum) get only the addresses of the buffers."""
 
 from __future__ import annotations
 
@@ -19,20 +17,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.device.pytree import pytree, static
 
-TURNS = 3  # places of a row
-NOTHING = -1  # a word where nothing has arrived; as two bfloat16 numbers, both not a number
-LEAST_WIDTH = 256  # of a row: eight numbers for each thread of a warp
-MOST_DEVICES = 4  # over more, no machine has compared the sums with exact ones yet
-HEADER = 3  # words of a table before the addresses: this device's number, its address
+TURNS = 3  # copies of a row's place, used in rotation
+NOTHING = -1  # a word where nothing has arrived: two bfloat16 NaNs
+LEAST_WIDTH = 256  # of a row: eight values for each thread of a warp
+MOST_DEVICES = 4  # sums over more devices are untested
+HEADER = 3  # words of a table before the addresses: this device's index, its address
 
 
 class Area(IntEnum):
-    """Parts of a buffer. In a step the exchanges of one area follow one another."""
+    """Parts of a buffer. Exchanges in one area must follow one another in a step."""
 
     TARGET = 0  # sums along the target's residual stream
     DRAFT = 1
     CHOICE = 2  # the best of each shard of a vocabulary
-    MASS = 3  # their largest scores and sums, which not every step needs
+    MASS = 3  # the shards' largest scores and sums, which not every step needs
 
     @property
     def num_rows(self) -> int:
@@ -44,13 +42,12 @@ class Peers:
     """The addresses of the buffers of a tensor axis.
 
     An area of a buffer:
-
         [a word for each row: its last turn | turn 0: rows from device 0, from device 1, ... |
          turn 1: the same | turn 2: the same]
     """
 
-    table: Any  # i32[HEADER + 2 * devices]: number, own address, addresses, low words first
-    width: int = static()  # room of a row, in numbers of 2 bytes; a power of two
+    table: Any  # i32[HEADER + 2 * devices]: index, own address, addresses, low words first
+    width: int = static()  # capacity of a row, in values of 2 bytes; a power of two
     area: Area = static(default=Area.TARGET)
 
     @property
@@ -71,7 +68,7 @@ class Peers:
         return replace(self, area=area)
 
     def serve(self, x: jax.Array) -> bool:
-        """Return whether the kernel adds such rows."""
+        """Return whether the kernel can add arrays of this shape and dtype."""
         if x.ndim != 2 or x.dtype != jnp.bfloat16:
             return False
         return x.shape[0] <= self.area.num_rows and LEAST_WIDTH <= x.shape[1] <= self.width
@@ -82,19 +79,18 @@ def buffer_bytes(areas: Iterable[Area], num_devices: int, width: int) -> int:
 
 
 class Exchange:
-    """Keeps one buffer a device while programs that have its address may run."""
+    """Owns one buffer per device while programs that have its address may run."""
 
     def __init__(self, mesh: Mesh, *, width: int) -> None:
         self._mesh = mesh
-        self._width = 1 << (width - 1).bit_length()  # as a kernel's row: threads past its end write
+        self._width = 1 << (width - 1).bit_length()  # a kernel's threads write up to a power of two
         self._buffers: jax.Array | None = None
 
     @classmethod
     def of(cls, mesh: Mesh, *, width: int) -> Exchange | None:
-        """Return None where no kernel runs: one device, too many, or no access between them.
-
-        Nor with other axes: experts are summed over two, and beside data ranks no card ran it.
-        """
+        """Return None where no kernel runs: one device, too many, or no access between them. Other
+        mesh axes than tensor also give None: experts are summed over two axes, and data ranks are
+        untested."""
         devices = list(mesh.devices.flat)
         if not 1 < len(devices) <= MOST_DEVICES or len(devices) != mesh.devices.shape[-1]:
             return None
@@ -109,7 +105,7 @@ class Exchange:
         return Peers(table=table, width=self._width)
 
     def renew(self) -> Peers:
-        """Make empty buffers, and drop those before: after a failed step their counters differ."""
+        """Make empty buffers and drop the old ones: after a failed step their counters differ."""
         shape = self._mesh.devices.shape
         placed = NamedSharding(self._mesh, PartitionSpec(*self._mesh.axis_names))
         words = (*shape, buffer_bytes(Area, shape[-1], self._width) // 4)
@@ -126,7 +122,7 @@ class Exchange:
 
 
 def have_access(devices: list[jax.Device]) -> bool:
-    """Return whether these are GPUs of this process that may write into each other's memory."""
+    """Return whether these are GPUs of this process that can write to each other's memory."""
     if any(x.platform != "gpu" or x.process_index != jax.process_index() for x in devices):
         return False
     try:

@@ -1,7 +1,7 @@
 """`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
 
-Compile-time settings are arguments of the compiled function instead of fields, except for the
-memory layout of the other fields: `static()`.
+Compile-time settings are arguments of the compiled function, not fields, except for the memory
+layout of the other fields: `static()`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that is compiled in: hashable, and equal for arrays of equal layout."""
+    """Declare a compile-time field. It must be hashable, and equal for arrays of equal layout."""
     return dataclasses.field(metadata={"static": True}, default=default)
 
 

@@ -1,8 +1,8 @@
 """Device state between two steps: immutable pytrees, donated from step to step.
 
-Row 0 of every per-slot array is the dummy slot, which padding rows read and write. Page 0 of every
-pool is the dummy page. No result depends on their contents. Every array begins with slots or pages,
-which are sharded over data ranks: a step sees those of its own rank.
+Slot 0 of every array by slot is the dummy slot, which padding rows read and write, and page 0 of
+every pool is the dummy page. No result depends on their contents. Every array begins with slots or
+pages, which are sharded over data ranks; a step sees those of its own rank.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from jspec.spec.axes import MESH
 from jspec.spec.cache_entry import CacheLayout, axes_of
 from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 
-# One a layer: the array of its cache entry, or a dict of several (spec/cache_entry.py).
+# One per layer: the array of its cache entry, or a dict of several (spec/cache_entry.py).
 Caches = tuple[Any, ...]
 
 
 @pytree
 class SamplingBatch:
-    """Sampling parameters of each row, by slot inside RowState, by batch row once gathered.
-
-    Arrays, so that no setting causes a compilation: those of SAMPLING_FIELDS, in its order.
-    """
+    """Sampling parameters of each row, by slot inside RowState, by batch row once gathered. They
+    are arrays, so that no setting causes a compilation: the SAMPLING_FIELDS, in this order."""
 
     min_new_tokens: jax.Array  # i32[.]
     temperature: jax.Array  # f32[.], >= 0
@@ -53,7 +51,7 @@ class SamplingBatch:
 
 @pytree
 class Seen:
-    """Token ids in output and prompt of each row, for penalties."""
+    """Token ids in the output and prompt of each row, for penalties."""
 
     output_counts: jax.Array  # i32[slots, V], how often each id was emitted
     prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
@@ -87,8 +85,7 @@ class EngineState:
     pending: Any = None  # tokens (speculative/drafters/pending.py), if steps may be plain
     snapshots: Caches = ()  # of the target's recurrent layers, in order
     peers: Peers | None = None  # of the tensor axis, where a kernel adds over it
-    # u32[ranks, L, X], real tokens that each expert of each layer was given, modulo 2 ** 32; None:
-    # an engine that does not count them
+    # u32[ranks, L, X], real tokens of each expert of each layer, modulo 2 ** 32; None: not counted
     expert_counts: jax.Array | None = None
 
 
@@ -99,9 +96,9 @@ def empty_caches(
     num_units: Callable[[CacheGroup], int],
     mesh: Mesh | None = None,
 ) -> Caches:
-    """Return zeroed caches, one a layer. num_units: of a group, dummies included.
+    """Return zeroed caches, one per layer, sharded over `mesh` if one is given.
 
-    mesh: places them, so that no device has to hold more than its part; None: on one device.
+    num_units: number of slots or pages of a group, dummies included
     """
 
     def empty(group: CacheGroup) -> Any:
@@ -132,7 +129,7 @@ def _cache_of(arrays: dict[str, Any]) -> Any:
 def state_specs(
     state: EngineState, groups: tuple[CacheGroup, ...], draft_groups: tuple[CacheGroup, ...]
 ) -> EngineState:
-    """Return the PartitionSpec of every array. groups, draft_groups: of target and drafter."""
+    """Return the PartitionSpec of every array."""
     specs = jax.tree.map(lambda _: partition_spec(("units",)), state)  # also of expert_counts
     seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
     return dataclasses.replace(
@@ -165,7 +162,7 @@ def empty_rows(
 ) -> RowState:
     """Return the state without requests; num_slots includes the dummy slot 0.
 
-    num_columns: of all shards' logits; None: vocab_size.
+    num_columns: of all shards' logits; None: vocab_size
     """
     seen = (num_slots, vocab_size if num_columns is None else num_columns)
     table = jnp.zeros((num_slots, pages_per_row), jnp.int32)

@@ -1,7 +1,8 @@
-"""Grouped-query attention around a pluggable `attend`: the projections, without a cache.
+"""Grouped-query attention around an `attend` function: the projections, without a cache.
 
 The caller passes `attend(heads, rotation, sinks) -> out`: dense causal attention in training, paged
-attention in serving. It gets the heads before norms and RoPE, to fuse those with writing K and V.
+attention in serving. `attend` applies the head norms and RoPE, so that a kernel can fuse them with
+the write of K and V.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def attention(
 ) -> Float[Array, "*r E"]:
     """Run the projections of one layer around `attend`. spec counts the heads of all shards.
 
-    kept: the rows of x [T, I] whose output is needed; None: all. `attend` gets K and V of all rows,
-    the sinks, and q_norm and k_norm, which it applies before RoPE. params: qkv has, per shard, the
-    columns of q, then k, then v; gate (per shard the columns of its heads) gates the heads' output.
+    kept: the tokens of x [T, I] whose output is needed; None: all. `attend` gets K and V of all
+        tokens either way
+    params: qkv has, per shard, the columns of q, then k, then v; q_norm and k_norm are for
+        `attend`; gate (per shard the columns of its heads) gates the heads' output
     """
     heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))
@@ -68,10 +70,10 @@ def project(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Float[Array, "*b heads D"], Rotation]:
-    """Return the heads of q, k and v, and the norms and RoPE that they still need.
+    """Return the heads of q, k and v, and the norms and RoPE that `attend` must apply.
 
-    Without K and V of its own (kv_of) a layer has heads of q alone, and these are normed. Norms
-    that span heads are applied here: they need the sums of squares of all shards.
+    A layer that reads another layer's cache (kv_of) has q heads alone, already normed. Norms that
+    span heads are applied here, because they need the sums of squares of all shards.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)

@@ -1,4 +1,4 @@
-"""A gated delta net around a pluggable `attend`: projections, gates and the output's norm."""
+"""A gated delta net around an `attend` function: projections, gates and the output's norm."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def delta_net(
     ops: Ops,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "_ E"]:
-    """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
+    """Run one layer's projections around `attend`; arguments as in `attention.attention`.
 
-    params: qkv gives the inputs of the convolution, steps the step size and then the decay of each
-    head, gate the gate of each output; decay has the log of each head's rate and dt_bias, which is
-    added before softplus.
+    params: qkv gives the convolution's inputs; steps each head's step size, then its decay; gate
+        the gate of each output; decay has the log of each head's rate, and a bias (dt_bias) added
+        before softplus
     """
-    del positions  # a recurrence knows the order
+    del positions  # a recurrence needs none
     num_heads = spec.num_heads // shard.size
     step, rate = jnp.split(linear(params["steps"], x, ops=ops).astype(jnp.float32), 2, axis=-1)
     log_rate, dt_bias = (params["decay"][name].astype(jnp.float32) for name in ("log", "bias"))

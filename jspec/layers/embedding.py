@@ -1,4 +1,4 @@
-"""Token embedding, replicated over shards: it is only indexed, never multiplied."""
+"""Token embedding, replicated over shards."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from jaxtyping import Array, Float, Int
 
 
 def embed(params: Mapping[str, jax.Array], token_ids: Int[Array, "*b"]) -> Float[Array, "*b E"]:
-    """Return the entries of `table`; ids must be in [0, V) (callers map padding to 0)."""
+    """Return the embeddings of ids in [0, V); callers map padding to 0."""
     return jnp.take(params["table"], token_ids, axis=0, mode="clip")

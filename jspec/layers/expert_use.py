@@ -1,4 +1,4 @@
-"""Which experts the tokens of a step use: their counts, and the copies of replicated ones."""
+"""The tokens of each expert in a step: their counts, and the choice among an expert's copies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COPIES = "expert_copies"  # of a target's params: by layer, `copies_of` its map
 
 @pytree
 class MoETokens:
-    """The tokens of an MoE, apart from their hidden states."""
+    """Facts about the tokens of an MoE, apart from their hidden states."""
 
     is_real: jax.Array | None  # bool[T], False for padding; None: experts' tokens are not counted
-    keys: jax.Array  # i32[T], at least 0, of a token's text alone: they select copies
+    keys: jax.Array  # i32[T], >= 0, functions of a token's text alone: they select copies
     copies: jax.Array | None = None  # i32[X, 1 + C] of `copies_of`; None: there is no map
 
     def kept(self, kept: Int[Array, "R"] | None) -> MoETokens:
-        """Return those of the kept tokens. kept: ascends; padding repeats a token before it."""
+        """Return the entries of the kept tokens. kept ascends; padding repeats the last one."""
         if kept is None:
             return self
         is_real = self.is_real
@@ -44,10 +44,8 @@ class ExpertUse:
         self._tokens = tokens
 
     def physical(self, ids: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
-        """Count the tokens of each expert, and return the physical experts that run them.
-
-        The copy of a replicated expert depends on the token's key alone, not on the batch.
-        """
+        """Count the tokens of each expert, and return the physical experts that run them. The copy
+        of a replicated expert depends on the token's key alone, not on the batch."""
         tokens = self._tokens
         if tokens.is_real is not None:
             self.counts = expert_counts(ids, tokens.is_real, num_experts)
@@ -59,7 +57,7 @@ class ExpertUse:
 
 
 class ExpertCounter:
-    """Counts of a whole forward pass, layer by layer, while it is traced."""
+    """Counts of a whole forward pass, collected layer by layer while it is traced."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -67,11 +65,11 @@ class ExpertCounter:
 
     @classmethod
     def of(cls, counts: UInt32[Array, "1 L X"] | None) -> ExpertCounter | None:
-        """Return a counter for a rank's counts so far; None for an engine without counts."""
+        """Return a counter for a rank's counts, or None for an engine without counts."""
         return None if counts is None else cls(counts.shape[-1])
 
     def add(self, layer: UInt32[Array, "X"] | None) -> None:
-        """Add the counts of the next layer; None: it has no experts."""
+        """Add the counts of the next layer; None if it has no experts."""
         self._layers.append(layer)
 
     def counts(self) -> UInt32[Array, "L X"]:
@@ -89,7 +87,7 @@ def counted(
 def expert_counts(
     ids: Int[Array, "T k"], is_real: Bool[Array, "T"], num_experts: int
 ) -> UInt32[Array, "X"]:
-    """Return how many real tokens each expert is given.
+    """Return the number of real tokens of each expert.
 
     In:  ids [[2 0] [0 1] [0 1]], is_real [1 1 0], 3 experts
     Out: [2 1 1]
@@ -100,7 +98,7 @@ def expert_counts(
 
 
 def copies_of(placed: LayerMap, num_experts: int) -> np.ndarray:
-    """Return for each expert the number of its copies, then where they are, padded with 0.
+    """Return for each expert the number of its copies and their places, padded with 0.
 
     In:  [0 2 1 2], which has 1 spare for 3 experts
     Out: i32 [[1 0 0] [1 2 0] [2 1 3]]
@@ -113,7 +111,7 @@ def copies_of(placed: LayerMap, num_experts: int) -> np.ndarray:
 
 
 def with_use(params: Mapping[str, Any], use: ExpertUse | None) -> dict[str, Any]:
-    """Return a layer's params, in which its MoE, if any, finds what it knows of its tokens."""
+    """Return a layer's params with `use` added to its MoE, if it has one."""
     if use is None or "moe" not in params:
         return dict(params)
     return {**params, "moe": {**params["moe"], "use": use}}

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2) around a pluggable `attend`, in absorbed form.
+"""Multi-head latent attention (MLA, DeepSeek-V2) around an `attend` function, in absorbed form.
 
-No head's K and V are ever made: queries go to the latent's space before `attend`, outputs leave it
-after (latent_attention/reference.py).
+K and V of the heads are never computed: queries are projected into the latent space before
+`attend`, and its outputs out of it (latent_attention/reference.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def latent_attention(
     ops: Ops,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "_ E"]:
-    """Run one layer's projections around `attend`; arguments are as in `attention.attention`.
+    """Run one layer's projections around `attend`; arguments as in `attention.attention`.
 
-    params: kv_a gives the latent and the shared part of K, k_up and v_up have the columns of each
-    head, q those of the queries; with q_a and its norm, q reads these instead of x. eps: of the
-    layer's norms, unused: the low-rank norms have their own.
+    params: kv_a gives the latent and the shared part of K; k_up and v_up have the columns of each
+        head. q reads x, or with q_a the normed output of q_a
+    eps: unused; the low-rank norms have their own
     """
     del eps
     rank, cos_sin = spec.kv_rank, angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
@@ -67,7 +67,7 @@ def _inputs(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
-    """Return what `attend` reads: absorbed queries, and the tokens' records."""
+    """Return the absorbed queries and the tokens' records, which `attend` reads."""
     num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
     given = x
     if "q_a" in params:
@@ -88,8 +88,6 @@ def _inputs(
 
 
 def _in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Order the pairs (0, 1), (2, 3) of neighbours as RoPE's halves: [0 1 2 3] -> [0 2 1 3].
-
-    Scores stay the same, since queries and K are ordered alike.
-    """
+    """Reorder interleaved RoPE pairs into halves, [0 1 2 3] -> [0 2 1 3]. Scores stay the same,
+    since queries and K are reordered alike."""
     return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

@@ -1,11 +1,9 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
-Inside a step's shard_map a column-parallel product needs no collective, a row-parallel one is an
-all-reduce over the model's axes (`spec/axes.py`). A norm that spans heads is another, of two
-numbers a token. An axis of None is outside of it (training, references).
-
-GPUs with `Peers` add the rows of a small step in a kernel, which may leave the sum to the next norm
-(`PartialSum`); both are for the residual stream alone, whose sums follow one another.
+Inside a step's shard_map a column-parallel product needs no collective; a row-parallel one ends in
+an all-reduce over the model's axes (`spec/axes.py`). An axis of None means no shard_map (training,
+references). GPUs with `Peers` sum a small step in a kernel, which may leave the sum to the next
+norm (`PartialSum`); both are for the residual stream alone, whose sums follow one another.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The number of shards of a model, and the mesh axes over which it is split.
+    """The number of shards of a model, and the mesh axes over which it is sharded.
 
-    peers: of a layer (`of_layer`), or of what is gathered (`sharing`). defers: `reduce` leaves sums
-    to the next norm.
+    peers: of a layer (`of_layer`), or of a gather (`sharing`). defers: `reduce` leaves the sum to
+    the next norm.
     """
 
     size: int = 1
@@ -49,17 +47,17 @@ class Shard:
     defers: bool = False
 
     def of_layer(self, params: Mapping[str, Any], *, defers: bool = False) -> Shard:
-        """Return the shard of a layer's sums. params: of the layer, from `with_peers`."""
+        """Return the shard for a layer's sums. params: the layer's, from `with_peers`."""
         peers = params.get("peers")
         return self if peers is None else replace(self, peers=peers, defers=defers)
 
     @property
     def alone(self) -> Shard:
-        """Without peers: what inner jits are compiled for."""
+        """This shard without peers, for which inner jits are compiled."""
         return Shard(self.size, self.axis)
 
     def exchanges(self, num_words: int, area: Area) -> bool:
-        """Return whether an area of the peers has room for that number of words from a shard."""
+        """Return whether the peers can exchange num_words words per shard in an area."""
         return self.peers is not None and num_words <= self.peers.of(area).most_words
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -77,7 +75,7 @@ class Shard:
 
 @pytree
 class PartialSum:
-    """This device's summand of a product."""
+    """This device's summand of a row-parallel product."""
 
     x: jax.Array  # [T, E]
     peers: Peers
@@ -88,12 +86,12 @@ class PartialSum:
     def add_and_norm(
         self, x: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-        """Return (x + the sum, RMSNorm of that times scale)."""
+        """Return (y, RMSNorm(y) * scale) for y = x + the sum."""
         return sum_add_and_norm(x, self.x, scale, self.peers, eps=eps)
 
 
 def with_peers(params: Mapping[str, Any], peers: Peers | None) -> Mapping[str, Any]:
-    """Return a step's params, {"target": ..., "draft": ...}, with `peers` in every layer's."""
+    """Return a step's params, {"target": ..., "draft": ...}, with `peers` added to every layer."""
     if peers is None:
         return params
     areas = {"target": Area.TARGET, "draft": Area.DRAFT}
@@ -101,7 +99,7 @@ def with_peers(params: Mapping[str, Any], peers: Peers | None) -> Mapping[str, A
 
 
 def _in_layers(params: Any, peers: Peers) -> Any:
-    """Adapters have layers of their own, which `paged_layer` joins to these."""
+    """Skip adapters: their layers are their own, and `paged_layer` joins them to these."""
     if not isinstance(params, Mapping):
         return params
     return {
@@ -113,7 +111,7 @@ def _in_layers(params: Any, peers: Peers) -> Any:
 
 
 def sharing(part: T, peers: Peers | None) -> T:
-    """Return a part of a step with `peers` in its shards: dataclasses all the way down."""
+    """Return a part of a step with `peers` set in the shards of its nested dataclasses."""
     if peers is None or isinstance(part, type) or not is_dataclass(part):
         return part
     if isinstance(part, Shard):
@@ -126,9 +124,9 @@ def sharing(part: T, peers: Peers | None) -> T:
 
 
 def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tuple[jax.Array, ...]:
-    """Return all shards' arrays, each [shards, ...], from one all-gather.
+    """Return all shards' arrays, each [shards, ...], from one all-gather, which saves latency.
 
-    arrays: of one shape and of 32 bits; together, as each collective of a few bytes is a latency.
+    arrays: of one shape, 32 bits each
     """
     if shard.axis is None or shard.size == 1:
         return tuple(x[None] for x in arrays)
@@ -149,11 +147,9 @@ def linear(
     *,
     ops: Ops,
     reduce: Shard | None = None,
-) -> Any:  # an array; with a `reduce` that defers, or a PartialSum
-    """Return x @ kernel (+ bias, once). With `reduce` it is row-parallel: summed over shards.
-
-    params may have `adapters` (layers/lora.py), whose product is added.
-    """
+) -> Any:  # an array, or a PartialSum if `reduce` defers
+    """Return x @ kernel (+ bias). With `reduce` the product is row-parallel: summed over shards. If
+    params has `adapters` (layers/lora.py), their product is added."""
     kernel = params["kernel"]
     if reduce is not None and "adapters" not in params and ops.sums_halves(kernel, reduce.size):
         halves = jnp.split(kernel, 2, axis=1)
@@ -173,11 +169,12 @@ def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Floa
 
 
 def all_columns(shard: Shard, x: Float[Array, "*b o"]) -> Float[Array, "*b O"]:
-    """Return the whole of a column-parallel product, of which each shard has some columns.
+    """Return all columns of a column-parallel product, of which each shard has some.
 
-    Row-major: XLA for GPUs would keep them column-major, and all that is read beside them, down to
-    the rows of the embedding (0.37 ms of a chain's step with 64 rows on four H200s).
-    Between peers as pairs of numbers, in the draft's area: a draft's layers follow.
+    The result is row-major: XLA for GPUs would make it column-major, and with it everything that is
+    read together with it, down to the embedding (0.37 ms of a chain's step with 64 rows on four
+    H200s). Peers exchange it as pairs of numbers in the draft's area, since a draft's layers
+    follow.
     """
     if shard.axis is None:
         return x

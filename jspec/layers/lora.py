@@ -1,8 +1,8 @@
 """Products with LoRA adapters: each token has its own adapter, or none.
 
-All adapters of a product are computed together, and each token keeps the columns of its own: one
-product with A [in, parts * width] instead of a gather of A and B for each row. The others'
-columns become exact zeros, so a token's sum does not depend on which other adapters there are.
+All adapters of a product are computed in one product with A [in, parts * width], instead of a
+gather of A and B per row, and each token keeps the columns of its own adapter. The other columns
+become exact zeros, so a token's sum does not depend on the other adapters.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.device.pytree import pytree
 from jspec.spec.lora_spec import LoRASpec
 
-# Products of an attention that run after `attend`, on the kept tokens alone.
+# Products that run after `attend`, on the kept tokens alone.
 AFTER_ATTEND = frozenset({"gate", "out"})
 
 
 @pytree
 class Adapters:
-    """The adapters of one product, and which columns of a part each of its tokens reads."""
+    """The adapters of one product, and the columns that each of its tokens uses."""
 
     a: jax.Array  # [I, parts * width]
     b: tuple[jax.Array, ...]  # [width, O] of each part
@@ -39,7 +39,7 @@ class Adapters:
 
 
 def chosen_columns(slots: Int[Array, "T"], lora: LoRASpec) -> Bool[Array, "T width"]:
-    """Return which columns belong to each token's adapter; slot 0 has none."""
+    """Return the columns of each token's adapter; slot 0 has none."""
     owner = 1 + jnp.arange(lora.width, dtype=jnp.int32) // lora.rank
     return slots[:, None] == owner
 
@@ -52,7 +52,7 @@ def with_adapters(
 ) -> dict[str, Any]:
     """Return a layer's params with the adapters of each adapted product, for `linear`.
 
-    stacked: the adapters' weights under the layer's own paths. kept: as in `run_layer`.
+    stacked: the adapters' weights by the layer's own paths. kept: as in `run_layer`.
     """
     after = chosen if kept is None else jnp.take(chosen, kept, axis=0, mode="clip")
 

@@ -24,9 +24,9 @@ def gated_mlp(
     limit: float | None = None,
     gelu: bool = False,
 ) -> Float[Array, "*b E"]:
-    """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
+    """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns, then up columns.
 
-    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of silu.
+    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: use GELU instead of SiLU.
     """
     own = params["gate_up"]
     if gelu:

@@ -1,10 +1,10 @@
 """A mixture of experts (MoE): a router selects gated MLPs for every token and sums their outputs.
 
 One grouped product multiplies each expert's weights by all of its tokens (`Ops.experts`). Under
-tensor parallelism every shard has a part of each expert's inner columns, and an all-reduce follows.
-Under expert parallelism it has some of the experts. All shards have all tokens and route them
-alike, so each runs its own experts' pairs and the same all-reduce adds up the terms. Data ranks
-that share the experts gather their tokens first, and each takes the sums of its own.
+tensor parallelism every shard has a part of each expert's inner columns; under expert parallelism
+it has some of the experts. In both cases all shards route all tokens alike, and one all-reduce adds
+up the outputs. Data ranks that share the experts gather their tokens first, and each takes the sums
+of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from jspec.spec.model_spec import MoESpec, Routing
 def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (experts of each token, best first; their weights in float32).
-
-    params: "factors" f32[X], if there, multiply the weights.
-    """
+    """Return each token's experts, best first, and their float32 weights, times params["factors"]
+    f32[X] if present."""
     ids, weights = _chosen(params, x, spec=spec)
     if "factors" in params:
         weights = weights * jnp.take(params["factors"], ids, mode="clip")
@@ -62,7 +60,7 @@ def within_groups(
 ) -> Float[Array, "T X"]:
     """Set the scores outside of each token's best groups to -inf.
 
-    num_best: highest scores of a group whose sum ranks it (DeepSeek-V2: 1, V3: 2).
+    num_best: a group is ranked by the sum of its num_best highest scores (DeepSeek-V2: 1, V3: 2)
     """
     if spec.top_groups == spec.num_groups:
         return scores
@@ -95,10 +93,10 @@ def moe(
     ops: Ops,
     routed: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Run each token through its top_k experts, weighted, and the shared expert if any.
+    """Run each token through its top_k experts, weighted, and through the shared expert if any.
 
-    params: "use" (ExpertUse), if there, counts the experts' tokens; placed experts need it.
-    routed: what the router reads; None: x.
+    params: an ExpertUse under "use" counts the experts' tokens; placed experts need it
+    routed: the router's input, if it is not x
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts, physical = params["experts"], ids
@@ -141,7 +139,7 @@ def _sum_of_experts(
 
 
 def ids_on_shard(ids: Int[Array, "T k"], spec: MoESpec) -> Int[Array, "T k"]:
-    """Return physical ids among this shard's experts; other shards' become their number.
+    """Return ids among this shard's experts; ids of other shards become the number of its experts.
 
     In:  ids [[5 0] [2 3]] of 6 experts on the second of 3 shards, which has experts 2 and 3
     Out: [[2 2] [0 1]]
@@ -162,7 +160,7 @@ def moe_of_sum(
     shard: Shard,
     ops: Ops,
 ) -> Residual:
-    """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
+    """Return the stream x + MoE(norm(x)) for the stream's sum x; the last add is left pending."""
     is_whole = shard.size == spec.shards == 1
     is_fusible = is_whole and not spec.shared_gate and "use" not in params
     if is_fusible and isinstance(stream.delta, jax.Array):

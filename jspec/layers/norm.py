@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019) and the residual stream.
 
-A layer returns its last contribution without adding it, so that a platform may fuse the sum with
-the next norm (`Ops.add_norm`).
+A layer returns its last contribution without adding it, so that a kernel can fuse the sum with the
+next norm (`Ops.add_norm`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def norm_for(
     eps: float,
     ops: Ops,
 ) -> tuple[Float[Array, "*b E"], Activations]:
-    """Apply `norm_of_sum`, for the product with the weight `reader`."""
+    """Apply `norm_of_sum`, in the form that the product with the weight `reader` takes."""
     delta = stream.delta
     if isinstance(delta, PartialSum) and isinstance(reader, FP8Weight):
         delta = delta.sum()  # the norm's own kernel also quantises

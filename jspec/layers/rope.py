@@ -1,6 +1,6 @@
 """Rotary position embedding, half-split layout (Su et al., 2021; Hugging Face's Llama).
 
-Angles are computed from positions, not read from a table, so a draft whose config specifies
+Angles are computed from positions, not read from a table, so a draft whose config has
 max_position_embeddings 2048 still runs at the target's positions.
 """
 
@@ -16,7 +16,7 @@ from jspec.spec.rope import QueryGrowth, RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """Return f32[D/2] angles per position, computed in float64, with the scaling of `rope`."""
+    """Return the angles per position, f32[D/2], computed in float64, with the scaling of `rope`."""
     inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.yarn is not None:
         slowed = _yarn_ramp(head_dim, rope, rope.yarn)
@@ -38,7 +38,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
 
 
 def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
-    """Return f64[D/2] interpolation: 0 keeps a pair's frequency, 1 divides it by the factor."""
+    """Return weights f64[D/2]: 0 keeps a pair's frequency, 1 divides it by the factor."""
 
     def pair_that_turns(times: float) -> float:
         """Return the (fractional) pair that turns `times` times over the original context."""
@@ -50,14 +50,14 @@ def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # the guard of transformers, so that the step is at the same place
+        last += 0.001  # as in transformers
     return np.clip((np.arange(head_dim // 2) - first) / (last - first), 0, 1)
 
 
 def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """Return f32 (cos, sin) of each token's angles, half a head wide, times YaRN's factor."""
+    """Return f32 (cos, sin) of each token's angles, [*b, D/2], times YaRN's factor."""
     inv = jnp.asarray(inverse_frequencies(head_dim, rope))
     angle = positions.astype(jnp.float32)[..., None] * inv
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -69,7 +69,7 @@ def angles_of(
 def grown(
     queries: Float[Array, "*b H D"], positions: Int[Array, "*b"], growth: QueryGrowth | None
 ) -> Float[Array, "*b H D"]:
-    """Scale each token's queries by its position; a scale commutes with RoPE."""
+    """Scale each token's queries by its position. The scale commutes with RoPE."""
     if growth is None:
         return queries
     periods = (positions // growth.period).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A layer with a norm before and after each sub-layer (Gemma 4), and its embeddings of tokens."""
+"""A layer with a norm before and after each sub-layer (Gemma 4), and its per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_sandwich(
     kept: Int[Array, "R"] | None = None,
     token_input: Float[Array, "T P"] | None = None,
 ) -> Residual:
-    """Apply the layer; arguments are as in `decoder.run_layer`. token_input: of each token."""
+    """Apply the layer; arguments as in `decoder.run_layer`. token_input: see `token_inputs`."""
     eps = spec.eps
     x, normed = norm_of_sum(params["input_norm"], stream, eps=eps, ops=ops)
     mixed = attention(
@@ -86,9 +86,9 @@ def token_inputs(
     eps: float,
     ops: Ops,
 ) -> Float[Array, "T L P"]:
-    """Return each layer's input for each token: of its id, and of its embedding x in the decoder.
+    """Return each layer's input for each token, from its id and from its embedding x.
 
-    params: table [V, L * P], project (from x), and the norm of what it gives a layer.
+    params: table [V, L * P], project (applied to x), and the norm of the projection.
     """
     shape = (*token_ids.shape, num_layers, -1)
     own = embed({"table": params["table"]}, token_ids).reshape(shape)
@@ -99,7 +99,7 @@ def token_inputs(
 
 
 def with_cache_scales(layers: Mapping[Any, Any], i: int, spec: LayerSpec) -> dict[str, Any]:
-    """Return a layer's params, with the scales of the cache that it reads if it is another's."""
+    """Return a layer's params with the scales of the cache that it reads, its own or another's."""
     params: dict[str, Any] = layers[i]
     if spec.attention.kv_of is None:
         return params

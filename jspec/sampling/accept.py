@@ -1,7 +1,5 @@
-"""The acceptance rule: a draft is accepted iff it equals the target's own choice.
-
-That choice depends only on the noise of its position, so the text does not depend on the drafts.
-"""
+"""The acceptance rule: a draft is accepted iff it equals the target's own choice. That choice
+depends only on the noise of its position, so the text does not depend on the drafts."""
 
 from __future__ import annotations
 

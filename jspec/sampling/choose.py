@@ -1,10 +1,9 @@
 """The target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
 At T = 0 this is plain argmax, without a branch. Each vocabulary shard reduces to (value, id), and
-every device picks from the same gathered pairs; the lowest id wins ties (`Ops.sample`).
-
-Whether a batch's program filters depends on all its rows, but a row's choice must not: NaN is
-chosen only where nothing else is, and a row without filters is compared with nothing.
+every device picks from the same gathered pairs; the lowest id wins ties (`Ops.sample`). A row's
+choice must not depend on whether its batch runs the program with filters: NaN is chosen only if
+nothing else can be, and a row without filters has the threshold -inf.
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ def choose(
 ) -> Int[Array, "B N"]:
     """Return the target's choice at each node.
 
-    logits: f32, one vocabulary shard, after penalties. positions: of the choices (their noise).
-    token_ids: target id of each column, ascending over the shards. filtered: this program applies
-    top-k, top-p and min-p.
+    logits: f32, one vocabulary shard, after penalties
+    positions: of the chosen tokens, for their noise
+    token_ids: target id of each column, ascending over the shards
+    filtered: apply top-k, top-p and min-p
     """
     is_split = shard.axis is not None and shard.size > 1
     least = None
@@ -78,9 +78,7 @@ def best_of_shards(
 
 
 def _stored(logits: jax.Array) -> jax.Array:
-    """Compute the logits once: the search for the threshold and the choice must read the same bits.
-
-    Each fusion could repeat or rewrite the penalties' arithmetic, and a logit that is the threshold
-    would fail its own comparison by the last bit.
-    """
+    """Compute the logits once, so that the search for the threshold and the choice read the same
+    bits. Otherwise each fusion could recompute the penalties with other rounding, and the logit
+    that is the threshold would fail its own comparison."""
     return jax.lax.optimization_barrier(logits)

@@ -5,16 +5,15 @@ token of logit x is kept iff
 
     #{v : x_v > x} < top_k   and   P{v : x_v > x} < top_p   and   p(x) >= min_p * p(max)
 
-Each condition can only turn true as x grows, so "x >= threshold" is kept, ties included. The search
-divides the range of the logits' ordered float32 bit patterns: a pass over the logits measures count
-and mass above several pivots at once and leaves one of the parts between them. Nothing is sorted,
-and no array of size V is stored.
+Each condition can only become true as x grows, so all logits >= a threshold are kept, ties
+included. The search divides the range of the logits' ordered float32 bit patterns: a pass over the
+logits measures count and mass above several pivots and selects one of the parts between them.
+Nothing is sorted, and no array of size V is stored. The number of parts affects speed alone and
+depends on the platform (record 0006). The number of passes is static: in a device loop with a
+data-dependent end the host would wait too.
 
-The threshold is a logit, not a logit / T, a quotient that a compiler may round differently where it
-is computed twice. It must be compared with the very array that was searched (`choose._stored`).
-
-The number of parts affects speed alone and depends on the platform (record 0006). The number of
-passes is static: a device loop that waits for its own data makes the host wait too.
+The threshold is a logit, not logit / T, whose rounding may differ where a compiler computes it
+twice. It must be compared with the very array that was searched (`choose._stored`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LOWEST = -3.4e38  # excludes -inf
 
 @dataclass(frozen=True)
 class Passes:
-    """Parameters of a pass over the logits: they affect speed, and rounding of the sums."""
+    """Parameters of a pass over the logits. They affect speed, and rounding of the sums."""
 
     parts: int  # intervals per pass, a power of two
     columns: int  # longest piece that is summed at once; piece sums are added
@@ -44,8 +43,8 @@ class Passes:
 
 _WHOLE_ROW = 2**31
 # On accelerators a pass costs one read of the logits, so few passes are best. On GPUs each piece
-# ends in a reduction across threads for every sum: pieces are long, but enough for all
-# multiprocessors. On TPUs splitting a row copies it.
+# ends in a reduction across threads for every sum, so pieces are long, but numerous enough for
+# all multiprocessors. On TPUs splitting a row copies it.
 ON_GPU = Passes(parts=8, columns=8192)
 ON_TPU = Passes(parts=8, columns=_WHOLE_ROW)
 # On CPUs the logits fit in caches and comparisons dominate, so few pivots are best. XLA there
@@ -74,7 +73,7 @@ def threshold(
     """Return the smallest logit that is kept at each node; -inf for a row without filters.
 
     logits: one vocabulary shard, in which NaN counts as -inf. All shards return the same threshold,
-        never more than the largest logit.
+        never more than the largest logit
     passes: None chooses by the platform that this is compiled for
     """
     top = _max_over(jnp.max(without_nan(logits), axis=-1), shard)
@@ -140,8 +139,7 @@ def _pivots(low: jax.Array, high: jax.Array, *, bits: int) -> list[jax.Array]:
     """Return low + floor(i * (high - low) / 2**bits) for i = 1 .. 2**bits - 1, without overflow.
 
     In:  low 10, high 21, bits 2   Out: 12 15 18, for the parts 10..12, 13..15, 16..18, 19..21
-
-    No part is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
+    Each part is at most 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
     """
     length = high.astype(jnp.uint32) - low.astype(jnp.uint32)
     whole, rest = length >> bits, length & jnp.uint32(2**bits - 1)
@@ -159,9 +157,9 @@ def _above(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return (count, mass relative to the maximum's) of the logits above each pivot, without NaN.
 
-    Both comparisons are equal, written twice on purpose: XLA on a GPU stores a [B, N, V] array that
-    two operands of a reduction share, and a mask per pivot costs more bytes than the logits. With
-    two, one kernel reads only the logits.
+    The same comparison is written in two ways on purpose. XLA on a GPU would store a [B, N, V]
+    array that two operands of a reduction share, and a mask per pivot is larger than the logits.
+    This way one kernel reads only the logits.
     """
     pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))

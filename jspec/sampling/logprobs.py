@@ -1,7 +1,5 @@
 """Log-probabilities of the raw float32 logits: before penalties, bias, temperature and filters.
-
-Each vocabulary shard reduces its columns; only these results are gathered.
-"""
+Each vocabulary shard reduces its columns, and only the results are gathered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The margin by which a token was not chosen, in units of a logit.
 
-It is the least change of the logits that makes the token the choice, by the rule of `choose` in
-float64 numpy: about as large as rounding for a near-tie. A filter's edge counts like a score.
+It is the least change of the logits that would make the token the choice, by the rule of `choose`
+in float64 numpy: for a near-tie about as large as rounding errors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def margin(
 ) -> float:
     """Return 0 if the token is the choice, else the least change of the logits that makes it so.
 
-    logits: f32[V], with penalties and bias. Every better token must fall below it, in score or out
-    of the filters, and the token itself must pass them; the largest of these changes is the margin.
+    The token must pass the filters, and every better token must fall below it or out of the
+    filters; the largest of these changes is the margin. logits: f32[V], with penalties and bias.
 
     In:  logits [2, 1.5, 0], temperature 0, token 1   Out: 0.5
     """
@@ -74,10 +74,8 @@ def _filtered(x: np.ndarray, sampling: SamplingParams) -> _Filtered:
 
 
 def _over_mass(x: np.ndarray, order: np.ndarray, top_p: float, scale: float) -> np.ndarray:
-    """Return log odds of the mass above each token minus those of top_p: >= 0 if dropped.
-
-    Log odds, because changing some logits by d against the others moves them by at most d / T.
-    """
+    """Return the log odds of the mass above each token minus those of top_p: >= 0 if dropped.
+    Changing some logits by d relative to the others moves log odds by at most d / T."""
     weights = np.exp((order - order[0]) / scale)
     total = np.cumsum(weights)
     below = np.concatenate(([0.0], total[:-1])) / total[-1]

@@ -1,8 +1,8 @@
 """Penalties, bias and the minimum length, exact at every node of a tree.
 
-A node's output is what the row has emitted (`output_counts`, root included) plus the draft tokens
+A node's output is the row's emitted tokens (`output_counts`, root included) plus the draft tokens
 on the path to the node. Per-node counts are compared inside the reduction that reads the logits, so
-no [B, N, V] array of counts exists.
+no [B, N, V] array of counts is stored.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def penalize(
 ) -> Float[Array, "B N V"]:
     """Apply repetition, frequency and presence penalties, the bias and the minimum length.
 
-    token_ids: target id of each column of this vocabulary shard. num_output: tokens emitted before
-    the one chosen at this node. A row without penalties keeps its bits.
+    token_ids: target id of each column of this vocabulary shard
+    num_output: tokens emitted before the one chosen at this node
+    A row without penalties keeps its bits.
     """
     counts = seen.output_counts[:, None, :]
     for level in range(tokens_on_path.shape[-1]):
@@ -97,7 +98,8 @@ def see_filled(
     is_prompt: jax.Array,
     first_id: jax.Array | int,
 ) -> Seen:
-    """Mark prefilled prompt tokens, and count those after the prompt (of a retracted row)."""
+    """Mark prefilled prompt tokens, and count those after the prompt, which a retracted row
+    emitted."""
     marks = seen.prompt_marks
     at = _places(marks, slots, token_ids, valid & is_prompt, first_id=first_id)
     is_output = valid & ~is_prompt
@@ -117,7 +119,8 @@ def _places(
     *,
     first_id: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (slot, column) of each id; one past the end, to be dropped, if not on this shard."""
+    """Return (slot, column) of each id; ids of other shards get a column past the end, to be
+    dropped."""
     num_ids = by_id.shape[1]
     local = token_ids - first_id
     inside = valid & (local >= 0) & (local < num_ids)
