@@ -1,8 +1,8 @@
 """The decoder that every target family runs, as pure functions of its spec and params.
 
 `trunk` runs one function per layer and knows no caches, so training, prefill, verification and
-decoding differ only in their `attend`. `Decoder` is the target of a step: the stack over its paged
-KV pools, one inner jit per layer.
+decoding differ only in their `attend`. `Decoder` is the target of a step: the layers over their
+caches, one inner jit per layer.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def run_layer(
 ) -> Residual:
     """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
-    kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
-    token_input: of a layer with embeddings of its own (SandwichSpec).
+    kept: indices of the tokens [T] whose output is needed; the others stop after their K and V
+    token_input: input of a SandwichSpec layer with its own token embeddings
     """
     if isinstance(spec, SandwichSpec):
         shard = settings.shard.of_layer(params)
@@ -144,7 +144,7 @@ def run_sublayers(
 
 
 def kernel_of(params: Params, name: str) -> Weight | None:
-    """Return a product's weight; None where the layer has no such product."""
+    """Return a product's weight, or None if the layer has no such product."""
     kernel: Weight | None = params.get(name, {}).get("kernel")
     return kernel
 
@@ -169,7 +169,7 @@ def feed_forward(
 
 
 def kv_scales_of(params: Params) -> KVScales | None:
-    """Return the scales of an attention's cached values; a latent, which is K and V, has one."""
+    """Return the scales of the cached K and V, or None. A latent has one scale for both."""
     if "k_scale" not in params:
         return None
     k: jax.Array = params["k_scale"]
@@ -177,7 +177,7 @@ def kv_scales_of(params: Params) -> KVScales | None:
 
 
 class PagedAttend:
-    """An `attend` for one layer; after its single call (while tracing), `cache` is the new one."""
+    """An `attend` for one layer. Call it once, while tracing; `cache` is then the updated one."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class DeltaAttend:
 def attend_of(
     params: Params, cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
 ) -> PagedAttend | LatentAttend | DeltaAttend:
-    """Return an `attend` for a layer's kind of attention. params: of that attention."""
+    """Return the `attend` of a layer's kind of attention. params: the attention's."""
     if isinstance(spec, DeltaNetSpec):
         return DeltaAttend(cache, rows, settings)
     if isinstance(spec, LatentAttentionSpec):
@@ -282,8 +282,8 @@ def paged_layer(
 ) -> tuple[Residual, Any, jax.Array | None]:
     """Run a layer over its cache: (stream, updated cache, counts of its experts' tokens or None).
 
-    Identical layers share one trace. loras: the layer's stacked adapters, and which columns each
-    token reads. tokens: None counts nothing.
+    Identical layers share one trace. loras: the layer's stacked adapters, and the columns that each
+    token uses. tokens: facts about the tokens for the layer's MoE, which counts them.
     """
     if loras is not None:
         params = with_adapters(params, *loras, kept)
@@ -299,15 +299,15 @@ def paged_layer(
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target over its caches, one a layer."""
+    """A target over its caches, one per layer."""
 
     spec: ModelSpec
     ops: Ops
     shard: Shard = field(default_factory=Shard)
-    aux_layer_ids: tuple[int, ...] = ()  # what a draft model reads
+    aux_layer_ids: tuple[int, ...] = ()  # captured for a draft model
     formats: Formats = ()  # of products whose weights are not dense
-    lora: LoRASpec | None = None  # room for adapters, in params["lora"]
-    # Of placed experts, whose copies are in params["expert_copies"]; no program depends on it.
+    lora: LoRASpec | None = None  # capacity for adapters, in params["lora"]
+    # The map of placed experts. Programs do not read it, but params["expert_copies"].
     experts: ExpertMap = field(default=(), repr=False)
 
     @property
@@ -320,7 +320,7 @@ class Decoder:
 
     @property
     def table(self) -> ParamTable:
-        """All weights, with those of adapters, which no checkpoint of the model has."""
+        """All weights, including those of adapters, which no checkpoint of the model has."""
         own = with_expert_map(table_of(self.spec), self.experts)
         return with_formats(own, self.formats) + lora_params(own, self.lora)
 
@@ -340,12 +340,12 @@ class Decoder:
         lora_slots: Int[Array, "B"] | None = None,
         counter: ExpertCounter | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
-        """Return (last hidden after the final norm, aux features, pools with the T new KV slots).
+        """Return (last hidden after the final norm, aux features, caches with the T new tokens).
 
-        kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
-        computes only K and V for the others, unless its output is captured.
-        lora_slots: of each row's adapter, 0 for none; None: no row has one.
-        counter: gets the counts of the layers' experts; None: nothing is counted.
+        kept: indices of the tokens whose last hidden is needed; None: all T. For the others the
+            last layer computes only K and V, unless its output is captured
+        lora_slots: each row's adapter slot, 0 for none; None: no row has one
+        counter: counts the tokens of the layers' experts; None: nothing is counted
         """
         caches = list(kv)
         last = self.spec.num_layers - 1
@@ -407,14 +407,14 @@ class Decoder:
         queries_per_row: int | None,
         counter: ExpertCounter | None,
     ) -> Callable[[int], MoETokens | None]:
-        """Return what a layer's MoE is told of its tokens; None if nothing."""
+        """Return, by layer, the facts about the tokens that its MoE needs, if any."""
         copies = params.get(COPIES, {})
         if counter is None and not copies:
             return lambda _: None
         is_real = None
         if counter is not None:
             is_real = real_tokens(rows, len(token_ids), queries_per_row)
-        # Rows that are at one position differ in their ids, so that copies share them.
+        # Rows at the same position differ in their ids, so the copies share the rows' tokens.
         tokens = MoETokens(is_real=is_real, keys=rows.q_positions + token_ids)
         return lambda i: replace(tokens, copies=copies.get(i))
 
@@ -444,7 +444,7 @@ class Decoder:
 def real_tokens(
     rows: AttentionMetadata, num_tokens: int, queries_per_row: int | None
 ) -> Bool[Array, "T"]:
-    """Return which tokens are no padding. rows: with slots, of which 0 is padding."""
+    """Return a mask of the tokens that are not padding. Slot 0 in rows.slots is padding."""
     index = index_queries(rows.cu_q_lens, num_tokens, queries_per_row=queries_per_row)
     assert rows.slots is not None
     is_row = jnp.take(rows.slots, index.row_idx, mode="clip") > 0
@@ -457,11 +457,11 @@ def trunk(
     *,
     aux_layer_ids: tuple[int, ...],
 ) -> tuple[Residual, Float[Array, "*b A"]]:
-    """Run the stack; also return the residual stream at the INPUT of each aux layer.
+    """Run the layers; also return the residual stream at the INPUT of each aux layer.
 
     An aux id equal to the number of layers is the residual after the last one. The captures are
-    concatenated, low to high: [*b, len(aux_layer_ids) * E]. A captured sum is also what the layer
-    reads, so both see the same rounding.
+    concatenated, low to high: [*b, len(aux_layer_ids) * E]. A layer reads the captured sum itself,
+    so both have the same rounding.
     """
     stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):
@@ -477,10 +477,8 @@ def trunk(
 
 
 def shard_ids(size: int, shard: Shard) -> Int[Array, "V"]:
-    """Return the ids of this device's columns when `size` ids are split evenly and in order.
-
-    The last columns may have ids from `size` on, which are no tokens.
-    """
+    """Return the ids of this device's columns when `size` ids are sharded evenly and in order. Ids
+    from `size` on, in the last columns, are no tokens."""
     local = padded(size, shard.size) // shard.size
     first = 0 if shard.axis is None else jax.lax.axis_index(shard.axis) * local
     return first + jnp.arange(local, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Parameter tables of whole decoders, and of the kinds of attention that only targets have."""
+"""Parameter tables of whole decoders, and of the attention kinds that only targets have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decoder_params(
 ) -> ParamTable:
     """Declare a decoder under transformers' Llama names.
 
-    ffn, delta: (spec, size=E) -> the table of a feed-forward, of a gated delta net.
+    ffn, delta: (spec, size=E) -> the table of a feed-forward, of a gated delta net
     """
     V, E = spec.vocab_size, spec.hidden_size
     table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
@@ -54,9 +54,10 @@ def mixer_params(
     in_size: int | None = None,
     delta: Callable[..., ParamTable] | None = None,
 ) -> ParamTable:
-    """Declare a layer's `attention`, of any kind.
+    """Declare the `attention` of a layer, of any kind.
 
-    in_size: of the inputs of plain attention. delta: of a gated delta net; None: Qwen3.5's.
+    in_size: input size of plain attention
+    delta: declares a gated delta net; None: as in Qwen3.5
     """
     if isinstance(spec, DeltaNetSpec):
         return (delta or delta_params)(spec, size=size)
@@ -66,7 +67,7 @@ def mixer_params(
 
 
 def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
-    """Declare latent attention under DeepSeek-V2's names; kv_b_proj has, head by head, K then V."""
+    """Declare latent attention under DeepSeek-V2's names. kv_b_proj has K, then V, per head."""
     H, D, rank = spec.num_heads, spec.head_dim, spec.kv_rank
     of_head = spec.nope_dim + spec.value_dim
     queries: ParamTable
@@ -118,13 +119,12 @@ def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
 
 
 def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
-    """Declare a gated delta net under Qwen3.5's names."""
     H = spec.num_heads
     keys, values = spec.num_key_heads * spec.key_dim, H * spec.value_dim
     blocks = ((keys, spec.num_key_heads), (keys, spec.num_key_heads), (values, H))
 
     def channels(name: str, *widths: int) -> tuple[Part, ...]:
-        """Queries, keys and values of one tensor [C, *widths]."""
+        """Return queries, keys and values as parts of one tensor [C, *widths]."""
         firsts = (0, keys, 2 * keys)
         return tuple(
             Part(

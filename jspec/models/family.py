@@ -1,4 +1,4 @@
-"""The declaration of a model family, and readers of the Hugging Face fields most families share."""
+"""The declaration of a model family, and readers of Hugging Face fields that most families have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHAINS_NORMED, MASKS_FIRST = "chain_hidden_post_norm", "mask_first_embedding"
-# For MtpFamily.known: keys that are read for most layers, and training losses, which are ignored.
+# For MtpFamily.known: keys read for most layers, and ignored keys of training losses.
 OF_MTP_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "aux_loss_alpha", "seq_aux"))
 # For a single layer that every draft level runs again.
 OF_RECURRENT_LAYERS = OF_MTP_LAYERS | {CHAINS_NORMED, MASKS_FIRST}
@@ -53,8 +53,8 @@ class Family:
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
     mtp: MtpFamily | None = None  # if its checkpoints include a draft
-    unread: tuple[str, ...] = ()  # prefixes of tensors that are ignored: other modalities' parts
-    # Prefixes of the text model's tensors that are stored without a use.
+    unread: tuple[str, ...] = ()  # prefixes of ignored tensors of other modalities
+    # Prefixes of the text model's stored tensors that are unused.
     spare: Callable[[ModelSpec], tuple[str, ...]] = lambda _: ()
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
@@ -62,7 +62,7 @@ class Family:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the fields of the text model: text_config if the model also reads images."""
+    """Return the fields of the text model: text_config, if the model also reads images."""
     if fields.get("text_config") is None:
         return fields
     own, outer = fields.table("text_config"), fields.values
@@ -86,7 +86,7 @@ def read_decoder(
     default_eps: float = 1e-6,
     default_max_position: int = 2048,
 ) -> ModelSpec:
-    """Read the fields that decoders share. ffn: by layer; windows: of each layer's attention."""
+    """Read the fields that decoders share. ffn: by layer index. windows: one per layer."""
     refuse_common(fields)
     eps = fields.number("rms_norm_eps", default_eps)
     return ModelSpec(
@@ -106,7 +106,7 @@ def read_decoder(
 
 
 def _max_position(fields: Fields, attention: AttentionSpec, default: int) -> int:
-    """Return the longest context: Vicuna's 16k models have theirs under a name of its own."""
+    """Return the longest context. Vicuna's 16k models have it in max_sequence_length."""
     context = fields.integer("max_position_embeddings", default)
     return fields.integer("max_sequence_length", context) if attention.rope.is_linear else context
 
@@ -146,7 +146,7 @@ def read_dense(fields: Fields, *, bias: bool = False) -> DenseSpec:
 def read_windows(
     fields: Fields, *, window: int | None, default: Callable[[int], str]
 ) -> tuple[int | None, ...]:
-    """Return each layer's window by layer_types, or by `default` (of the layer) if it is absent."""
+    """Return each layer's window by layer_types, or if absent by `default` of the layer index."""
     count = fields.integer("num_hidden_layers")
     types = fields.strings("layer_types") or tuple(default(i) for i in range(count))
     unknown = sorted(set(types) - {FULL, SLIDING})
@@ -185,7 +185,7 @@ def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:
 
 
 def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, float]:
-    """Return (the fields without partial_rotary_factor, its value: the share of a head rotated)."""
+    """Return (the fields without partial_rotary_factor, its value: the rotated share of a head)."""
     name = "partial_rotary_factor"
     factor = fields.table("rope_parameters").number(name, fields.number(name, default))
     values = {key: value for key, value in fields.values.items() if key != name}
@@ -217,8 +217,8 @@ def feeds_normed(fields: Fields) -> bool:
 def masks_first(fields: Fields, default: bool) -> bool:
     """Return whether a recurrent layer reads zeros instead of the embedding at position 0.
 
-    No published config specifies it: SGLang does it for MiMo-7B, vLLM for DeepSeek's layer, too.
-    jspec's key `mask_first_embedding` decides.
+    No published config specifies it: SGLang does so for MiMo-7B, vLLM also for DeepSeek. jspec's
+    key `mask_first_embedding` decides.
     """
     return fields.flag(MASKS_FIRST, default)
 
@@ -236,7 +236,7 @@ def bos_id(fields: Fields) -> int | None:
 
 
 def decoder_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
-    """Return config.json in transformers 4's keys, which version 5 reads too."""
+    """Return config.json with transformers 4's keys, which version 5 also reads."""
     layer = spec.layers[0]
     attention = layer.softmax_attention
     eos = list(spec.eos_token_ids)

@@ -47,8 +47,9 @@ def product(
 ) -> ParamTable:
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
-    axes: of the kernel; the bias has the second. repeated: names of parts that may have fewer
-    blocks than there are shards. op: None for a small product that is never quantised.
+    axes: of the kernel; the bias has the second
+    repeated: names of parts that may have fewer blocks than there are shards
+    op: None for a small product that is never quantised
     """
     parts = tuple(parts)
     size = sum(rows for _, rows, _ in parts)
@@ -138,7 +139,7 @@ def attention_params(
 
 
 def _norm_of_heads(name: str, num_heads: int, head_dim: int) -> ParamSpec:
-    """Declare a norm that spans heads, whose scale is split, and repeated, like the heads."""
+    """Declare a norm that spans heads, whose scale is sharded, and repeated, like the heads."""
     size = num_heads * head_dim
     part = Part(
         name=f"{name}.weight",
@@ -154,7 +155,7 @@ def _norm_of_heads(name: str, num_heads: int, head_dim: int) -> ParamSpec:
 
 
 def kv_scales(spec: AttentionSpec) -> ParamTable:
-    """Declare the scales of K and V (a latent: of K) cached in FP8; 1 without a stored tensor."""
+    """Declare the scales of K and V (of a latent: one) cached in FP8; 1 without a stored tensor."""
     if not spec.has_kv_scales:
         return ()
     names = ("k_scale",) if isinstance(spec, LatentAttentionSpec) else ("k_scale", "v_scale")
@@ -174,7 +175,7 @@ def kv_scales(spec: AttentionSpec) -> ParamTable:
 def _with_gate_in_queries(
     table: list[ParamSpec], spec: AttentionSpec, *, in_size: int
 ) -> list[ParamSpec]:
-    """Let q_proj also hold the gate: for each head the rows of its query, then of its gate."""
+    """Let q_proj also contain the gate: for each head the rows of its query, then of its gate."""
     H, D = spec.num_heads, spec.head_dim
     gates = product(
         ("gate",), in_size, (("q_proj", H * D, H),), axes=("embed", "heads"), bias=spec.qkv_bias
@@ -212,7 +213,8 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """Declare a layer's `moe` under Qwen3-MoE's names, router bias and shared expert DeepSeek's.
+    """Declare a layer's `moe` under Qwen3-MoE's names, router bias and shared expert under
+    DeepSeek's.
 
     Experts are one tensor each, or fused as transformers 5 writes them. A shared expert with a gate
     has Qwen's names.

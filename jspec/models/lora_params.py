@@ -1,8 +1,7 @@
 """The stacked weights of LoRA adapters, declared from a target's own parameter table.
 
-Every plain product of a layer (`Op.LINEAR` and `Op.GATED`, which `layers.linear` computes) can have
-adapters; a fused one has a pair A, B for each of its parts. A shard has of A its part of the
-product's inputs, of B its part of the outputs.
+Every plain product of a layer (`Op.LINEAR` and `Op.GATED`) can have adapters; a fused one has a
+pair A, B for each of its parts. A is sharded like the product's inputs, B like its outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def is_adaptable(spec: ParamSpec) -> bool:
 
 
 def module_of(part: Part) -> str:
-    """Return the name of a part's module: model.layers.0.self_attn.q_proj."""
+    """Return the name of a part's module, such as model.layers.0.self_attn.q_proj."""
     return part.name.removesuffix(".weight")
 
 
@@ -68,7 +67,7 @@ def _weights_of(spec: ParamSpec, lora: LoRASpec) -> Iterator[ParamSpec]:
         yield ParamSpec(
             path=(*path_of_product(spec), "b", index),
             shape=(lora.width, part.size),
-            layouts=((replace(part, stack=0),),),  # which repeats kv heads over shards
+            layouts=((replace(part, stack=0),),),  # its repeats give each shard its kv heads
             axes=(None, axes[1]),
             init=Init.ZEROS,
         )

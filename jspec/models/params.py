@@ -1,10 +1,8 @@
 """The parameter table: every weight of a model, declared once, as host data.
 
-Reading, writing, dummy weights, placement and training all derive from the table.
-
-Products are [in, out]; projections of the same input are fused along `out`. With several shards a
-fused weight has, shard by shard, each part's share (`shard_columns`). For H = 4 heads and G = 2 kv
-heads:
+Reading, writing, dummy weights, placement and training all derive from the table. Products are [in,
+out]; projections of the same input are fused along `out`. With several shards a fused weight has,
+shard by shard, each part's share (`shard_columns`). For H = 4 heads and G = 2 kv heads:
 
     1 shard    q0 q1 q2 q3 k0 k1 v0 v1
     2 shards   q0 q1 k0 v0 | q2 q3 k1 v1
@@ -47,10 +45,8 @@ class Init(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a weight: entries first, first + step, ... of a stored tensor's output axis.
-
-    It has `num_blocks` equal blocks (such as heads), which are never split over shards.
-    """
+    """A part of a weight: entries first, first + step, ... of a stored tensor's output axis. It has
+    `num_blocks` equal blocks (such as heads), which are never split over shards."""
 
     name: str  # may contain "{}", the index in the stack; with a format, a prefix of names
     shape: Shape  # of the stored tensor; with a format, of the unpacked one
@@ -93,7 +89,7 @@ class ParamSpec:
 
     path: ParamPath
     shape: Shape  # unsharded
-    layouts: tuple[tuple[Part, ...], ...] = ()  # parts in order; empty: the weight's owner reads it
+    layouts: tuple[tuple[Part, ...], ...] = ()  # parts in order; empty: loaded elsewhere
     axes: Axes = ()  # of each dimension; empty: all replicated
     init: Init = Init.FAN_IN
     tied_to: ParamPath | None = None  # without a stored tensor, the weight is this one, transposed
@@ -101,10 +97,10 @@ class ParamSpec:
     optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype
-    # Of a stack of physical experts: the stored one of each; None: all that are stored, in order.
+    # The stored expert of each physical one; None: all stored experts, in order.
     entries: tuple[int, ...] | None = None
-    num_parts: int = 1  # of the first dimension, if it has experts: devices hold one of them each
-    expert_shards: int = 1  # of "experts" in one data rank; each has all shards of "expert_mlp"
+    num_parts: int = 1  # parts of an expert dimension (the first); each device holds one
+    expert_shards: int = 1  # shards of "experts" in one data rank
 
     @property
     def is_integer(self) -> bool:
@@ -112,7 +108,7 @@ class ParamSpec:
 
     @property
     def readable(self) -> tuple[tuple[Part, ...], ...]:
-        """Return the layouts it can be read from: packed weights are not made of unpacked ones."""
+        """The layouts that it can be read from; packed weights are not made from unpacked ones."""
         if isinstance(self.format, MXFP4):
             return tuple(layout for layout in self.layouts if layout[0].format == self.format)
         return self.layouts
@@ -148,7 +144,7 @@ ParamTable = tuple[ParamSpec, ...]
 
 
 def padded(size: int, shards: int) -> int:
-    """Return the least multiple of `shards` from `size` on."""
+    """Return the least multiple of `shards` that is at least `size`."""
     return -(-size // shards) * shards
 
 
@@ -174,10 +170,8 @@ def with_expert_map(table: ParamTable, experts: ExpertMap) -> ParamTable:
 
 
 def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
-    """Split an MoE's weights over `spec.shards`, by physical expert.
-
-    Placed ones are in the model's order, then its first ones again (`with_expert_map`).
-    """
+    """Shard an MoE's weights over `spec.shards` by physical expert. Placed experts are in the
+    model's order, followed by its first ones again (`with_expert_map`)."""
 
     def split(own: ParamSpec) -> ParamSpec:
         if own.axes[:1] != ("experts",):
@@ -194,10 +188,8 @@ def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
 
 
 def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (part, first entry, number of entries) for the columns, shard by shard.
-
-    Raise ConfigError if a part's blocks can be neither divided among nor repeated over the shards.
-    """
+    """Yield (part, first entry, number of entries) for the columns, shard by shard. Raises
+    ConfigError if a part's blocks can be neither divided among nor repeated over the shards."""
     for part in parts:
         if part.pads:
             continue
@@ -233,10 +225,8 @@ def prefixed(table: Iterable[ParamSpec], *, path: ParamPath, stored: str) -> Par
 
 
 def or_nested(table: Iterable[ParamSpec], *places: Mapping[str, str]) -> ParamTable:
-    """Let a text model's tensors also be stored inside of a model that reads images.
-
-    places: from prefixes of names to those inside.
-    """
+    """Let a text model's tensors also be stored inside a model that reads images. places: maps from
+    prefixes of names to those inside."""
 
     def own(spec: ParamSpec) -> ParamSpec:
         nested = tuple(

@@ -49,7 +49,7 @@ FAMILIES: list[Family] = [
     gemma4.FAMILY,
 ]
 
-# Architectures of checkpoints with a layer for multi-token prediction and no target.
+# Architectures of checkpoints with only a layer for multi-token prediction.
 DRAFTS: dict[str, MtpFamily] = {
     "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
     "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
@@ -70,7 +70,7 @@ BLOCKS: dict[str, str] = {
     "dspark": "dspark",
 }
 
-# Draft models that read the caches of a Gemma 4: of its plain and of its unified kind.
+# Draft models that read the caches of Gemma 4: of the plain and the unified kind.
 ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 LLAMA4 = (
@@ -93,7 +93,7 @@ NOT_BUILT: dict[str, str] = {
 
 
 def register(family: Family) -> None:
-    """Add a family, in this process, before an engine reads a checkpoint of it."""
+    """Add a family in this process. Call it before an engine reads a checkpoint of the family."""
     FAMILIES.append(family)
 
 
@@ -102,7 +102,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def draft_algorithm(fields: Fields) -> str | None:
-    """Return SGLang's name of the algorithm for a draft's config.json; None if it is a target's."""
+    """Return SGLang's name of the algorithm for a draft's config.json; None for a target."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
     if fields.get("speculators_model_type") in ("eagle3", "peagle") or "Eagle3" in str(name):
@@ -119,7 +119,7 @@ def draft_algorithm(fields: Fields) -> str | None:
 
 
 def family_of(architecture: str, path: Path) -> Family:
-    """Return the family of a checkpoint's architecture. Raise ConfigError if it is not served."""
+    """Return the family of a checkpoint's architecture. Raises ConfigError if it is not served."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
@@ -137,7 +137,7 @@ def family_of(architecture: str, path: Path) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """Return the family of ModelSpec.family. Raise ConfigError for an unknown name."""
+    """Return the family of ModelSpec.family. Raises ConfigError for an unknown name."""
     found = next((family for family in FAMILIES if family.name == name), None)
     if found is None:
         names = ", ".join(family.name for family in FAMILIES)

@@ -1,12 +1,13 @@
-"""Gemma 4, text only: 12B, 26B-A4B, 31B, E2B and E4B (Gemma4ForCausalLM and around it).
+"""Gemma 4, text only: 12B, 26B-A4B, 31B, E2B and E4B (Gemma4ForCausalLM and variants).
 
-Five layers with a window, then one with full attention, whose heads are wider, of a number of their
-own, and in large models have one projection for K and V; RoPE turns a quarter of their pairs.
-Queries and keys are normed with a scale, values without, and scores are not scaled. Each sub-layer
-has a norm before and after it. Some models have an MoE beside each MLP (26B-A4B), or embeddings of
-tokens for each layer and last layers that read the cache of an earlier one (E2B, E4B).
+Five layers with a window alternate with one of full attention. Full layers have wider heads, their
+own number of kv heads, and in large models one projection for K and V; RoPE rotates a quarter of
+their pairs. Queries and keys are normed with a scale, values without, and scores are not scaled.
+Each sub-layer has a norm before and after it. Some models have an MoE in parallel to each MLP
+(26B-A4B), or token embeddings for each layer and last layers that read the cache of an earlier
+layer (E2B, E4B).
 
-The text model is in text_config of models that also read images or audio; only it is read.
+In models that also read images or audio, the text model is in text_config, which alone is read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GELU = "gelu_pytorch_tanh"
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "hidden_activation": (GELU,),
-    "use_bidirectional_attention": ("vision", False),  # of images alone
+    "use_bidirectional_attention": ("vision", False),  # among image tokens only
 }
 OWN_OF_LAYERS = ("head_dim", "num_key_value_heads")  # in per_layer_config
 UNREAD = tuple(
@@ -82,7 +83,7 @@ def read_layers(
     *,
     is_unified: bool,
 ) -> tuple[SandwichSpec, ...]:
-    """Read the layers of these kinds. sources: as in AttentionSpec.kv_of."""
+    """Read the layers of these kinds. sources: AttentionSpec.kv_of of each layer."""
     check_quantization(fields)
     for name, allowed in FIXED.items():
         fields.refuse(name, allowed=allowed, why="this family is served as it is published")
@@ -108,7 +109,7 @@ def read_layers(
 
 
 def kinds_of(fields: Fields) -> tuple[str, ...]:
-    """Return the layers' kinds. transformers makes the last one full whatever is stated."""
+    """Return the layers' kinds. The last layer is always full, as in transformers."""
     windows = read_windows(
         fields, window=1, default=lambda i: FULL if (i + 1) % EVERY == 0 else SLIDING
     )
@@ -116,7 +117,8 @@ def kinds_of(fields: Fields) -> tuple[str, ...]:
 
 
 def _sources(fields: Fields, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
-    """Return the layer whose cache each of the last layers reads: the last of its kind before."""
+    """Return the layer whose cache each layer reads, or None: the last layers share the cache of
+    the last earlier layer of their kind."""
     name = "num_kv_shared_layers"
     shared = fields.integer(name) if fields.get(name) else 0
     first = len(kinds) - shared
@@ -145,7 +147,7 @@ def _attention(fields: Fields, layer: int, kind: str) -> AttentionSpec:
 
 
 def _of_layer(fields: Fields, layer: int, kind: str) -> Fields:
-    """Return head_dim and kv heads of a layer: transformers 5.24 writes them layer by layer."""
+    """Return head_dim and kv heads of a layer; transformers 5.24 writes them layer by layer."""
     values = {name: fields.get(name) for name in OWN_OF_LAYERS}
     if fields.get("per_layer_config") is not None:
         own = fields.table("per_layer_config").table(str(layer)).values
@@ -227,7 +229,6 @@ def _rope_json(attention: AttentionSpec) -> dict[str, Any]:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json of the text model alone."""
     layers = [layer for layer in spec.layers if isinstance(layer, SandwichSpec)]
     heads = [layer.softmax_attention for layer in layers]
     plain = next((a for a in heads if a.window is not None), heads[0])

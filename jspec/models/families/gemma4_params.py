@@ -1,4 +1,4 @@
-"""Gemma 4's parameter table, under transformers' names or those inside of a model with media."""
+"""Gemma 4's parameter table, under transformers' names or those of a model with media."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _expert_params(spec: MoESpec, *, size: int) -> ParamTable:
 
 
 def spare(spec: ModelSpec) -> tuple[str, ...]:
-    """Return prefixes of K's and V's tensors that layers with another's cache do not use."""
+    """Return prefixes of the stored K and V tensors of layers that read another layer's cache."""
     return tuple(
         f"{prefix}layers.{i}.self_attn.{name}."
         for prefix in ("model.", NESTED["model."])

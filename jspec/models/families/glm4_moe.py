@@ -1,8 +1,8 @@
 """GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the NextN drafts of DeepSeek-V3 and GLM.
 
 RoPE rotates half of each head. Feed-forwards and the layer for multi-token prediction are those of
-DeepSeek-V3. That layer may have its own checkpoint, as layer 0, for any target that it was trained
-for; its config gives attention, which is latent if it has kv_lora_rank, and feed-forward.
+DeepSeek-V3. A checkpoint may have that layer alone, as layer 0, for any target that it was trained
+for; its config specifies the attention (latent if it has kv_lora_rank) and the feed-forward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
-BEYOND = 1 << 31  # for a layer of unknown number: after all dense ones
+BEYOND = 1 << 31  # the index of a layer after all dense ones
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -40,7 +40,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
-    """Read the layers with these numbers. rotary: the default share of a head that is rotated."""
+    """Read the layers with these indices. rotary: default share of a head that RoPE rotates."""
     check_quantization(fields)
     ffn = sigmoid_moe(fields, default_dense=1)
     return read_decoder(

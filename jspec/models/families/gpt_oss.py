@@ -1,9 +1,10 @@
 """gpt-oss: 20b, 120b (transformers' GptOssForCausalLM).
 
-Attention with sinks, and a sliding window on every other layer from the first; biases everywhere
-except in norms and lm_head; every layer is an MoE of clamped gated MLPs with a softmax over the
-selected experts. Published checkpoints store the experts as mxfp4, transformers writes them
-unpacked, with gate and up in alternate columns. Both are read, the second is written.
+Attention has sinks, and a sliding window on every other layer from the first. There are biases
+everywhere except in norms and lm_head. Every layer is an MoE of clamped gated MLPs with a softmax
+over the selected experts. Published checkpoints store the experts as mxfp4; transformers writes
+them unpacked, with gate and up in alternating columns. Both layouts are read, the second is
+written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
 from jspec.spec.weight_format import MXFP4, Op
 
-# Values of absent keys.
+# The values of absent keys.
 DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -76,7 +77,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _with_defaults(fields: Fields) -> Fields:
-    """Return the fields over DEFAULTS. A null window is kept: it means full attention."""
+    """Return the fields over DEFAULTS. A null window is kept, since it means full attention."""
     kept = {
         name: value
         for name, value in fields.values.items()
@@ -147,7 +148,7 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
 
 
 def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> tuple[Part, ...]:
-    """Return gate and up: even and odd entries of the output axis (the last, if unpacked)."""
+    """Return gate and up: even and odd entries of the output axis (the last one, if unpacked)."""
     inner = shape[-2 if format else -1] // 2
     return tuple(
         Part(

@@ -1,11 +1,10 @@
 """MiMo-V2-Flash (MiMoV2FlashForCausalLM): sliding windows with sinks, narrow values, MoE.
 
-Sliding layers have a window, sinks, their own RoPE theta and number of kv heads. Values are
+Sliding layers have a window, sinks, and their own RoPE theta and number of kv heads. Values are
 narrower than keys and scaled, and RoPE rotates a part of each head. The first layer's MLP is dense,
-the others are MoE: sigmoid scores, router bias. Three layers for multi-token prediction, sliding
-and dense, all read the target's hidden before its final norm.
-
-Reads the keys of the published config.json and those of transformers 5.
+the others are MoE (sigmoid scores, router bias). Three layers for multi-token prediction, sliding
+and dense, all read the target's hidden before its final norm. The keys of the published config.json
+and of transformers 5 are read.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def _switches(fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def _window(fields: Fields) -> int:
-    """Return the window: the published size excludes the query, transformers' includes it."""
+    """Return the window. The published size excludes the query, transformers' includes it."""
     if fields.get("sliding_window_size") is not None:
         return fields.integer("sliding_window_size") + 1
     return fields.integer("sliding_window", 129)
@@ -248,7 +247,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rotary_factor(attention: AttentionSpec) -> float:
-    """Return the rotated share plus half a dimension, which readers truncate; vLLM's limit is 1."""
+    """Return the rotated share plus half a dimension, which readers truncate; at most 1 (vLLM)."""
     rotated = attention.rotary_dim or attention.head_dim
     return min((rotated + 0.5) / attention.head_dim, 1.0)
 

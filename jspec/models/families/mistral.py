@@ -1,9 +1,9 @@
 """Mistral 7B and later models with the same layer (transformers' MistralForCausalLM), Ministral 3.
 
-Every layer has the window `sliding_window`: null for full attention; if absent, 4,096, and for
-Ministral 3 none. Ministral 3's queries grow with the position. Mistral3ForConditionalGeneration is
-the model around one of these or Mistral Small 4 that also reads images: its vision tower is not
-read.
+Every layer has the window `sliding_window`; null means full attention. The default is 4,096, and
+full attention for Ministral 3. Ministral 3 scales queries by position.
+Mistral3ForConditionalGeneration wraps one of these or Mistral Small 4 and also reads images; its
+vision tower is not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.models.params import ParamTable, or_nested
 from jspec.spec.model_spec import ModelSpec
 
 WITH_IMAGES, MINISTRAL = "Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"
-KINDS = ("mistral", "ministral3", "mistral4")  # of text models that a model with images has
+KINDS = ("mistral", "ministral3", "mistral4")  # of the text model inside a model with images
 
 
 def read(fields: Fields) -> ModelSpec:

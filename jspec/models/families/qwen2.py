@@ -1,7 +1,5 @@
-"""Qwen2 and Qwen2.5 (transformers' Qwen2ForCausalLM): Llama with biases on q, k and v.
-
-With `use_sliding_window`, layers from `max_window_layers` on have the window.
-"""
+"""Qwen2 and Qwen2.5 (transformers' Qwen2ForCausalLM): Llama with biases on q, k and v. With
+`use_sliding_window`, layers from `max_window_layers` on have the window."""
 
 from __future__ import annotations
 

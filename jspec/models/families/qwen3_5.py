@@ -1,9 +1,9 @@
 """Qwen3.5, 3.6 and 3.8, dense and MoE: the text models, with Qwen3-Next's layers.
 
 Published checkpoints also read images: config.json has the text model in text_config, and its
-tensors are under `model.language_model.`. The vision tower (`model.visual.`) is not read. Positions
-of text are equal in all sections of the multimodal RoPE, so it is plain RoPE. A delta net's four
-projections have a tensor each.
+tensors are under `model.language_model.`. The vision tower (`model.visual.`) is not read. Text
+positions are equal in all sections of the multimodal RoPE, so it is plain RoPE. A delta net's four
+projections are separate tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    """Return config.json of the text model alone."""
     is_moe = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
     kind = "qwen3_5_moe_text" if is_moe else "qwen3_5_text"
     return hybrid_json(spec, architecture=(MOE if is_moe else DENSE)[0], model_type=kind)

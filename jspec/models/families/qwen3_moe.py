@@ -1,8 +1,8 @@
 """Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM).
 
 Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE: softmax over all
-experts, then the top k. Checkpoints store one tensor per expert; transformers 5 writes them fused.
-Both are read.
+experts, then the top k. Checkpoints with a tensor per expert and with fused experts (transformers
+5) are read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _experts(fields: Fields) -> MoESpec:
 
 
 def feed_forward(fields: Fields, moe: MoESpec) -> Callable[[int], FeedForward]:
-    """Return the feed-forward by layer: `moe`, or a dense MLP where the config says so."""
+    """Return the feed-forward by layer index: `moe`, or a dense MLP for the layers listed as
+    dense."""
     step = fields.integer("decoder_sparse_step", 1)
     dense_ids = fields.get("mlp_only_layers") or []
     if not isinstance(dense_ids, list) or not all(type(i) is int for i in dense_ids):

@@ -1,14 +1,14 @@
 """Qwen3-Next (Qwen3NextForCausalLM): gated delta nets, and full attention in every fourth layer.
 
-Full attention has a gate for each number of a head, norms of q and k, and RoPE on a part of each
-head. The feed-forward is an MoE with a gated shared expert, or dense where config.json says so. All
-norms are stored less one, except those of the delta nets' heads. A delta net's projections are
-fused, key head by key head.
+Full attention has a gate for each dimension of a head, norms of q and k, and RoPE on a part of each
+head. The feed-forward is an MoE with a gated shared expert, or dense where config.json specifies
+it. All norms are stored minus one, except those of the delta nets' heads. A delta net's projections
+are fused per key head.
 
-One layer for multi-token prediction, with full attention, is in the same checkpoint or in its own,
-also for Qwen3.5 (`qwen3_5`). It reads the target's hidden after the final norm, and every draft
-level runs it again on its output after its final norm (family.feeds_normed). Embedding and lm_head
-are the target's.
+One layer for multi-token prediction, with full attention, is in the same checkpoint or in a
+separate one, also for Qwen3.5 (`qwen3_5`). It reads the target's hidden after the final norm, and
+every draft level runs it again on its output after its final norm (family.feeds_normed). It uses
+the target's embedding and lm_head.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ def _experts(fields: Fields) -> MoESpec | None:
 
 
 def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    """Read the one layer, with experts if the config has some."""
     own = text_fields(fields)
     check_quantization(own)
     _refuse_others(own)
@@ -208,7 +207,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def less_one(table: ParamTable) -> ParamTable:
-    """Let all norms be stored less one, except those of the delta nets' heads."""
+    """Declare all norms as stored minus one, except those of the delta nets' heads."""
     of_heads = ("attention", "norm", "scale")
     return tuple(
         plain if plain.path[-3:] == of_heads else centred
@@ -217,7 +216,7 @@ def less_one(table: ParamTable) -> ParamTable:
 
 
 def _fused_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
-    """Declare a delta net whose file has, for each key head, its q, k, v and z, and its b and a."""
+    """Declare a delta net stored as, per key head, its q, k, v and z, and its b and a."""
     heads = spec.num_heads // spec.num_key_heads
     values = heads * spec.value_dim
 
@@ -257,7 +256,7 @@ def hybrid_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[
     ) | {
         "num_hidden_layers": spec.num_layers,
         "attention_bias": attention.qkv_bias,
-        # Half a number more, which readers truncate.
+        # Half a dimension more, which readers truncate.
         "partial_rotary_factor": min((rotated + 0.5) / attention.head_dim, 1.0),
         "layer_types": [
             LINEAR if isinstance(x.attention, DeltaNetSpec) else FULL for x in spec.layers

@@ -2,12 +2,12 @@
 
 Sliding layers have more heads than full ones, another RoPE theta, and RoPE on whole heads. In full
 layers RoPE rotates a part of each head and may be scaled. Heads of q and k are normed, every head's
-output is gated, and all norms are stored less one. The first layers have dense MLPs, the others MoE
-(sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
+output is gated, and all norms are stored minus one. The first layers have dense MLPs, the others
+MoE (sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
 
 Layers for multi-token prediction are numbered from their own config's num_hidden_layers: the
 target's number of layers, or 0 in a separate checkpoint. They are chained: the first reads the
-target's hidden before its final norm, each further one the output of the one before, before its
+target's hidden before its final norm, each other one the output of the previous one before its
 final norm. Each has an lm_head (as in SGLang and vLLM).
 """
 
@@ -314,7 +314,7 @@ def _kind(attention: AttentionSpec) -> str:
 
 
 def _limits(ffn: FeedForward) -> tuple[float, float]:
-    """Return (limit of the experts, limit of the MLP or shared expert); 0: none."""
+    """Return (limit of the experts, limit of the MLP or shared expert); 0 is no limit."""
     if isinstance(ffn, DenseSpec):
         return 0.0, ffn.limit or 0.0
     limit = EXPERT_LIMIT if ffn.gate is Gate.SILU_WITHIN_7 else 0.0

@@ -1,4 +1,4 @@
-"""Tensors in memory, or made on read, with the interface of a checkpoint's file."""
+"""Tensors in memory, or computed on read, with the interface of a checkpoint's file."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def in_memory(array: HostArray) -> LazyTensor:
 
 
 def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
-    """Return the tensors in a safetensors file's bytes. Raise CheckpointError."""
+    """Return the tensors in a safetensors file's bytes. Raises CheckpointError."""
     arrays: dict[str, HostArray] = {}
     try:
         for name, tensor in safetensors.deserialize(data):  # type: ignore[no-untyped-call]

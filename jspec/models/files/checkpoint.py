@@ -1,7 +1,5 @@
-"""A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights.
-
-ConfigError is for a well-formed setting that is not served, CheckpointError for an unfit file.
-"""
+"""A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights. Raises
+ConfigError for a valid setting that is not served, CheckpointError for an unfit file."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from jspec.spec.weight_format import FP8, Formats
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
-MOST_EXPERTS = 1 << 17  # of all layers together; no model has as many
+MOST_EXPERTS = 1 << 17  # in all layers together, more than any model has
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +45,7 @@ def check_directory(name: str, path: Path) -> None:
     """Raise NoCheckpointError unless `path` is a checkpoint. name: the setting's, for errors."""
     try:
         is_directory, has_config = path.is_dir(), (path / "config.json").exists()
-    except OSError as error:  # a name that is too long, or what may not be looked at
+    except OSError as error:  # the name is too long, or access is denied
         raise NoCheckpointError(
             f"{name} is {str(path)!r}: {reason_of(error)}; expected a directory with {LAYOUT}"
         ) from error
@@ -60,7 +58,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Return the spec in config.json; generation_config.json's end-of-sequence ids come first."""
+    """Return config.json's spec; generation_config.json's end-of-sequence ids take precedence."""
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
         spec = family_of(fields.architecture(), fields.path).read(fields)
@@ -93,7 +91,7 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
 
 
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
-    """Return generation_config.json's parameters by SamplingParams' names; {} without it."""
+    """Return generation_config.json's parameters by SamplingParams' names; {} without the file."""
     generation = path / "generation_config.json"
     if not exists(generation):
         return {}
@@ -128,7 +126,7 @@ def load_target(
 
     formats: of products whose weights are not dense. experts: the map of placed experts. All
     tensors are checked before the first is read. Raises CheckpointError if a file does not fit
-    `spec`, ConfigError for a wrong `shards`.
+    `spec`, ConfigError if a weight cannot be sharded.
     """
     table = with_formats(with_expert_map(table_of(spec), experts), formats)
     with open_tensors(path) as tensors:

@@ -1,7 +1,5 @@
-"""Conversion of a checkpoint directory: safetensors or torch files to orbax, and back.
-
-Tensors keep names, shapes and types unless they are quantised; all other files are copied.
-"""
+"""Conversion of a checkpoint directory: safetensors or torch files to orbax, and back. Tensors keep
+names, shapes and types unless they are quantised; all other files are copied."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from jspec.models.files.tensor_files import (
     write_tensors,
 )
 
-MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is in host memory while it is made
+MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is built in host memory
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 SINGLE, INDEX = FILES[0]
 
@@ -53,11 +51,11 @@ def convert(
     to_fp8: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Converted:
-    """Write the checkpoint of `source` into `out`, which must be empty or not exist.
+    """Write the checkpoint of `source` to `out`, which must be empty or not exist.
 
-    to_fp8: quantise the products of a target's layers (fp8_export.py).
-    For orbax the host holds all tensors at once, for safetensors those of one file. Raises
-    ConfigError, OutputError or CheckpointError; `out` is then as it was.
+    to_fp8: quantise the products of a target's layers (fp8_export.py). For orbax the host holds all
+    tensors at once, for safetensors those of one file. Raises ConfigError, OutputError or
+    CheckpointError, and then leaves `out` unchanged.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")

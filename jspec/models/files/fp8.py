@@ -7,8 +7,8 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8, ModelOpt's
 
-(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations are ignored; those of
-K and V are for an FP8 cache (kv_scales.py).
+Despite its name, `_scale_inv` is also a factor. Scales of activations are ignored; those of K and V
+are for an FP8 cache (kv_scales.py).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MODELOPT, _OLDER_MODELOPT = "modelopt", "modelopt_fp8"
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", MODELOPT, _OLDER_MODELOPT)
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")  # DeepSeek's, MiniMax's
 BLOCK = (128, 128)  # the default of config.json
-STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # of products
+STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # scales of products' inputs
 _OF_ACTIVATIONS = (*STATIC, "q_scale")
-# Lists of modules, in config.json, that are not quantised.
+# Keys of config.json that list modules that are not quantised.
 _KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _FLOAT32 = "F32"
-Form = weight_format.FP8 | str  # in which a tensor is stored; text: why it cannot stay so
+Form = weight_format.FP8 | str  # a tensor's stored form, or the reason why it must be unpacked
 
 
 def check_quantization(fields: Fields) -> tuple[int, int]:
-    """Return (rows, columns) of a scale's block; ConfigError unless weights are fp8 or plain."""
+    """Return (rows, columns) of a scale's block, or raise ConfigError for other quantization."""
     table = fields.table("quantization_config")
     if not table.values:
         return BLOCK
@@ -114,7 +114,7 @@ def quantization_method(path: Path) -> str | None:
 
 
 def declared_forms(path: Path) -> Callable[[str], Form | None]:
-    """Return the form of a tensor by its name, from config.json alone."""
+    """Return a function from tensor names to stored forms, from config.json alone."""
     fields = read_fields(path / "config.json")
     table = fields.table("quantization_config")
     if table.get("quant_method") not in METHODS:
@@ -134,8 +134,8 @@ def declared_forms(path: Path) -> Callable[[str], Form | None]:
 
 
 def _names(entry: str, tensor: str) -> bool:
-    """Return whether a list's entry names a tensor's module: a module, a glob (ModelOpt's), or a
-    pattern after "re:"."""
+    """Return whether a list's entry names a tensor's module. An entry is a module, a glob
+    (ModelOpt's), or a pattern after "re:"."""
     if entry.startswith("re:"):
         return re.match(entry[3:], tensor.removesuffix(".weight")) is not None
     if any(sign in entry for sign in "*?["):
@@ -188,10 +188,8 @@ def _is_of_activations(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """One weight whose values are computed on read. shape: (*X, O, I); block: of one scale.
-
-    The scales are [num, columns] in row-major order, with as many rows for each [O, I] of the X.
-    """
+    """One weight whose values are computed on read. shape: (*X, O, I); block: of one scale. The
+    scales are [num, columns] in row-major order, with the same number of rows for each [O, I]."""
 
     codes: TensorFile
     name: str  # in `codes`
@@ -283,7 +281,7 @@ class Scaled:
 
 
 def _block_of(tensors: Tensors, name: str, scales: str, block: tuple[int, int]) -> tuple[int, int]:
-    """Return a weight's block by its scales' shape; raise CheckpointError if they do not fit."""
+    """Return a weight's block by its scales' shape. Raises CheckpointError if they do not fit."""
     shape, found = tensors.shape(name), tensors.shape(scales)
     if len(shape) < 2 or 0 in shape:
         raise CheckpointError(

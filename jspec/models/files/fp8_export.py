@@ -3,8 +3,8 @@
     X.weight         e4m3 [out, in]
     X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
 
-Activations are quantised a token at a time by whoever serves it. The numbers are those of
-`--quantization fp8`.
+Activations are quantised per token when the checkpoint is served. The codes and scales equal those
+of `--quantization fp8`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _EXPERTS = ".experts."
 
 
 def products_of(source: Path, tensors: Tensors) -> set[str]:
-    """Return the tensors that fp8 serving quantises. Raises ConfigError unless `source` is an
-    unquantised target of a family that is served.
-    """
+    """Return the names of the tensors that fp8 serving quantises. Raises ConfigError unless
+    `source` is an unquantised target of a served family."""
     method = quantization_method(source)
     if method is not None:
         raise ConfigError(
@@ -55,7 +54,7 @@ def products_of(source: Path, tensors: Tensors) -> set[str]:
 
 
 def with_fp8(tensors: Tensors, names: Collection[str]) -> Tensors:
-    """Return the tensors, those of `names` as codes and scales that are made when they are read."""
+    """Return the tensors, with those of `names` as codes and scales that are computed on read."""
     made: dict[str, LazyTensor] = {}
     both = lru_cache(maxsize=1)(partial(quantised, tensors))  # its scales are read next
     for name in names:
@@ -80,7 +79,7 @@ def quantised(tensors: Tensors, name: str) -> tuple[HostArray, HostArray]:
 
 
 def quantization_config(tensors: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Return config.json's quantization_config. Every other product is listed as ignored."""
+    """Return config.json's quantization_config, which lists all other products as ignored."""
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -107,5 +106,5 @@ def _ignored(tensors: Tensors, names: Collection[str]) -> list[str]:
         and len(tensors.shape(name)) == 2
         and "embed_tokens" not in name
     }
-    experts = {name for name in kept if ".experts." in name}  # thousands: one pattern for all
+    experts = {name for name in kept if ".experts." in name}  # thousands, so one pattern for all
     return sorted({"lm_head", *(kept - experts)}) + (["re:.*[.]experts[.].*"] if experts else [])

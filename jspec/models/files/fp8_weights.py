@@ -1,4 +1,4 @@
-"""FP8 weights that stay packed: in which form a checkpoint has them, and reading their codes."""
+"""FP8 weights that stay packed: their form in a checkpoint, and reading their codes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jspec.models.params import Form as Layout
 from jspec.models.params import ParamSpec, Part, shard_columns
 from jspec.spec.weight_format import FP8
 
-FormOf = Callable[[str], Form | None]  # of a tensor by its name; None: not in fp8
+FormOf = Callable[[str], Form | None]  # by tensor name; None: not in fp8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFP8:
     format: FP8
-    problem: str | None = None  # why the weight cannot stay in its codes
+    problem: str | None = None  # the reason why the weight must be unpacked
 
 
 def forms_in(tensors: Tensors) -> FormOf:
@@ -66,7 +66,6 @@ def _are_cut(spec: ParamSpec, layout: tuple[Part, ...], *, shards: int) -> bool:
 
 
 def _rows(part: Part, first: int, count: int) -> np.ndarray:
-    """Return the stored rows of a part's entries first, first + 1, ..."""
     chosen: np.ndarray = np.arange(part.shape[0])[part.rows][first : first + count]
     return chosen
 

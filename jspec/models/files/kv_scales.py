@@ -4,7 +4,7 @@
     self_attn.k_proj.k_scale                      ModelOpt
     self_attn.k_proj.output_scale                 compressed-tensors' older form
 
-(and the same of V). A scale is one number a layer; K is stored as K / k_scale.
+and the same for V. A layer has one scale for K and one for V; K is stored as K / k_scale.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ _FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
 def cached_dtype(flag: str, path: Path) -> str | None:
-    """Return the cache's dtype: for "auto" the checkpoint's, None for the model's.
-
-    Raises ConfigError for a checkpoint with another scheme.
-    """
+    """Return the cache's dtype: for "auto" the checkpoint's, or None for the model's. Raises
+    ConfigError for a checkpoint with another scheme."""
     if flag != AUTO:
         return DTYPES[flag]
     table = read_fields(path / "config.json").table("quantization_config")

@@ -3,7 +3,7 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight [out, r]
 
-The scale (lora_alpha / r, with use_rslora / sqrt(r)) is multiplied into B while reading. Source:
+The scale (lora_alpha / r, with use_rslora / sqrt(r)) is multiplied into B on reading. Source:
 peft's `LoraConfig` and `get_pattern_key`, for the patterns of ranks and alphas.
 """
 
@@ -37,7 +37,7 @@ FILES = ("adapter_model.safetensors", "adapter_model.bin")
 LAYOUT = f"a LoRA adapter in peft's layout ({CONFIG}, {FILES[0]})"
 PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
-# What would change the product, and is not computed here. An absent or inactive key is fine.
+# Keys that would change the product in ways that are not computed here, with inactive values.
 _INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
@@ -52,7 +52,7 @@ _INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "use_bdlora": (False,),
 }
-# With others the adapter belongs to a base that the training changed.
+# With other values the adapter belongs to a base model that its training changed.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "loftq")
 
 
@@ -136,7 +136,7 @@ def needs_of(path: Path) -> tuple[int, frozenset[str]]:
 
 
 def check_adapter(path: Path, table: ParamTable, lora: LoRASpec) -> None:
-    """Raise what `read_adapter` would raise, from the config and the headers alone."""
+    """Raise the errors of `read_adapter` that the config and the headers alone show."""
     with open_adapter(path) as (config, tensors):
         _checked(tensors, config, table, lora)
 
@@ -146,7 +146,7 @@ def read_adapter(
 ) -> dict[ParamPath, HostArray]:
     """Return an adapter's A [in, parts, rank] and B [rank, out] by path, over all shards.
 
-    table: of the target without adapters. Modules without an adapter are zeros. Raises one
+    table: the target's, without adapters. Modules without an adapter are zeros. Raises one
     CheckpointError for everything that does not fit.
     """
     with open_adapter(path) as (config, tensors):
@@ -197,7 +197,7 @@ class _Reader:
 
 
 def _checked(tensors: Tensors, config: LoRAConfig, table: ParamTable, lora: LoRASpec) -> Halves:
-    """Return the tensors of each module, or raise CheckpointError for all that do not fit."""
+    """Return the tensors of each module. Raises CheckpointError for all that do not fit."""
     known: dict[str, tuple[int, Part]] = {
         module_of(part): (spec.shape[0], part)
         for spec in adapted_products(table, lora)

@@ -1,7 +1,5 @@
-"""mxfp4 on the host: blocks of 32 four-bit floats (e2m1) that share one power of two (e8m0).
-
-A byte contains two values, low nibble first; a scale s means 2 ** (s - 127).
-"""
+"""mxfp4 on the host: blocks of 32 four-bit floats (e2m1) that share one power of two (e8m0). A byte
+contains two values, low nibble first; a scale s means 2 ** (s - 127)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _NOT_A_NUMBER = 255
 
 
 def pair_table(dtype: npt.DTypeLike) -> HostArray:
-    """Return [65536, 2] in `dtype`: entry 256 s + b is the two values of scale s and byte b."""
+    """Return [65536, 2] in `dtype`: entry 256 s + b has the two values of byte b with scale s."""
     values = np.array((*E2M1, *(-x for x in E2M1)))
     byte = np.arange(256)
     pairs = np.stack((values[byte & 15], values[byte >> 4]), axis=-1)
@@ -27,7 +25,7 @@ def pair_table(dtype: npt.DTypeLike) -> HostArray:
 
 
 def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str) -> HostArray:
-    """Unpack u8 blocks [R, C, 16] and scales [R, C] to [R, 32 C]; CheckpointError if one is NaN."""
+    """Unpack u8 blocks [R, C, 16] and scales [R, C] to [R, 32 C]. NaN raises CheckpointError."""
     _check_scales(scales, name)
     rows = (scales.astype(np.intp)[..., None] << 8) | blocks
     return table[rows].reshape(scales.shape[0], -1)
@@ -40,7 +38,7 @@ def codes_of(blocks: HostArray) -> HostArray:
 
 
 def scales_of(scales: HostArray, *, name: str) -> HostArray:
-    """Convert u8 scales [R, C] to the kernels' [R, 4 G]; CheckpointError if one is NaN (255)."""
+    """Convert u8 scales [R, C] to the kernels' [R, 4 G]. Raises CheckpointError for NaN (255)."""
     _check_scales(scales, name)
     return padded_scales(scales)
 

@@ -22,7 +22,7 @@ _SYSTEM_ERROR = re.compile(r"([^:\[\]]+) \[os_error_code")
 
 
 def open_orbax(path: Path) -> LazyFile:
-    """Open an orbax directory, reading shapes only. Raise CheckpointError."""
+    """Open an orbax directory, reading shapes only. Raises CheckpointError."""
     checkpointer = ocp.PyTreeCheckpointer()
     try:
         metadata = checkpointer.metadata(path.resolve()).item_metadata
@@ -90,6 +90,6 @@ def without_tracebacks() -> Iterator[None]:
 
 
 def reason_of_orbax(error: Exception) -> str:
-    """Return the system's message in an orbax storage error, else the error's start."""
+    """Return the system's message in an orbax storage error, else the start of the error."""
     found = _SYSTEM_ERROR.search(str(error))
     return found[1].strip() if found else f"{type(error).__name__}: {shown(str(error))}"

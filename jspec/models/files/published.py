@@ -20,9 +20,9 @@ from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import FP8, Shape
 
-ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
+ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, over all shards
 Layout = tuple[Part, ...]
-Stored = tuple[tuple[ParamSpec, Layout], ...]  # the weights of which a tensor has parts
+Stored = tuple[tuple[ParamSpec, Layout], ...]  # the weights that have parts in a tensor
 
 
 def unsharded(spec: ParamSpec, served: HostArray, *, shards: int) -> HostArray:
@@ -87,9 +87,10 @@ def changed_reads(
     dtype: npt.DTypeLike,
     shards: int,
 ) -> list[ParamRead]:
-    """Return reads of the weights that `given` changes, with the served parts of fused weights.
+    """Return reads of the weights that `given` changes; other parts of fused weights stay as
+    served.
 
-    where: their source, for errors. Raises one CheckpointError.
+    where: the source of `given`, for errors. Raises one CheckpointError.
     """
     known = layouts_by_name(table)
     tensors = lazy_tensors(Path(where), given)
@@ -126,7 +127,7 @@ def changed_reads(
 def _with_kept(
     each: ParamRead, layout: Layout, given: Collection[str], served: ServedArray, shards: int
 ) -> FP8Weight:
-    """Quantise the given parts of a weight; the others keep their codes to the bit."""
+    """Quantise the given parts of a weight; the other parts keep their codes bit for bit."""
     new, old = each.read(), served(each.spec.path)
     pieces = shard_columns(layout, each.spec.column_shards(shards))
     is_given = np.concatenate([np.full(n, layout[i].name in given) for i, _, n in pieces])

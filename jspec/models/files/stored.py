@@ -56,7 +56,7 @@ def check_names(
 def stored_formats(
     table: ParamTable, layout_of: Callable[[ParamSpec], tuple[Part, ...]]
 ) -> dict[Op, WeightFormat]:
-    """Return the formats of packed products. layout_of: the layout in which a weight is stored."""
+    """Return the formats of packed products. layout_of: gives the stored layout of a weight."""
     found: dict[Op, set[WeightFormat | None]] = {}
     for spec in table:
         if spec.op is not None and spec.layouts:
@@ -84,10 +84,9 @@ class ParamRead:
     # Returns a new weight over all shards, in the spec's format and owned by the caller;
     # CheckpointError names the tensor.
     read: Callable[[], Weight]
-    # The same for the shards of one of several hosts: other entries may be zeros, unread. None:
-    # there is only `read`.
+    # Reads the shards of one of several hosts; entries of others may be zeros. None: use `read`.
     read_own: Callable[[range], Weight] | None = None
-    # The same for a part of a weight's first dimension, alone; None: devices hold all of it.
+    # Reads a part of a weight's first dimension; None: every device holds all of it.
     read_part: Callable[[range], Weight] | None = None
     tied: ParamSpec | None = None  # the weight that is a transposed view of this one
     tied_width: int = 0  # its columns, padding included
@@ -97,7 +96,7 @@ class ParamRead:
         return np.pad(value.T, ((0, 0), (0, missing))) if missing > 0 else value.T
 
 
-Place = Callable[[Sequence[ParamRead]], Mapping[ParamPath, Any]]  # reads the weights somewhere
+Place = Callable[[Sequence[ParamRead]], Mapping[ParamPath, Any]]  # reads and places the weights
 
 
 def param_reads(
@@ -105,8 +104,8 @@ def param_reads(
 ) -> list[ParamRead]:
     """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
-    A tied weight comes with its other; reading raises CheckpointError if both are stored and
-    differ. Raises ConfigError if a weight cannot be sharded.
+    A tied weight comes with the one it is tied to; reading raises CheckpointError if both are
+    stored and differ. Raises ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     how: dict[str, Any] = {"dtype": dtype, "shards": shards}
@@ -135,7 +134,7 @@ def on_host(reads: Sequence[ParamRead]) -> dict[ParamPath, Weight]:
 
 
 def _part_of(spec: ParamSpec, part: range | None = None) -> ParamSpec:
-    """Return a weight with only a part of the first dimension; None: that of the first device."""
+    """Return a weight with only a part of the first dimension, by default the first device's."""
     if spec.num_parts == 1:
         return spec
     part = range(spec.shape[0] // spec.num_parts) if part is None else part
@@ -207,7 +206,7 @@ def _is_whole(part: Part, spec: ParamSpec) -> bool:
 
 
 def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
-    """Return the rows [.., rows, columns] of own shards; None: all."""
+    """Return the rows [.., rows, columns] of the shards in `own`; None: all."""
     if own is None or len(spec.axes) < 2 or spec.shards_of(-2, shards) != shards:
         return None
     share = spec.shape[-2] // shards
@@ -222,7 +221,7 @@ def read_param(
     shards: int,
     own: range | None = None,
 ) -> Weight:
-    """Read a weight over all shards. own: of which only these are needed; others may be zeros."""
+    """Read a weight over all shards. Entries of shards outside `own` may be zeros."""
     layout = chosen_layout(tensors, spec)
     if isinstance(spec.format, FP8):
         if stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(spec.format):
@@ -275,7 +274,7 @@ def _matrices(part: Part, spec: ParamSpec, out: HostArray) -> Iterator[tuple[Hos
 
 
 def _entries(spec: ParamSpec) -> Sequence[int]:
-    """Return the stored entry of each of the first dimension."""
+    """Return the stored entry of each index in the first dimension."""
     return range(spec.shape[0]) if spec.entries is None else spec.entries
 
 
@@ -289,7 +288,7 @@ def _place_by_rows(
     index: int,
     own: range | None = None,
 ) -> None:
-    """Read a projection [out, in] without a second copy. own: rows of `in`."""
+    """Read a projection [out, in] without a second copy. own: the needed range of `in`."""
     start = index * part.shape[-2] + part.first if len(part.shape) > 2 else part.first
     for rows, columns in pieces:
         wanted = range(start + rows.start, start + rows.stop)
@@ -347,7 +346,7 @@ def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
 def stored_tensors(
     table: ParamTable, params: Mapping[str, Any], *, dtype: npt.DTypeLike
 ) -> dict[str, HostArray]:
-    """Return the tensors of unsharded params in each first layout. Raises CheckpointError."""
+    """Return the tensors of unsharded params, each in its first layout. Raises CheckpointError."""
     tensors: dict[str, HostArray] = {}
     for spec in table:
         if not spec.layouts:
@@ -393,7 +392,7 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
 
 
 def put_piece(whole: HostArray, part: Part, piece: HostArray) -> None:
-    """Write a part into its stored tensor, whose axes of size one it may lack."""
+    """Write a part into its stored tensor; the part may lack axes of size one."""
     rows = whole if piece.ndim == whole.ndim else whole.reshape(-1, whole.shape[-1])
     index = (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
     rows[index] = piece

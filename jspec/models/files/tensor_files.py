@@ -35,9 +35,9 @@ FILES = (
 ORBAX = "orbax"  # an orbax directory, written by `jspec convert`
 NAMES = (*(name for names in FILES for name in names), ORBAX)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
-BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
+BLOCK_BYTES = MIB  # of a block of rows: it stays in a CPU's cache
 _SYSTEM_ERROR = re.compile(r"I/O error: (.+) \(os error \d+\)")
-_TRANSPOSED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
+_TRANSPOSED = 32  # rows transposed at once: a cache line of 16-bit values in the destination
 
 
 class TensorFile(Protocol):
@@ -48,7 +48,8 @@ class TensorFile(Protocol):
 
     @property
     def header(self) -> Any:
-        """Like safetensors': get_slice(name).get_shape() and .get_dtype(), get_tensor(name)."""
+        """Like safetensors' handle: get_slice(name).get_shape() and .get_dtype(),
+        get_tensor(name)."""
         ...
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
@@ -60,7 +61,7 @@ class TensorFile(Protocol):
 class StoredFile:
     """An open weights file: its header as safetensors reads it, and its bytes.
 
-    Weights are not read through safetensors' memory map: reads release the GIL, map nothing, and a
+    Weights are not read through safetensors' memory map: plain reads release the GIL, and a
     truncated file is an error instead of a signal.
     """
 
@@ -70,7 +71,8 @@ class StoredFile:
     spans: Mapping[str, tuple[int, int]]  # [start, end) of each tensor, in bytes
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fill `out` from `offset` bytes into the tensor; CheckpointError if it is too short."""
+        """Fill `out` from `offset` bytes into the tensor, or raise CheckpointError if it ends
+        before."""
         data = out.reshape(-1).view(np.uint8).data
         first, end = self.spans[name]
         at = first + offset
@@ -94,7 +96,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of an open checkpoint by canonical name; reads copy and are thread-safe."""
+    """The tensors of an open checkpoint by canonical name. Reads copy and are thread-safe."""
 
     path: Path
     sources: Mapping[str, tuple[TensorFile, str]]  # name: (open file, the name in that file)
@@ -152,8 +154,8 @@ class Tensors:
     ) -> Iterator[tuple[int, HostArray]]:
         """Yield (first row, block) for `rows` of a weight [.., in] seen as [rows, in].
 
-        columns: of `in` that are read; None: all. The next block, of 1 MiB or one row, overwrites
-        it. Raise CheckpointError.
+        A block is 1 MiB or one row, and the next one overwrites it. columns: the range of `in` to
+        read; None: all. Raises CheckpointError.
         """
         width = self.shape(name)[-1]
         columns = range(width) if columns is None else columns
@@ -192,7 +194,8 @@ class Tensors:
     ) -> None:
         """Raise one CheckpointError for all tensors that are missing, not allowed, or do not fit.
 
-        Weights are floating-point unless in `integers`, or in `packed` (bytes). Reads headers only.
+        Weights are floating-point, except those in `integers` or in `packed` (bytes). Reads headers
+        only.
         """
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
@@ -261,7 +264,7 @@ def has_tensors(path: Path) -> bool:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Open a directory's weights, the first of the following. Raises CheckpointError.
+    """Open a directory's weights, the first of these that exists. Raises CheckpointError.
 
     model.safetensors or the files of model.safetensors.index.json; pytorch_model.bin or its index
     (files.torch_files); the directory orbax (files.orbax_files). canonical: renames stored names.
@@ -288,7 +291,7 @@ def open_file(path: Path) -> Iterator[Tensors]:
 def _open_all(
     stack: ExitStack, files: Mapping[Path, set[str]]
 ) -> dict[Path, tuple[TensorFile, set[str]]]:
-    """Open the files and check the index's tensors; one CheckpointError for all that is missing."""
+    """Open the files and check the index's tensors. Raises one CheckpointError for all missing."""
     opened: dict[Path, tuple[TensorFile, set[str]]] = {}
     unreadable: list[str] = []
     missing: list[str] = []
@@ -367,7 +370,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
 def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, HostArray]
 ) -> None:
-    """Write `path`/model.safetensors and config.json, copying the tensors. Raises OutputError."""
+    """Write `path`/model.safetensors and config.json. Raises OutputError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / "model.safetensors", tensors)

@@ -1,8 +1,8 @@
 """Tensors of torch.save files (.bin, .pt), read without torch and without executing them.
 
 Such a file is a zip archive: a pickle that describes the contents, and one member of raw bytes per
-storage. The pickle may name only what torch.save writes for tensors, each mapped to a function of
-this module; everything else is refused.
+storage. The pickle may name only what torch.save writes for tensors, which is mapped to functions
+of this module; everything else is refused.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TorchFile:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Return the tensors of a state dict, or of one under "state_dict". Raise CheckpointError."""
+    """Return the tensors of a state dict, or of one under "state_dict". Raises CheckpointError."""
     found = _load(path)
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
@@ -113,7 +113,7 @@ def open_torch_file(path: Path) -> TorchFile:
 
 
 def read_torch_tensor(path: Path) -> npt.NDArray[Any]:
-    """Return the one tensor of a file, or its list of integers. Raise CheckpointError."""
+    """Return the one tensor of a file, or its list of integers. Raises CheckpointError."""
     found = _load(path)
     if isinstance(found, TorchTensor):
         return found.read()

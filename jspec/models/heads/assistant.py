@@ -1,12 +1,12 @@
 """Gemma 4's assistants: a draft model that attends to the target's K and V, and its files.
 
-x = pre_projection([the target's embedding of the token; h]), h being the target's last hidden or
-post_projection of the model's output for the token before. Its layers have queries alone. All rows
-of a draft are at the root's position and see the committed tokens, never each other: nothing is
-written.
+The input is x = pre_projection([the target's embedding of the token; h]), where h is the target's
+last hidden, or post_projection of the model's output for the token before. Its layers have only
+queries. All rows of a draft are at the root's position and see the committed tokens, never each
+other, and nothing is written.
 
-With ordered embeddings the tokens are in groups of equally many; only those of the best groups, by
-the products of `centroids` with the output, are scored.
+With ordered embeddings the tokens are in groups of equal size, and only those of the best groups,
+by the products of `centroids` with the output, are scored.
 """
 
 from __future__ import annotations
@@ -128,14 +128,13 @@ def assistant_params(spec: AssistantSpec) -> ParamTable:
 
 
 def _groups(vocab_size: int) -> ParamSpec:
-    """Declare the group of each token."""
     return ParamSpec(
         path=GROUPS, shape=(vocab_size,), axes=("vocab",), init=Init.ZEROS, format=INTEGERS
     )
 
 
 def load_assistant_config(path: Path, *, target: ModelSpec) -> AssistantSpec:
-    """Read config.json. Raise ConfigError or CheckpointError if it does not fit the target."""
+    """Read config.json. Raises ConfigError or CheckpointError if it does not fit the target."""
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
         return read_assistant(fields, target=target)
@@ -220,7 +219,7 @@ def _check(tensors: Tensors, spec: AssistantSpec) -> None:
 
 
 def _is_stray(name: str, wanted: dict[str, Any]) -> bool:
-    """Match lm_head beside an equal embedding, and K and V, which no layer has."""
+    """Match lm_head if an equal embedding is stored too, and K and V, which no layer has."""
     kv = ("k_proj", "v_proj", "k_norm", "v_norm")
     is_kv = name.startswith("model.layers.") and name.split(".")[-2] in kv
     return name in wanted or name == "lm_head.weight" or is_kv
@@ -250,7 +249,7 @@ def load_assistant(
 
 
 def read_groups(tensors: Tensors, spec: AssistantSpec) -> HostArray:
-    """Return i32[V], each token's group, of the file's order of tokens, group after group.
+    """Return i32[V], each token's group, from the file's token order, group after group.
 
     In:  token_ordering [2 0 3 1], two groups
     Out: [0 1 0 1]

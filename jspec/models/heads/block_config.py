@@ -1,7 +1,7 @@
 """A block drafter's config.json, read against its target.
 
-Three layouts: z-lab's (SpecForge, SGLang), with some keys in `dflash_config`; transformers'
-MuseGlimmerAssistant, all at the top level; and speculators', with the layers' keys in
+There are three layouts: z-lab's (SpecForge, SGLang), with some keys in `dflash_config`;
+transformers' MuseGlimmerAssistant, all at the top level; and speculators', with the layers' keys in
 `transformer_layer_config`. They count layers and windows differently:
 
     layout        ids of the target's layers   window w: row at p of a block with root at L sees
@@ -46,20 +46,20 @@ NESTED, INPUT_IDS, OUTPUT_IDS = (
     "aux_hidden_state_layer_ids",
     "target_layer_ids",
 )
-# Keys that are read, of those that head_files.refuse_unknown takes for settings of a forward.
+# Keys that are read and that head_files.refuse_unknown would refuse otherwise.
 KNOWN = frozenset(
     (
         *("rms_norm_eps", "attention_bias", "mask_token_id", "dflash_config", INPUT_IDS),
         *("draft_vocab_size", "is_causal", "sliding_window_non_causal"),
     )
 )
-# The class of speculators that reads each kind.
+# speculators' class for each kind.
 WRITTEN = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
 }
-# How the names of settings that only one kind has begin.
+# Prefixes of settings that only one kind has.
 OF_KINDS = {
     "dspark": ("markov_", "confidence_", "enable_confidence"),
     "dflash2": ("conv_", "selector_"),
@@ -84,11 +84,8 @@ class _Layout:
 def load_block_config(
     path: Path, *, target: ModelSpec, draft_rope_theta: float | None = None
 ) -> BlockSpec:
-    """Read a block drafter's model from `path`/config.json and check it against its target.
-
-    RoPE comes from the draft's own config, with theta 10000 by default; draft_rope_theta overrides
-    theta.
-    """
+    """Read a block drafter's model from `path`/config.json and check it against its target. RoPE is
+    the draft's own, with theta 10000 by default; draft_rope_theta overrides theta."""
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
         found = _layout_of(fields)
@@ -190,7 +187,7 @@ def _layout_of(fields: Fields) -> _Layout:
 def _layers_of(found: _Layout, target: ModelSpec, *, draft_rope_theta: float | None) -> ModelSpec:
     """Read the decoder layers: Qwen3's, with norms of q and k."""
     values = dict(found.layers.values)
-    if found.is_assistant:  # it states no vocabulary
+    if found.is_assistant:  # it gives no vocabulary
         values.setdefault("vocab_size", target.vocab_size)
     fields = Fields(found.layers.path, values)
     bias = fields.flag("attention_bias", False)
@@ -209,7 +206,7 @@ def _layers_of(found: _Layout, target: ModelSpec, *, draft_rope_theta: float | N
 
 
 def _windows(found: _Layout, fields: Fields) -> tuple[int | None, ...]:
-    """Return the layers' windows as AttentionSpec counts them: with the row itself."""
+    """Return the layers' windows as AttentionSpec counts them: including the row itself."""
     size = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
     kind = SLIDING if found.is_assistant else FULL
     windows = read_windows(fields, window=size, default=lambda _: kind)
@@ -220,7 +217,7 @@ def _windows(found: _Layout, fields: Fields) -> tuple[int | None, ...]:
 
 
 def _causal_windows(found: _Layout, layer: ModelSpec) -> bool:
-    """Return whether rows see no later row in layers with a window; in other layers they do."""
+    """Return whether rows of layers with a window see no later row; in other layers they do."""
     both_ways = found.kind == "dflash2"
     if found.is_speculators:
         return not found.head.flag("sliding_window_non_causal", both_ways)
@@ -234,7 +231,7 @@ def _causal_windows(found: _Layout, layer: ModelSpec) -> bool:
 
 
 def _aux_layer_ids(found: _Layout, num_layers: int) -> tuple[int, ...]:
-    """Return the ids as inputs of layers. [1, 9] of z-lab and [2, 10] of speculators are alike."""
+    """Return the aux ids as inputs of layers: [1, 9] of z-lab equals [2, 10] of speculators."""
     name = INPUT_IDS if found.is_speculators else OUTPUT_IDS
     value = found.head.get(name)
     named = f"{found.head.path}: {name} is {shown(value)}"

@@ -5,7 +5,8 @@ context, of a committed token at position i: ctx = hidden_norm(fc(the target's c
 block, at positions L, L + 1, ...: the embeddings of the root and of masks run through the layers
     and attend to the context and to each other. logits = lm_head(norm(out)); the row at position p
     predicts the token at p, and with `BlockSpec.from_root` the token at p + 1.
-Markov head (DSpark, DeepSeek, 2026): logits += after(m), m by `MarkovKind` of the token before.
+Markov head (DSpark, DeepSeek, 2026): logits += after(m), where `MarkovKind` computes m from the
+    token before.
 DFlash2 (z-lab, 2026): `ConvolutionSpec` around each sub-layer, `SelectorSpec` after lm_head.
 """
 
@@ -52,7 +53,7 @@ def _write_context(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> jax.Array:
-    """Return the layer's pool with K and V of the context."""
+    """Return the layer's pool with K and V of the context written."""
     own = params["attention"]
     heads, rotation = project(
         own,
@@ -116,7 +117,7 @@ def _paged_layer(
     settings: LayerSettings,
     convolution: ConvolutionSpec | None,
 ) -> tuple[Residual, jax.Array]:
-    """Run a layer over pages. rows has the positions that windows count from."""
+    """Run a layer over pages. rows.q_positions: the positions from which windows count."""
     scales = kv_scales_of(params["attention"])
     attend = PagedAttend(cache, rows, spec.softmax_attention, settings, scales)
     how: Any = {"spec": spec, "settings": settings, "convolution": convolution}
@@ -158,7 +159,7 @@ class BlockHead:
         return with_formats(block_params(self.spec), self.formats)
 
     def context(self, params: Params, features: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
-        """Return what every layer makes K and V of."""
+        """Return ctx, of which every layer computes K and V."""
         ctx = linear(params["fc"], features, ops=self.ops)
         return norm(params["hidden_norm"], ctx, eps=self.spec.layer.rms_norm_eps)
 
@@ -171,7 +172,7 @@ class BlockHead:
         *,
         queries_per_row: int | None,
     ) -> KVPool:
-        """Return the pools with K and V of tokens whose features are given."""
+        """Return the pools with K and V of the tokens with these features."""
         ctx = self.context(params, features)
         settings = LayerSettings(self.ops, self.shard.alone, queries_per_row)
         return tuple(
@@ -197,7 +198,7 @@ class BlockHead:
     ) -> tuple[Float[Array, "B R E"], KVPool]:
         """Run blocks. Return (the final norm's output, pools with the block's K and V).
 
-        rows: R queries a row after its context, a tail in which all see each other
+        rows: R queries per row after its context, with a tail in which all see each other
         causal_mask: the tail mask of layers whose rows see no later row
         """
         batch, size = token_ids.shape
@@ -234,7 +235,7 @@ class BlockHead:
         hidden: Float[Array, "B E"],
         state: Float[Array, "B P r"],
     ) -> tuple[Float[Array, "B P r"], Float[Array, "B P U"]]:
-        """Return (the recurrent state, what to add to a row's logits) by the token before it."""
+        """Return (the recurrent state, terms to add to a row's logits) by the token before it."""
         own, kind = params["markov"], self._markov.kind
         before = jnp.take(own["before"], token_ids, axis=0, mode="clip")
         row = jnp.broadcast_to(hidden[:, None], (*token_ids.shape, hidden.shape[-1]))
@@ -256,7 +257,7 @@ class BlockHead:
         hidden: Float[Array, "B E"],
         candidates: Int[Array, "B C"],
     ) -> Float[Array, "B P C"]:
-        """Return the selector's terms of a row's candidates by the token before it."""
+        """Return the selector's terms of a row's candidates, given the token before it."""
         after = jnp.take(params["selector"]["after"], candidates, axis=0, mode="clip")
         context = self.transition_context(params, token_ids, hidden)
         return jnp.einsum("bpr,bcr->bpc", context, after, preferred_element_type=jnp.float32)
@@ -270,7 +271,7 @@ class BlockHead:
         return before * linear(own["hidden"], hidden, ops=self.ops)[:, None]
 
     def no_state(self, batch: int, dtype: DTypeLike) -> Float[Array, "B 1 r"]:
-        """Return the recurrent state before a block; it has no entries without a recurrence."""
+        """Return the recurrent state before a block; without a recurrence it has width 0."""
         is_recurrent = self._markov.kind is MarkovKind.RNN
         return jnp.zeros((batch, 1, self._markov.rank * is_recurrent), dtype)
 

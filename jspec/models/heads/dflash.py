@@ -1,7 +1,7 @@
 """Block drafters' weights: their table, and reading them from z-lab's or speculators' files.
 
-Files have no embedding, and an lm_head with the map d2t only for a draft vocabulary; without them
-both are the target's.
+Files have no embedding, and an lm_head with the map d2t only for a draft vocabulary; otherwise the
+target's are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, Markov
 from jspec.spec.weight_format import Formats, Shape
 
 CONFIDENCE = "confidence_head."
-# transformers' names for the product of the features and the norm after it.
+# transformers' names of the product of the features and of the norm after it.
 ENCODER = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
@@ -50,7 +50,7 @@ ENCODER = {
 
 
 def block_name(name: str) -> str:
-    """Map a stored name to the table's: without `model.`, and ENCODER."""
+    """Map a stored name to the table's: without `model.`, and by ENCODER."""
     name = canonical_name(name)
     return ENCODER.get(name, name)
 
@@ -108,7 +108,7 @@ def _convolution_params(spec: ConvolutionSpec | None, *, size: int) -> ParamTabl
 
 
 def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: int) -> ParamTable:
-    """Declare a Markov head: a vector of each id before, the product to logits, and the gates."""
+    """Declare a Markov head: a vector per previous id, the product to logits, and the gates."""
     rank = spec.rank
     before = _table(("before",), "markov_w1.weight", (vocab_size, rank))
     after = replace(
@@ -125,16 +125,14 @@ def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: 
 
 
 def _is_stray(name: str) -> bool:
-    """Match what no head reads, and DSpark's estimate of acceptance: a path's score, which knows
-    the noise, is the better one (docs/decisions/0053)."""
+    """Match unread tensors, and DSpark's estimate of acceptance: a path's score, which includes the
+    noise, is better (docs/decisions/0053)."""
     return is_stray(name) or name.startswith(CONFIDENCE)
 
 
 def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
-    """Return the names of the params that are the target's: those that the file lacks.
-
-    Raise CheckpointError if the headers show that `load_block` would fail; needs no target.
-    """
+    """Return the names of the params that the file lacks, which are the target's. Raises
+    CheckpointError if the headers show that `load_block` would fail."""
     with open_tensors(path, canonical=block_name) as tensors:
         check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         return shared_with_target(tensors, spec)
@@ -143,8 +141,8 @@ def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
 def save_block(path: Path, spec: BlockSpec, params: Params, *, dtype: npt.DTypeLike) -> None:
     """Write a head over its target's whole vocabulary in speculators' layout.
 
-    Of the target's embedding and lm_head nothing is stored. params: with a DSpark head's
-    `confidence`, which is of its output and the entry of the token before
+    The target's embedding and lm_head are not stored. params: may have a DSpark head's
+    `confidence`, the product of its output and the entry of the token before
     """
     own = tuple(each for each in block_params(spec) if each.layouts and each.path != HEAD)
     tensors = stored_tensors(own, params, dtype=dtype)
@@ -170,7 +168,7 @@ def load_block(
 ) -> Params:
     """Load the params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
-    What the file lacks of embedding and lm_head is the target's own array. Raise CheckpointError
+    An embedding or lm_head that the file lacks is the target's own array. Raises CheckpointError
     for a file that is unreadable or does not fit `spec`.
     """
     with open_tensors(path, canonical=block_name) as tensors:

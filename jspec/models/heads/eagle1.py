@@ -1,7 +1,7 @@
 """EAGLE-1 heads (which EAGLE-2 uses too): config.json and tensors, in EAGLE's layout.
 
-lm_head is the target's, or its columns of frequent ids (FR-Spec). HASS's `add_para_norm` norms
-embedding and feature before fc.
+lm_head is the target's, or its columns of frequent ids (FR-Spec). With HASS's `add_para_norm`,
+embedding and feature are normed before fc.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ def load_eagle1_config(
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
 ) -> HeadSpec:
-    """Read an EAGLE-1 head's shape from `path`/config.json and check it against its target.
+    """Read an EAGLE-1 head's spec from `path`/config.json and check it against its target.
 
     fc has a bias unless config.json or the tensors' names (if reads_names) show otherwise; q, k and
-        v have one if either shows it. RoPE comes from the head's own config, with theta 10000 by
-        default.
-
-    Raise ConfigError for what is not served, CheckpointError for a head of another target.
+    v have one if either shows it. RoPE is the head's own, with theta 10000 by default. Raises
+    ConfigError for an unserved setting, CheckpointError for a head of another target.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -106,10 +104,8 @@ def _check_kind(fields: Fields) -> None:
 
 
 def check_eagle1(path: Path, spec: HeadSpec) -> bool:
-    """Return whether the head's embedding is the target's: its file has none.
-
-    Raise CheckpointError if the headers show that `load_eagle1` would fail; needs no target.
-    """
+    """Return whether the file has no embedding, so that the target's is used. Raises
+    CheckpointError if the headers show that `load_eagle1` would fail."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
         return "embed_tokens.weight" not in tensors
@@ -128,9 +124,9 @@ def load_eagle1(
 ) -> Params:
     """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
-    `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]; so is `embed.table`
-    if the file has none. On the host, all others are numpy. Raise CheckpointError for a file that
-    is unreadable or does not fit `spec`.
+    `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]. `embed.table` is the
+    target's if the file has none. Raises CheckpointError for a file that is unreadable or does not
+    fit `spec`.
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         own, shares = list(_check(tensors, spec)), {"embed", "lm_head"}
@@ -160,7 +156,7 @@ def save_eagle1(path: Path, spec: HeadSpec, params: Params, *, dtype: npt.DTypeL
 
 
 def eagle1_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
-    """Return config.json as a LlamaForCausalLMEagle; raise ConfigError if q and k are normed."""
+    """Return config.json as a LlamaForCausalLMEagle. Raises ConfigError if q and k are normed."""
     attention = spec.layer.one_layer.softmax_attention
     if attention.qk_norm:
         raise ConfigError(

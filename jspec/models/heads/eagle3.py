@@ -1,8 +1,8 @@
 """EAGLE-3 heads to and from params, in the layouts of EAGLE, SpecForge, SGLang and speculators.
 
 The vocabulary map is stored as offsets: target id = draft id + d2t[draft id]. t2d is the mask of
-target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5:
-d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
+target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5: d2t = [1, 1, 3], t2d =
+[0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from jspec.models.params import ParamTable
 from jspec.spec.head_spec import FeatureNorm, HeadSpec
 from jspec.spec.weight_format import Formats
 
-PARALLEL_STEPS = 8  # what its file proposes; any S can be served
-# Tensors of variants, and how config.json declares them; the last ones are not served at all.
+PARALLEL_STEPS = 8  # proposed in its file; any S can be served
+# Tensors of variants, with what config.json must have for them. additional_layers is not served.
 VARIANTS = {
     "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
     "input_norm.": "an RMSNorm of all aux features before fc; expected norm_before_fc true in "
@@ -64,9 +64,9 @@ def load_eagle3(
 ) -> Params:
     """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
 
-    `embed.table` is the target's own array if the file has none; so is `lm_head.kernel` if U = V.
-    On the host, all others are numpy. Raise CheckpointError for a file that is unreadable, does not
-    fit `spec`, is a variant that is not served, or whose d2t and t2d contradict each other.
+    `embed.table` is the target's own array if the file has none, and so is `lm_head.kernel` if U =
+    V. Raises CheckpointError for a file that is unreadable, does not fit `spec`, is a variant that
+    is not served, or whose d2t and t2d contradict each other.
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
@@ -90,17 +90,15 @@ def load_eagle3(
 
 
 def check_eagle3(path: Path, spec: HeadSpec) -> tuple[str, ...]:
-    """Return the names of the params that are the target's: those that the file lacks.
-
-    Raise CheckpointError if the headers show that `load_eagle3` would fail; needs no target.
-    """
+    """Return the names of the params that the file lacks, which are the target's. Raises
+    CheckpointError if the headers show that `load_eagle3` would fail."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
         return shared_with_target(tensors, spec)
 
 
 def _check(tensors: Tensors, spec: HeadSpec) -> None:
-    """Check the file's names and shapes; it needs no lm_head if U = V."""
+    """Check the file's names and shapes; lm_head is optional if U = V."""
     _refuse_variants(tensors, spec)
     check_vocabulary_names(
         tensors,
@@ -120,9 +118,8 @@ def save_eagle3(
 ) -> None:
     """Write unsharded params as a LlamaForCausalLMEagle3, or a P-EAGLE head as a PEagleDraftModel.
 
-    Names start with `midlayer.`, or `layers.0.` if there are more layers. d2t and t2d are omitted
-    if U = V, where the map is the identity. Raise CheckpointError for draft_ids that do not ascend
-    within [0, V).
+    Names start with `midlayer.`, or with `layers.0.` for several layers or P-EAGLE. d2t and t2d are
+    omitted if U = V. Raises CheckpointError for draft_ids that do not ascend within [0, V).
     """
     own = stored_tensors(_own_table(spec), params, dtype=dtype)
     first = "midlayer." if spec.layer.num_layers == 1 and spec.mask_token_id is None else LAYER

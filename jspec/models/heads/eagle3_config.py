@@ -1,7 +1,7 @@
 """An EAGLE-3 head's config.json: reading its variants against a target, and writing it.
 
-Raises ConfigError for a variant that jspec does not serve, and CheckpointError for a file that is
-missing, unreadable, or belongs to another target.
+Raises ConfigError for a variant that is not served, and CheckpointError for a file that is missing,
+unreadable, or belongs to another target.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ EAGLE3_ARCHITECTURES = (
 MASKS = ("mask_token_id", "pard_token")  # speculators', vLLM's
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_STYLES = ("llama", "qwen3")
-# Keys that are read, by the table they are read from. Others are refused if they seem to change the
-# forward (head_files.refuse_unknown). A config without a nested table has the first two in one.
+# Keys that are read, by their table; a config without a nested table has the first two in one.
+# Others are refused if they may change the forward (head_files.refuse_unknown).
 OF_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias"))
 OF_HEAD = frozenset(
     (
@@ -70,22 +70,19 @@ def load_eagle3_config(
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
 ) -> HeadSpec:
-    """Read an EAGLE-3 head's shape from `path`/config.json and check it against its target.
+    """Read an EAGLE-3 head's spec from `path`/config.json and check it against its target.
 
-    There are two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
-    at the top level; speculators' has them under `transformer_layer_config`, and
-    norm_before_residual defaults to true.
+    There are two layouts. The plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
+    at the top level; speculators' has them in `transformer_layer_config`, and norm_before_residual
+    is true by default.
 
-    RoPE comes from the draft's own config, with theta 10000 by default, because heads are trained
-    without their target's theta and scaling; draft_rope_theta overrides theta. The head has its own
-    lm_head even if the target ties embeddings.
+    RoPE is the head's own, with theta 10000 by default, because heads are trained without their
+    target's theta and scaling; draft_rope_theta overrides theta. The head has its own lm_head even
+    if the target ties embeddings.
 
     With reads_names, the tensors' names (if there are weights) decide what config.json leaves open:
-    the number of layers of a `midlayer` head, which tensor `bias` is of, and whether a plain head
-    with norm_output false has a norm before lm_head.
-
-    Raise ConfigError for variants that are not served, CheckpointError for a head of another
-    target.
+    the number of layers of a `midlayer` head, the tensor that `bias` is about, and whether a plain
+    head with norm_output false has a norm before lm_head.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -144,7 +141,7 @@ def eagle3_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
     """Return config.json of a head in the plain layout, as SGLang and vLLM read it.
 
     Aux ids are written twice: at the top level as inputs of layers (vLLM), and in eagle_config as
-    outputs of layers (SGLang), which are one less: -1 is the embeddings.
+    outputs of layers (SGLang), which are one less; -1 is the embeddings.
     """
     layer = replace(spec.layer, tie_word_embeddings=False)
     attention = layer.one_layer.softmax_attention
@@ -239,10 +236,8 @@ def _layers_of(
 
 
 def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
-    """Return whether `bias` is of tensor `name`: SGLang reads it for fc, vLLM for q, k and v.
-
-    The tensors' names decide; without any, `default`.
-    """
+    """Return whether `bias` is about tensor `name`: SGLang applies it to fc, vLLM to q, k and v.
+    The tensors' names decide; without any, `default`."""
     if not fields.flag("bias", False):
         return False
     if not names:
@@ -264,7 +259,7 @@ def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
     """Return whether a plain head has a norm before lm_head.
 
     norm_output false means that the normed output is not fed back (SGLang). Before SpecForge's pull
-    request 879 it meant a head without this norm, so it does for a head that stores none.
+    request 879 it meant a head without this norm, so it still does if the file has no such norm.
     """
     is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
     return _stated(fields, "use_last_layernorm", True) and not is_older
@@ -314,7 +309,8 @@ def _check_eagle3_variant(
 
 
 def _refuse_unread(table: Fields, *, known: frozenset[str], where: str) -> None:
-    """Raise ConfigError for a setting that is not read from this table, then as refuse_unknown."""
+    """Raise ConfigError for a setting in the wrong table, and for unknown ones
+    (`refuse_unknown`)."""
     for name in sorted((OF_HEAD | OF_LAYERS | OF_EAGLE_CONFIG) - known):
         value = table.get(name)
         if value or (value is False and name in USUALLY_TRUE):
@@ -374,7 +370,7 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
 def _are_outputs(ids: list[int], num_layers: int) -> bool:
     """Return whether ids in eagle_config are outputs of layers, as SGLang reads them.
 
-    They are inputs if they include num_layers (outputs end at num_layers - 1), or equal the usual
+    They are inputs if they include num_layers (outputs end at num_layers - 1) or equal the usual
     inputs: no head is trained with the usual layers shifted by one.
     """
     is_usual = tuple(ids) == (2, num_layers // 2, num_layers - 3)

@@ -1,6 +1,6 @@
 """The forward pass of every draft head over pairs of a token and a feature.
 
-slot i of a head's KV cache is of the pair (token i + 1, feature i), at RoPE position i
+slot i of a head's KV cache has the pair (token i + 1, feature i), at RoPE position i
 e = embed(token)
 h = the target's feature at i if known (its last hidden, or captured layers through fc), else the
     head's own output for the token before
@@ -12,7 +12,7 @@ layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2):
 EAGLE-3 (Li et al., 2025, arXiv:2503.01840), 2E wide:
     out = h + attention([embed_norm(e); hidden_norm(h)]); out = out + mlp(post_norm(out))
 
-Further decoder layers may follow. logits = lm_head(norm(out)), where the head has a norm; out or
+Further decoder layers may follow. logits = lm_head(norm(out)) if the head has a norm, and out or
 norm(out) is fed back. `HeadSpec` has all of this as data.
 """
 
@@ -61,7 +61,7 @@ def run_first_layer(
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """Join token and feature and run the layer that reads them. kept: see `run_layer`."""
+    """Join token and feature, and run the layer that reads them. kept: see `run_layer`."""
     feature = hidden
     if head.norms_pair:
         embedded = norm(params["embed_norm"], embedded, eps=spec.eps)
@@ -126,7 +126,7 @@ class FeatureHead:
         return with_formats(head_params(self.spec, self.names), self.formats)
 
     def features(self, params: Params, given: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
-        """Return h from what was captured of the target, once before an advance."""
+        """Return h of captured features of the target; called once before an advance."""
         spec, eps = self.spec, self.spec.layer.rms_norm_eps
         if not spec.fuses_features:
             return given
@@ -147,7 +147,7 @@ class FeatureHead:
         return self.spec.mask_token_id
 
     def mask_feature(self, params: Params) -> Float[Array, "E"]:
-        """Return h of the pairs of a mask (`HeadSpec.mask_token_id`)."""
+        """Return h of the mask pairs (`HeadSpec.mask_token_id`)."""
         return self.features(params, params["mask_hidden"].reshape(-1))
 
     def forward(
@@ -164,7 +164,7 @@ class FeatureHead:
     ) -> tuple[Float[Array, "R E"], KVPool]:
         """Run the layers of a level. Return (output to feed back and score, updated pools).
 
-        kept: see `Decoder.forward`.
+        kept: see `Decoder.forward`
         """
         head, settings = self.spec, LayerSettings(self.ops, self.shard.alone, queries_per_row)
         embedded = embed(params["embed"], token_ids)
@@ -223,6 +223,6 @@ class FeatureHead:
         return norm(self._end(params, level)["norm"], out, eps=self.spec.layer.rms_norm_eps)
 
     def _end(self, params: Params, level: int) -> Params:
-        """Return where the norm before lm_head is, and an lm_head of the head's own."""
+        """Return the params of the norm before lm_head, and of the head's own lm_head if any."""
         end: Params = params["layers"][level] if self.spec.per_level else params
         return end

@@ -56,7 +56,7 @@ def canonical_name(name: str) -> str:
 
 
 def stored_names(path: Path) -> dict[str, str]:
-    """Return stored names by canonical name; {} without weights. Reads headers; CheckpointError."""
+    """Return stored names by canonical name; {} without weights. Raises CheckpointError."""
     if not has_tensors(path):
         return {}
     with open_tensors(path, canonical=canonical_name) as tensors:
@@ -66,8 +66,8 @@ def stored_names(path: Path) -> dict[str, str]:
 def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
     """Return the number of a head's layers by its tensors' names, or without any by config.json.
 
-    A head stored as `midlayer` has one layer; its config.json may specify 1 or, as some do, its
-    target's number. Otherwise raise CheckpointError if the two disagree.
+    A head stored as `midlayer` has one layer, even if config.json gives its target's number.
+    Otherwise CheckpointError is raised if the two disagree.
     """
     stated = fields.integer("num_hidden_layers", 1)
     found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
@@ -97,10 +97,8 @@ def read_layers(
     qk_norm: bool = False,
     rope_theta: float | None = None,
 ) -> ModelSpec:
-    """Read a head's equal layers. qkv_bias: q, k and v have one even if o has none.
-
-    RoPE is the head's own, with theta 10000 by default; rope_theta overrides theta.
-    """
+    """Read a head's equal layers. qkv_bias: q, k and v have one even if o has none. RoPE is the
+    head's own, with theta 10000 by default; rope_theta overrides theta."""
     bias = fields.flag("attention_bias", False)
     attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or qkv_bias, out_bias=bias)
     if rope_theta is not None:
@@ -116,7 +114,7 @@ def read_layers(
 def speculators_json(
     kind: str, layer: ModelSpec, *, layers: str, num_steps: int, dtype: str
 ) -> dict[str, Any]:
-    """Return what config.json of every head in speculators' layout has.
+    """Return the keys that every head in speculators' layout has in config.json.
 
     layers: the family of its decoder layers. num_steps: the S that it is trained for
     """
@@ -166,9 +164,7 @@ def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_
 
 
 def is_stray(name: str) -> bool:
-    """Match RoPE tables, scales of a cache, and speculators' copies of the verifier's norm and
-    lm_head.
-    """
+    """Match RoPE tables, cache scales, and speculators' copies of the verifier's norm and head."""
     return is_inv_freq(name) or is_kv_scale(name) or name.startswith("verifier_")
 
 
@@ -181,7 +177,7 @@ def stored_embed(spec: ParamSpec) -> ParamSpec:
 
 
 def published_specs(table: ParamTable) -> ParamTable:
-    """Return a head's embedding and map of ids as their file stores them."""
+    """Return a head's embedding and vocabulary map as its file stores them."""
     found = {spec.path: spec for spec in table}
     ids = found[DRAFT_IDS]
     part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
@@ -198,10 +194,8 @@ def check_vocabulary_names(
     *,
     is_stray: Callable[[str], bool],
 ) -> None:
-    """Check names and shapes of a head that may have a vocabulary of its own (d2t).
-
-    It may lack its embedding, and its lm_head if U = V: then they are the target's.
-    """
+    """Check names and shapes of a head that may have its own vocabulary (d2t). It may lack its
+    embedding, and its lm_head if U = V; then the target's are used."""
     V, U, E = spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.hidden_size
     required = tuple(each for each in table if each.layouts)
     optional: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
@@ -212,14 +206,14 @@ def check_vocabulary_names(
 
 
 def shared_with_target(tensors: Tensors, spec: HeadSpec | BlockSpec) -> tuple[str, ...]:
-    """Return the names of the params that the file lacks, for which the target's are read."""
+    """Return the names of the params that the file lacks, for which the target's are used."""
     is_full = spec.draft_vocab_size == spec.layer.vocab_size
     embed = () if "embed_tokens.weight" in tensors else ("embed",)
     return (*embed, "lm_head") if is_full and "lm_head.weight" not in tensors else embed
 
 
 def read_draft_ids(tensors: Tensors, spec: HeadSpec | BlockSpec) -> HostArray:
-    """Return i32[U] target ids, distinct and in [0, V): d2t's, or without it all ids."""
+    """Return i32[U] target ids, distinct and in [0, V): by d2t, or all ids without it."""
     V, U = spec.layer.vocab_size, spec.draft_vocab_size
     ids = np.arange(U, dtype=np.int64)
     if U != V and "d2t" not in tensors:
@@ -262,8 +256,9 @@ def read_head(
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
 
-    ids: i32[U], the head's `draft_ids`, if it has them. hot_ids: the only ones that are drafted, of
-    a head that shares the target's lm_head; it gets their columns.
+    ids: i32[U], the head's `draft_ids`, if it has them
+    hot_ids: i32[U], the only ids to draft, for a head that shares the target's lm_head; it then has
+        these columns of it
     """
     ids = ids if hot_ids is None else hot_ids
     reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)

@@ -1,7 +1,4 @@
-"""The weights of a draft head, under the names of its checkpoint.
-
-Host data, like `params`. A kind of head specifies here how its files name the parts.
-"""
+"""The weights of a draft head under the names of its checkpoint, as host data."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from jspec.spec.model_spec import LayerSpec
 
 EMBED, HEAD, DRAFT_IDS = ("embed", "table"), ("lm_head", "kernel"), ("draft_ids",)
 MASK_FEATURE = ("mask_hidden",)
-# Serving engines keep these products of a layer in one tensor each.
+# Serving engines fuse each of these products of a layer into one tensor.
 FUSED = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
 
 
@@ -53,8 +50,8 @@ class HeadNames:
     post_norm: str = "post_attention_layernorm"
     norm: tuple[str, ...] = ("final_layernorm",)
     head: tuple[str, ...] = ("shared_head.output",)  # of a layer with its own lm_head
-    zero_centred: bool = False  # norms are stored less one
-    # Prefix of the two input norms, the fusion, the final norm and the head; None: as the layer's.
+    zero_centred: bool = False  # norms are stored minus one
+    # Prefix of the two input norms, the fusion, the final norm and the head; None: the layer's.
     around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
     is_fused: bool = False  # products may also be stored as in FUSED
@@ -105,9 +102,8 @@ EAGLE3_NAMES = HeadNames(  # speculators'; SGLang calls a further layer's input 
 def head_params(spec: HeadSpec, names: HeadNames | None = None) -> ParamTable:
     """Declare a head. names: by default those of its kind.
 
-    The embedding, an lm_head that is the target's, and draft_ids have no layout: their files share
-    or derive them. draft_ids[u] is the target id of draft id u; layers that draft one level each
-    have all ids.
+    The embedding, a shared lm_head and draft_ids have no layout: their files share or derive them.
+    draft_ids[u] is the target id of draft id u; layers that draft one level each have all ids.
     """
     if names is None:
         plain = HeadNames() if spec.input_norm else EAGLE1_NAMES
@@ -147,7 +143,7 @@ def _feature_params(spec: HeadSpec) -> ParamTable:
 
 
 def _mask_params(spec: HeadSpec) -> ParamTable:
-    """Declare the feature of masks, as if captured of the target."""
+    """Declare the feature of mask pairs, in the form of captured features."""
     if spec.mask_token_id is None:
         return ()
     shape = (1, 1, max(len(spec.aux_layer_ids), 1) * spec.target_hidden_size)
@@ -180,7 +176,7 @@ def _layer_params(
 
 
 def _end_params(spec: HeadSpec, names: HeadNames) -> ParamTable:
-    """Declare the norm before lm_head and an lm_head of the head's own."""
+    """Declare the norm before lm_head, and the head's own lm_head if any."""
     E, U = spec.layer.hidden_size, spec.draft_vocab_size
     heads = (lm_head(E, U, tied=False, name=f"{name}.weight") for name in names.head)
     return (

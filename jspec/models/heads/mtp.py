@@ -1,7 +1,7 @@
 """Layers for multi-token prediction from a checkpoint, usually the target's own.
 
-The embedding is the target's own array, and so is lm_head unless a layer has its own; copies of
-them in the file are ignored, and so are the target's tensors. Any other unread tensor is refused.
+The embedding is the target's own array, and so is lm_head unless a layer has its own. Copies of
+them and the target's tensors in the file are ignored. Any other unread tensor is refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ _OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
 _EMBED = "embed_tokens.weight"
 _HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
 WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
-# The number of the first layer in a written chain, for any target: SGLang's class expects the
-# published one.
+# The number of the first layer in a written chain, for any target. SGLang's class expects it.
 CHAIN_FIRST = 45
 
 
@@ -53,7 +52,7 @@ def load_mtp_config(
 ) -> tuple[HeadSpec, HeadNames]:
     """Read the first num_layers layers, or the one recurrent layer, and their names.
 
-    Raise ConfigError for a family without such layers, for too few of them, or for a variant that
+    Raises ConfigError for a family without such layers, for too few of them, or for a variant that
     is not served; CheckpointError for a file that is unreadable or belongs to another target.
     """
     fields = read_fields(path / "config.json")
@@ -103,9 +102,7 @@ def load_mtp_config(
 
 def _family(fields: Fields, target: ModelSpec) -> Family:
     """Return the family of the config's own architecture if it has such layers, else the target's.
-
-    Layers of such an architecture may be used with a target of any family.
-    """
+    Layers of such an architecture can be used with a target of any family."""
     own = fields.architecture()
     bringing = (each for each in FAMILIES if each.mtp is not None and own in each.architectures)
     return next(bringing, None) or family_named(target.family)
@@ -131,8 +128,8 @@ def load_mtp(
 ) -> Params:
     """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
 
-    hot_ids: i32[U], the only ids that are drafted, if one layer runs at every level. Raise
-    CheckpointError for a file that is unreadable or does not fit `spec`.
+    hot_ids: i32[U], the only ids to draft, if one layer runs at every level. Raises CheckpointError
+    for a file that is unreadable or does not fit `spec`.
     """
     with open_tensors(path) as tensors:
         every = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
@@ -156,10 +153,10 @@ def written_config(
 ) -> HeadSpec:
     """Return layers that `save_mtp` can write for a target of any family.
 
-    Without `chained` all read the target's hidden before its final norm; in a chain the first does,
-    and each other reads the output of the one before. layer: plain, with heads of one width. Its
-    window becomes the whole context, because other engines give such layers pools with a window. A
-    chain's layout has norms of q and k and gated heads.
+    Without `chained`, all layers read the target's hidden before its final norm. In a chain only
+    the first does, and each other layer reads the output of the previous one; the chain's layout
+    has norms of q and k and gated heads. layer: plain, with heads of one width. Its window becomes
+    the whole context, because other engines give such layers pools with a window.
     """
     own, window = layer.softmax_attention, target.max_position
     if chained:
@@ -185,10 +182,8 @@ def save_mtp(
     target: ModelSpec,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Write unsharded layers alone, in the layout of `mtp_config_json`.
-
-    A chain includes a copy of the target's embedding (from `params`), which other engines read.
-    """
+    """Write unsharded layers alone, in the layout of `mtp_config_json`. A chain includes a copy of
+    the target's embedding (from `params`), which other engines read."""
     written = mtp_config_json(spec, target=target, dtype=np.dtype(dtype).name)
     _, family = _written_family(spec)
     names = family.names(target)
@@ -201,12 +196,10 @@ def save_mtp(
 
 def mtp_config_json(spec: HeadSpec, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
     """Return config.json of layers alone: MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
-
-    Raise ConfigError for layers that would not be read back equal.
-    """
+    Raises ConfigError for layers that would not be read back equal."""
     name, family = _written_family(spec)
     model = replace(spec.layer, tie_word_embeddings=False)
-    if spec.chained:  # the lists in its config have entries for the layers before it
+    if spec.chained:  # the lists in its config include the target's layers
         before = spec.layer.layers[:1] * CHAIN_FIRST
         model = replace(model, layers=(*before, *spec.layer.layers))
     written = family_named(name).to_json(model) | {
@@ -250,9 +243,9 @@ def _own_table(spec: HeadSpec, names: HeadNames) -> ParamTable:
 def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
     """Check the file and return the weights to read.
 
-    Unused further layers in config.json must be complete in the file. If config.json does not count
-    them (MiMo-V2-Flash's does not, and how many it stores is unknown), they may also be absent.
-    Tensors outside these layers are the target's if the file has a target's layers, else an error.
+    Unused further layers in config.json must be complete in the file, or may be absent if
+    config.json does not give their number (as MiMo-V2-Flash's). Tensors outside these layers are
+    the target's if the file has a target's layers, else an error.
     """
     names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}
@@ -286,10 +279,8 @@ def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
 
 
 def _numbered(tensors: Tensors, names: HeadNames) -> HeadNames:
-    """Return the names with the layer number that the file uses.
-
-    Exports of DeepSeek's layer number it 0, or keep its number after the target's layers.
-    """
+    """Return the names with the layer number that the file uses: exports of DeepSeek's layer use 0,
+    or keep its number after the target's layers."""
     if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
         return names
     other = replace(names, first=names.also)

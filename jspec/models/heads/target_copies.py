@@ -1,7 +1,7 @@
-"""Tensors of a draft's files that its target has too: how far they are from the target's own.
+"""Tensors of a draft's files that its target has too, compared with the target's own.
 
-A head that was trained beside other weights brings their embedding along, and drafts badly with it;
-nothing else about such a file is wrong. A sample of rows tells: a copy in another type differs by a
+A head that was trained with other weights brings their embedding along and drafts badly with it,
+without any other error in the file. A sample of rows shows it: a copy in another dtype differs by a
 few percent at most, another model's table by about 140.
 """
 
@@ -20,13 +20,12 @@ from jspec.models.heads.head_params import HEAD
 from jspec.models.params import ParamPath
 
 NUM_ROWS = 64
-FOREIGN = 0.1  # of the target's root mean square; eight bits make 0.04, a further training less
+FOREIGN = 0.1  # of the target's root mean square; 8-bit codes differ by 0.04, fine-tuning by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetCopy:
-    """path: of the target's weight. is_read: the head drafts with its own; else with the target's,
-    whatever the file has."""
+    """A tensor that the target has too. path: of the target's. is_read: the head uses its own."""
 
     path: ParamPath
     is_read: bool
@@ -36,10 +35,10 @@ Copies = Mapping[str, TargetCopy]  # by the tensor's canonical name
 
 
 def difference(tensors: Tensors, name: str, path: ParamPath, weight: Any) -> float | None:
-    """Root mean square of stored less target's over that of the target's, of NUM_ROWS tokens.
+    """Return the root mean square of stored minus target's, relative to the target's.
 
-    weight: the target's, [V, E], or of an lm_head [E, V]; on the host or its devices. None where
-    the tensor has another shape (a head of its own width) or type: it cannot be the target's then.
+    It is computed for NUM_ROWS tokens. weight: the target's, [V, E], or of an lm_head [E, V], on
+    the host or its devices. Returns None if the tensor's shape or dtype shows that it is no copy.
     """
     axis = 1 if path == HEAD else 0
     shape = tuple(weight.shape[::-1] if axis else weight.shape)
@@ -55,6 +54,5 @@ def difference(tensors: Tensors, name: str, path: ParamPath, weight: Any) -> flo
 
 
 def _row(tensors: Tensors, name: str, token: int) -> np.ndarray:
-    """f32[E]"""
     ((_, block),) = tensors.row_blocks(name, range(token, token + 1))
     return np.asarray(block[0], np.float32)

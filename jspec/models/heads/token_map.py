@@ -1,6 +1,6 @@
 """FR-Spec's map of frequent ids (Zhao et al., 2025, arXiv:2502.14856): the ids that may be drafted.
 
-A list of target ids (no offsets), in any order: .json (a list), .npy, .safetensors (its only
+It is a list of target ids (no offsets), in any order: .json (a list), .npy, .safetensors (its only
 tensor) or torch's .pt, all as integers of one axis.
 """
 
@@ -22,7 +22,7 @@ MAX_BYTES = 256 * MIB
 
 
 def read_token_map(path: Path, *, vocab_size: int) -> HostArray:
-    """Return i32[U], ascending distinct ids in [0, vocab_size). Raise CheckpointError otherwise."""
+    """Return i32[U], ascending distinct ids in [0, vocab_size). Raises CheckpointError."""
     if path.suffix not in READERS:
         raise CheckpointError(
             f"{path}: a token map's name ends in {path.suffix!r}; expected one of "

@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V2-Lite (DeepseekV2ForCausalLM): V3 with softmax routers that have no bias.
+"""DeepSeek V2 and V2-Lite (DeepseekV2ForCausalLM): V3 with softmax routers without a bias.
 
-`topk_method` chooses among all experts (greedy) or among those of the best groups. The chosen
+`topk_method` selects among all experts (greedy) or among those of the best groups. The selected
 weights are multiplied by routed_scaling_factor and never normalized, as in transformers.
 """
 

@@ -1,10 +1,10 @@
 """DeepSeek V3, V3.1 and R1, and Kimi K2 (DeepseekV3ForCausalLM): latent attention, grouped experts.
 
-The first layers have dense MLPs, the others MoE (sigmoid scores, router bias, the best groups of
-experts) plus a shared expert. With YaRN, mscale_all_dim scales the scores of attention. One layer
-for multi-token prediction follows the target's layers by number. It reads the target's hidden after
-the final norm, and every draft level runs it again on its output after its final norm (as SGLang
-and transformers do; vLLM feeds back the output before that norm).
+The first layers have dense MLPs, the others an MoE (sigmoid scores, router bias, the best groups of
+experts) plus a shared expert. With YaRN, mscale_all_dim changes the softmax scale. One layer for
+multi-token prediction follows the target's layers by number. It reads the target's hidden after the
+final norm, and every draft level runs it again on its output after its final norm (as in SGLang and
+transformers; vLLM feeds back the output before that norm).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, yarn_mscale
 
 NAMES = HeadNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
-FeedForwardOf = Callable[[int], FeedForward]  # of a layer by its number
+FeedForwardOf = Callable[[int], FeedForward]  # by layer index
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -49,7 +49,6 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
-    """Read the layers with these numbers."""
     return read_latent_decoder(
         fields, numbers, family=FAMILY.name, ffn=sigmoid_moe(fields, default_dense=3)
     )
@@ -58,7 +57,7 @@ def _layers(fields: Fields, numbers: range) -> ModelSpec:
 def read_latent_decoder(
     fields: Fields, numbers: range, *, family: str, ffn: FeedForwardOf
 ) -> ModelSpec:
-    """Read layers with latent attention."""
+    """Read the layers with these indices, which have latent attention."""
     check_quantization(fields)
     fields.refuse("moe_layer_freq", allowed=(1,), why="all layers after the dense ones are MoE")
     return read_decoder(
@@ -92,7 +91,7 @@ def read_latent(fields: Fields) -> LatentAttentionSpec:
 
 
 def _scale(head_dim: int, rope: RopeConfig) -> float | None:
-    """Return the softmax scale that YaRN changes; None if it changes none."""
+    """Return the softmax scale that YaRN sets, or None."""
     if rope.yarn is None or not rope.yarn.mscale_all_dim:
         return None
     mscale = yarn_mscale(rope.factor, rope.yarn.mscale_all_dim)
@@ -175,7 +174,7 @@ def latent_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[
 
 
 def moe_json(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys of `after_dense` and its MoE."""
+    """Return the keys that `after_dense` and its MoE read."""
     moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = [x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)]
     written: dict[str, Any] = {"first_k_dense_replace": len(dense)}

@@ -35,7 +35,7 @@ def _layers(fields: Fields, numbers: range) -> ModelSpec:
 
 
 def _num_dense(fields: Fields) -> Any:
-    """Return the number of dense layers, published or by transformers' list of kinds."""
+    """Return the number of dense layers, by either of the two published keys."""
     kinds: Sequence[str] = fields.strings("mlp_layer_types")
     if not kinds:
         return fields.get("first_k_dense_replace")

@@ -1,7 +1,7 @@
-"""Mistral Small 4 (Mistral4ForCausalLM): DeepSeek-V3's attention, and queries that grow.
+"""Mistral Small 4 (Mistral4ForCausalLM): DeepSeek-V3's attention with scaled queries.
 
 The scale of queries is a step function of the position (Llama 4's). Routers are softmaxes without
-groups or bias, and the chosen weights are normalized; a shared expert is beside them. Published
+groups or bias, the selected weights are normalized, and there is a shared expert. Published
 checkpoints also read images (mistral.py); transformers stores their experts fused.
 """
 
@@ -28,7 +28,7 @@ from jspec.spec.model_spec import AttentionSpec, FeedForward, ModelSpec, Routing
 from jspec.spec.rope import QueryGrowth
 from jspec.spec.rope_io import TABLES
 
-# Names inside of a model that reads images: those of transformers 4, and of version 5 in memory.
+# Names inside a model that reads images: in transformers 4, and in version 5 in memory.
 NESTED: tuple[dict[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
@@ -87,7 +87,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def _fused_first(spec: FeedForward, *, size: int) -> ParamTable:
-    """Let fused experts be the layout that is written."""
+    """Make fused experts the first layout, which is written."""
     return tuple(
         replace(own, layouts=own.layouts[::-1]) if own.path[:2] == ("moe", "experts") else own
         for own in ffn_params(spec, size=size)
