@@ -25,7 +25,7 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, best: Params, progress: Progress) -> None:
-        """Write a checkpoint completely, in a thread that no interrupt reaches."""
+        """Write a whole checkpoint in a thread of its own, which an interrupt does not stop."""
         with ThreadPoolExecutor(1, "checkpoint") as pool:
             pool.submit(self._save, state, best, progress).result()
 
@@ -46,7 +46,7 @@ class Checkpoints:
                     ),
                 )
                 self._manager.wait_until_finished()
-        except Exception as error:  # orbax and its storage raise what they like
+        except Exception as error:  # orbax and its storage raise arbitrary exceptions
             for part in self._folder.glob("*.orbax-checkpoint-tmp"):
                 remove(part)
             raise OutputError(

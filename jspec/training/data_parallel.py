@@ -18,7 +18,7 @@ class Placement:
 
     @classmethod
     def over(cls, devices: list[jax.Device], *, batch_size: int) -> Placement:
-        """Raise ConfigError if the devices do not divide a batch."""
+        """Return the placement over `devices`. Raises ConfigError if they do not divide a batch."""
         if batch_size % len(devices):
             raise ConfigError(
                 f"batch_size is {batch_size}; expected a multiple of {len(devices)}, the devices "

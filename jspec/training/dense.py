@@ -40,10 +40,8 @@ Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) 
 
 
 def init_target(config: ModelSpec, *, seed: int) -> Params:
-    """Return float32 parameters, without a tied lm_head; depth scales the residual writers.
-
-    Tables have the scale of a product's columns, E**-0.5, because a tied table is lm_head too.
-    """
+    """Return float32 parameters, without a tied lm_head; depth scales the residual writers. Tables
+    have the scale of a product's columns, E**-0.5, because a tied table is lm_head too."""
     params = init_params(table_of(config), seed=seed)
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"].values():
@@ -62,10 +60,8 @@ def with_lm_head(params: Params) -> Params:
 
 
 def compute_view(params: Params, dtype: DTypeLike) -> Params:
-    """Cast matrices to `dtype`, unpack packed weights, add a tied lm_head.
-
-    Norms and the embedding table stay float32: its gradient sums over all uses of a token.
-    """
+    """Cast matrices to `dtype`, unpack packed weights, add a tied lm_head. Norms and the embedding
+    table stay float32; the table's gradient sums over all uses of a token."""
     full = with_lm_head(params)
 
     def cast_one(x: Weight) -> jax.Array:
@@ -104,7 +100,7 @@ def causal_attend(backend: Backend) -> AttendOf:
 def attend_dense(
     q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend, spec: AttentionSpec
 ) -> jax.Array:
-    """Attend; XLA's [B, H, T, T] scores are recomputed in the backward pass to save memory."""
+    """Attend. XLA's [B, H, T, T] scores are recomputed in the backward pass to save memory."""
     reaches_back = spec.window is not None and spec.window < q.shape[1]
     attend = functools.partial(
         jax.nn.dot_product_attention,
@@ -146,7 +142,7 @@ def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
 
 
 def _attend_latent(spec: LatentAttentionSpec, shape: tuple[int, ...]) -> AttendLatent:
-    """Return causal attention of one kv head, whose V is its K, over the tokens of flat rows."""
+    """Return causal attention over flat rows with one kv head, whose V is its K."""
 
     def attend(queries: jax.Array, records: jax.Array) -> jax.Array:
         q = queries.reshape(*shape, *queries.shape[1:])

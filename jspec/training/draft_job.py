@@ -51,16 +51,14 @@ SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "c
 
 
 class Serving(Sampling, Protocol):
-    """The engine's part of a run, passed in because the engine is a layer above."""
+    """The engine's part of a run, passed in because the engine is in a higher folder."""
 
     def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]: ...
 
 
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
-    """Train, export and report. KeyboardInterrupt leaves the last checkpoint.
-
-    Raises ConfigError or CheckpointError before anything is written.
-    """
+    """Train, export and report. KeyboardInterrupt leaves the last checkpoint. Raises ConfigError or
+    CheckpointError before anything is written."""
     check_directory("model_path", job.target)
     spec = load_model_spec(job.target)
     check_target(job.target, spec)
@@ -114,7 +112,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
 
 
 def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
-    """Print the sizes of the run: the first progress line comes only after compilation."""
+    """Print the sizes of the run, since the first progress line comes only after compilation."""
     rows, recipe = len(tables[0].ids), job.recipe
     print(
         f"{job.kind.value}: {rows} rows of up to {recipe.length} tokens to train on, "

@@ -1,6 +1,6 @@
 """The loss of a draft head over all its depths: its predictions against the target's distribution.
 
-Its terms at each depth, weighted by `LossWeights`:
+These terms of each depth are weighted by `LossWeights`:
 
 cross       cross entropy to the target's distribution, restricted to the draft vocabulary and
             renormalised, where the target's argmax is in it
@@ -8,8 +8,8 @@ overlap     the mass that the two distributions do not share, 1 - sum_v min(p_v,
             shared noise decides acceptance
 feature     of a head that predicts features: smooth L1 distance to the target's next feature
 selector    of a DFlash2 head: cross entropy of the reranked candidates to the target's argmax,
-            which takes the last candidate's place where it is not among them
-confidence  of a DSpark head: cross entropy of its confidence to the mass that is shared
+            which replaces the last candidate if it is not among them
+confidence  of a DSpark head: cross entropy of its confidence to the shared mass
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jspec.training.dense import attention_backend, causal_attend, forward, lm_l
 from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures
 from jspec.training.loop import Loss, Metrics
 
-# ids i32[B, T], weights f32[B, T]; hidden and aux, if stored; roots i32[B, A], of blocks
+# ids i32[B, T], weights f32[B, T]; hidden and aux, if stored; roots i32[B, A] of blocks, if any
 Batch = dict[str, jax.Array]
 FeaturesOf = Callable[[Params, Batch], TargetFeatures]
 Unrolled = Callable[[Params, Params, Batch], tuple[TargetFeatures, jax.Array, list[Guess]]]
@@ -108,7 +108,7 @@ def make_unrolled(
 
 
 def draft_loss(run: Unrolled, weights: LossWeights) -> Loss:
-    """Return the sum of the loss over depths, weighted by `weights` and the batch's own.
+    """Return the loss summed over depths, weighted by `weights` and the batch's own.
 
     The batch's weight [b, p] is for the target's prediction at position p, which is token p + 1.
     Metrics by depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and
@@ -217,7 +217,7 @@ def _first_choice(guess: Guess) -> Int[Array, "B R"]:
 def _selector_loss(
     guess: Guess, reranked: Float[Array, "B R V"], best: Int[Array, "B R"]
 ) -> Float[Array, "B R"]:
-    """best: also columns, since a selector's head drafts the whole vocabulary."""
+    """Return the loss of reranking. `best` are also columns: the whole vocabulary is drafted."""
     found = _candidates(guess)
     is_best = found == best[..., None]
     is_among = jnp.any(is_best, axis=-1)

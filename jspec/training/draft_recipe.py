@@ -34,8 +34,8 @@ class HeadRecipe:
     batch_size: int = 32
     length: int = 1024
     num_depths: int = 5  # tokens ahead to predict
-    sample_share: float = 0.875  # of a batch, sampled from the target (bundled pair)
-    num_roots: int = 0  # blocks of a row, for a head that drafts blocks
+    sample_share: float = 0.875  # share of a batch sampled from the target (bundled pair)
+    num_roots: int = 0  # blocks per row, for a head that drafts blocks
     loss_weights: LossWeights = field(default_factory=LossWeights)
     compute_dtype: Any = jnp.bfloat16
 
@@ -63,7 +63,7 @@ def train_head(
     placement: Placement | None = None,
     also: Evaluation | None = None,
 ) -> Result:
-    """Train; the loss on held_out [R, ...] selects the parameters. also: more measurements."""
+    """Train; the loss on held_out [R, ...] selects the parameters. also: further measurements."""
     placement = placement or Placement.single()
     run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)
     loss = draft_loss(run, recipe.loss_weights)

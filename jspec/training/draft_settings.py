@@ -1,4 +1,4 @@
-"""The settings of one run of `jspec train-draft`, and the head they give."""
+"""The settings of one run of `jspec train-draft`, and the head that they give."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Kind(enum.Enum):
 
     @property
     def runs_blocks(self) -> bool:
-        """Return whether all depths are drafted in one forward."""
+        """True if all depths are drafted in one forward."""
         return self in BLOCKS or self is Kind.PEAGLE
 
     @property
@@ -48,7 +48,7 @@ class Kind(enum.Enum):
 
     @property
     def loss_weights(self) -> LossWeights:
-        """Return the published loss of heads that draft blocks; of others, the trainer's own."""
+        """The published loss of heads that draft blocks; for others, the trainer's own."""
         return PUBLISHED_LOSSES.get(self, LossWeights())
 
 
@@ -59,7 +59,7 @@ BLOCK_DECAY = math.exp(-1 / 4)  # of a block of 8
 PUBLISHED_LOSSES = {
     Kind.DFLASH: LossWeights(overlap=0.0, decay=BLOCK_DECAY),
     Kind.DFLASH2: LossWeights(overlap=0.0, decay=BLOCK_DECAY),
-    # 0.9 times the L1 distance, which is twice the mass that is not shared
+    # 0.9 times the L1 distance, which is twice the unshared mass
     Kind.DSPARK: LossWeights(cross=0.1, overlap=1.8, decay=BLOCK_DECAY),
     # the shares of a row's positions that its sampling keeps at each depth
     Kind.PEAGLE: LossWeights(overlap=0.0, decay=0.7, least=0.2),
@@ -117,7 +117,7 @@ class DraftJob:
 
 
 def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
-    """Return the requested head. Raise ConfigError for settings that do not fit this target."""
+    """Return the requested head. Raises ConfigError for settings that do not fit this target."""
     inner = job.intermediate_size or inner_size(spec)
     if job.is_chained and job.kind is not Kind.NEXTN:
         raise ConfigError(

@@ -40,9 +40,7 @@ Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """Settings of a run. Times are in seconds; without `budget_seconds`, num_steps alone ends it.
-
-    The learning rate rises linearly over `warmup_steps`, then falls as a cosine to 0.
-    """
+    The learning rate rises linearly over `warmup_steps`, then falls as a cosine to 0."""
 
     num_steps: int
     peak_learning_rate: float
@@ -82,7 +80,7 @@ def optimizer(config: LoopConfig) -> optax.GradientTransformation:
 
 
 def init_state(params: Params, config: LoopConfig) -> TrainState:
-    """Return step 0's state, as a copy: steps donate it, and a target may share the buffers."""
+    """Return step 0's state as a copy: steps donate it, and a target may share the buffers."""
     wide = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(
         params=wide,
@@ -103,7 +101,8 @@ def make_step(
 ) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
     """Return the jitted step: (state, frozen, batch, learning rate) -> (new state, metrics).
 
-    The state is donated. `loss(params, frozen, batch, key)` gets a key of (seed, step) alone.
+    The state is donated. The key of `loss(params, frozen, batch, key)` depends on (seed, step)
+    alone.
     """
     transform = optimizer(config)
 
@@ -140,7 +139,7 @@ def mean_metrics(
 
 
 def check_finite(loss: Any, *, step: int) -> None:
-    """Raise TrainingError for a loss that is not finite: later steps cannot recover."""
+    """Raise TrainingError for a loss that is not finite, since later steps cannot recover."""
     value = float(loss)
     if not math.isfinite(value):
         raise TrainingError(

@@ -29,7 +29,7 @@ class Clock:
         self._paused = 0.0
 
     def first_step_done(self, *, step: int) -> None:
-        """Start the schedule: compilation uses time but no learning rate."""
+        """Start the schedule. Compilation takes time but no part of the schedule."""
         now = time.monotonic()
         self.compiling = now - self._start
         self._since, self._paused = (now, step), 0.0
@@ -38,7 +38,7 @@ class Clock:
         return self._used + time.monotonic() - self._start
 
     def progress(self, step: int) -> float:
-        """Return the share of the schedule that is over: by steps or by time, the larger."""
+        """Return the finished share of the schedule: by steps or by time, the larger."""
         share = step / self._schedule.num_steps
         budget = self._schedule.budget_seconds
         if budget is None:
@@ -78,7 +78,7 @@ def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
 
 
 def note(text: str) -> None:
-    """Print a line at once: what comes next may take minutes."""
+    """Print a line at once, since the next step may take minutes."""
     print(text, flush=True)
 
 

@@ -1,6 +1,6 @@
 """Training documents and their split by module. Imports no jax.
 
-The bundled pair learns from the standard library of the Python that runs the recipe, tests
+The bundled pair is trained on the standard library of the Python that runs the recipe, tests
 included. Whole modules are held out with their tests, by a stable hash of the module's name. The
 documents are one xz file of JSON lines; `manifest.json` lists the held-out modules.
 """
@@ -129,10 +129,8 @@ def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) -> list[Document]:
-    """Return the documents of the running Python's standard library, or of the one at `root`.
-
-    Tables, repeated files and files that do not parse are left out. Raises ConfigError.
-    """
+    """Return the documents of the standard library at `root`, by default the running Python's.
+    Tables, repeated files and files that do not parse are omitted. Raises ConfigError."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = list(_wanted_files(root))
     stems = {PurePosixPath(path).parts[0].removesuffix(".py") for path, _ in files}

@@ -68,7 +68,8 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
 def draw_own_samples(
     job: DraftJob, train: RowTable, held_out: RowTable, *, sampling: Sampling
 ) -> tuple[RowTable, RowTable]:
-    """Append num_own_samples rows from the target, and an eighth of that held out; kept in OUT."""
+    """Append num_own_samples rows sampled from the target, and an eighth of that to `held_out`.
+    They are kept in OUT."""
     count = job.num_own_samples
     if not count:
         return train, held_out
@@ -86,7 +87,7 @@ def draw_own_samples(
 
 
 def own_samples(table: RowTable, sampling: Sampling, *, count: int, seed: int) -> RowTable:
-    """Return rows cut after 1/16 to 1/3 and continued by the target; its tokens are learnt."""
+    """Return rows cut after 1/16 to 1/3 and continued by the target, whose tokens are learnt."""
     random = np.random.default_rng((seed, 2))
     length = table.ids.shape[1]
     rows = random.integers(0, len(table.ids), count)
@@ -144,7 +145,7 @@ def read_features(
     features_of: FeaturesOf,
     target_params: Params,
 ) -> FeatureStore | None:
-    """Return the features in features_dir, written first if missing; None without features_dir."""
+    """Return the features in features_dir, computing missing ones; None without features_dir."""
     if job.features_dir is None:
         return None
     folder, key = job.features_dir / name, features_key(job, table, head)

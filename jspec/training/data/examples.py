@@ -1,10 +1,10 @@
-"""A user's JSONL as rows of tokens, and which of the tokens to learn.
+"""A user's JSONL as rows of tokens, and a mask of the tokens to learn.
 
 A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
 (the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}. Other keys are ignored, except
-a chat's `tools` and whatever else of a message the template renders.
+a chat's `tools` and the message keys that the template renders.
 
-A template may render a reply differently once others follow it: many then drop its reasoning. Such
+A template may render a reply differently once others follow it; many then drop its reasoning. Such
 a reply becomes a separate example that ends with it. An example longer than a row continues in the
 next one; padding has no weight.
 
@@ -33,8 +33,8 @@ from jspec.text.tokenizer.tokenizer import Tokenizer, check_unicode
 
 KINDS = ("text", "messages", "conversations", "input_ids")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-EVERY = 20  # lines of which one is held out
-SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
+EVERY = 20  # one of this many lines is held out
+SHORTEST = 3  # tokens: a pair of token and feature, and one token to guess
 
 
 class LossOn(enum.Enum):
@@ -68,9 +68,9 @@ class RowTable:
 class Reader:
     tokenizer: Tokenizer
     template: ChatTemplates | None
-    vocab_size: int  # the target's, a bound of every id
+    vocab_size: int  # the target's; ids must be below it
     loss_on: LossOn
-    skips: bool = False  # leave out bad lines and print how many; else the first is an error
+    skips: bool = False  # skip bad lines and print their number; else the first is an error
 
     def read(self, path: Path) -> list[Example]:
         return self.read_lines(_lines(path), where=str(path))
@@ -100,10 +100,8 @@ class Reader:
         return examples
 
     def examples(self, line: bytes) -> list[Example]:
-        """Return the examples of a line: one, or for a chat as many as the template needs.
-
-        Raises ConfigError, which tells what is wrong with the line.
-        """
+        """Return the examples of a line: one, or for a chat as many as the template needs. Raises
+        ConfigError with the line's fault."""
         try:
             return self._examples(json_of(line))
         except json.JSONDecodeError as error:
@@ -161,7 +159,7 @@ class Reader:
         return [self._marked(whole, spoken) for whole, spoken in spans.items()]
 
     def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
-        """Tokenize `text`, with the tokens that start in `spans` (character ranges) marked."""
+        """Tokenize `text`, and mark the tokens that start in `spans` (character ranges)."""
         check_unicode(text)
         encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
         begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)
@@ -225,7 +223,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 def _replies(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """Yield (the chat through each reply, where the reply starts in it)."""
+    """Yield (the chat through each reply, the character where the reply starts)."""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue

@@ -74,7 +74,7 @@ def fingerprint(target_path: Path) -> str:
 
 
 def open_features(folder: Path, key: Key) -> FeatureStore | None:
-    """Return a finished pass's features, or None; raise ConfigError if their key differs."""
+    """Return a finished pass's features, or None. Raises ConfigError if their key differs."""
     if not (folder / MANIFEST).is_file():
         return None
     found = read_object(folder / MANIFEST)
@@ -102,10 +102,8 @@ def write_features(
     batch_size: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Run `features` over all rows; the last batch is filled up with its last row.
-
-    Raises OutputError before the second batch if the disk is too small.
-    """
+    """Run `features` over all rows; the last batch is padded with its last row. Raises OutputError
+    before the second batch if the disk is too small."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
@@ -134,7 +132,7 @@ def write_features(
 
 
 def _reserved(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array in a fully allocated file: a full disk would end the process."""
+    """Return an array in a fully allocated file; otherwise a full disk would end the process."""
     with whole_file(path) as part:
         open_memmap(part, mode="w+", dtype=dtype, shape=shape)
         with part.open("r+b") as file:

@@ -17,8 +17,8 @@ def draw_roots(
 ) -> Int[np.ndarray, "B A"]:
     """Return distinct random positions of each row whose next token is learnt.
 
-    weights: as in `RowTable`; position 0 has no feature before it and is no root. A row with fewer
-    such positions has T in the rest of its entries, where no token is learnt.
+    Position 0 is no root, since no feature precedes it. A row with fewer such positions has T in
+    the rest of its entries, where no token is learnt. weights: as in `RowTable`
     """
     length = weights.shape[1]
     order = np.random.default_rng(seed).random(weights.shape)
@@ -29,7 +29,7 @@ def draw_roots(
 
 
 def with_roots(batch_at: BatchAt, *, count: int, seed: int) -> BatchAt:
-    """Add roots to batches: a function of (seed, step), as the batches are."""
+    """Add roots to batches, as a function of (seed, step) like the batches."""
 
     def batch(step: int) -> Any:
         return rooted(batch_at(step), count=count, seed=(seed, step, 1))

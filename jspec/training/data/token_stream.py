@@ -1,4 +1,4 @@
-"""Token streams and batches. Batches are functions of (seed, step): no state to save."""
+"""Token streams and batches. Batches are functions of (seed, step), so no state is saved."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> To
 
 
 def crop_starts(num_tokens: int, *, length: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the starts of the epoch's crops: pieces of `length`, shifted and shuffled.
-
-    With 10 tokens, length 3 and shift 1 (drawn from 0, 1, 2) they are 1, 4, 7 in some order.
-    """
+    """Return the starts of the epoch's crops: pieces of `length`, shifted and shuffled. With 10
+    tokens, length 3 and shift 1 (drawn from 0, 1, 2) they are 1, 4, 7 in some order."""
     if num_tokens < 2 * length:
         raise ConfigError(
             f"the text has {num_tokens} tokens; expected at least {2 * length}, twice the "

@@ -1,11 +1,11 @@
 """Attention of heads that draft blocks at roots within a row (DFlash, arXiv:2602.06036; P-EAGLE).
 
-The block of root r is at positions r, r + 1, ... Its rows see what the text has before r, and each
-other, but no other block. So any number of blocks of a row share the keys and values of its text.
+The block of root r is at positions r, r + 1, ... Its tokens see the text before r and each other,
+but no other block, so any number of blocks in a row share the keys and values of its text.
 
-    T = 6, roots 2 and 4, blocks of 3 rows
-    root 2: text 0 1 | its rows at 2 3 4
-    root 4: text 0 1 2 3 | its rows at 4 5 6
+    T = 6, roots 2 and 4, blocks of 3 tokens
+    root 2: text 0 1 | its block at 2 3 4
+    root 4: text 0 1 2 3 | its block at 4 5 6
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jspec.training.dense import attend_dense
 
 
 class AnchoredAttention:
-    """An `attend` of a layer. is_causal: rows see no later row of their block."""
+    """An `attend` of a layer. is_causal: tokens see no later token of their block."""
 
     def __init__(
         self,
@@ -92,5 +92,4 @@ class RecordedText:
 
 
 def block_positions(roots: Int[Array, "B A"], *, size: int) -> Int[Array, "N"]:
-    """Return the positions of the rows of all blocks, flat."""
     return (roots[..., None] + jnp.arange(size, dtype=roots.dtype)).reshape(-1)

@@ -56,7 +56,7 @@ class DraftHead(Protocol):
         """Return trainable float32 parameters, without those shared with the target."""
 
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
-        """Return the parameters as served: the trained ones, and those shared with the target."""
+        """Return the served parameters: the trained ones, and those shared with the target."""
 
     def guesses(
         self,
@@ -68,10 +68,7 @@ class DraftHead(Protocol):
         dtype: DTypeLike,
         roots: Int[Array, "B A"] | None = None,
     ) -> list[Guess]:
-        """Return the predictions of each depth. params: from `whole`.
-
-        roots: for heads that draft blocks
-        """
+        """Return the predictions of each depth. params: from `whole`. roots: of blocks."""
 
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
@@ -80,10 +77,8 @@ class DraftHead(Protocol):
 
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
-    """Return a layer with its target's attention heads and RoPE theta 10000, as published.
-
-    For a target with latent attention, the heads have the width of its values.
-    """
+    """Return a layer with its target's attention heads and RoPE theta 10000, as published. For a
+    target with latent attention, heads are as wide as its values."""
     given = target.layers[-1].softmax_attention
     is_latent = isinstance(given, LatentAttentionSpec)
     attention = AttentionSpec(

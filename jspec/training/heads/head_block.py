@@ -1,7 +1,7 @@
 """Training of heads that draft a block at once: DFlash, DFlash2 and DSpark.
 
-A block of its root and of masks runs at every root of a row (`anchored_attention`), and its rows
-learn the tokens after the root. What depends on the token before (a Markov head, a selector) is
+A block of its root and of masks runs at every root of a row (`anchored_attention`), and its outputs
+learn the tokens after the root. A Markov head or a selector, which depends on the token before, is
 given the text's own tokens. Embedding and lm_head are the target's and not trained.
 
 DSpark's confidence head estimates the mass that draft and target share. Drafting does not use it;
@@ -50,7 +50,7 @@ from jspec.training.heads.draft_head import (
 
 CONVOLUTION = ConvolutionSpec(taps=2, group_size=16)  # as published
 NUM_CANDIDATES = 16
-SMALL = 0.01  # deviation of the entries of the token before: their terms start near 0
+SMALL = 0.01  # deviation of the previous token's entries, so that their terms start near 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,8 @@ class TrainedBlock:
         return self.spec.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Return random parameters, but the target's final norm, and convolutions that do nothing.
-
-        A DSpark head's Markov terms and a DFlash2 head's selector start near 0.
-        """
+        """Return random parameters, but the target's final norm and convolutions that do nothing. A
+        DSpark head's Markov terms and a DFlash2 head's selector start near 0."""
         del draft_ids
         params = init_params(block_params(self.spec), seed=seed)
         for name in ("embed", "lm_head", "draft_ids"):
@@ -136,7 +134,7 @@ class TrainedBlock:
         *,
         dtype: DTypeLike,
     ) -> Float[Array, "N R E"]:
-        """Return the outputs of the rows of all blocks."""
+        """Return the outputs of all blocks."""
         spec, size = self.spec, self.spec.block_size
         head, settings = BlockHead(spec, Ops()), LayerSettings(Ops(), queries_per_row=size)
         ctx = head.context(params, features.aux.astype(dtype))
@@ -191,7 +189,7 @@ def trained_block(
 ) -> TrainedBlock:
     """Return a head with its target's attention heads and RoPE theta, as published.
 
-    markov_rank: DSpark, whose root predicts, too. selector_rank: DFlash2. Neither: DFlash
+    markov_rank: DSpark, whose root also predicts. selector_rank: DFlash2. Neither: DFlash
     """
     layer = plain_layer(target, intermediate_size=intermediate_size)
     rope = RopeConfig(theta=target.layers[-1].softmax_attention.rope.theta)
@@ -224,8 +222,7 @@ def trained_block(
 def default_block_layer_ids(num_layers: int, *, count: int) -> tuple[int, ...]:
     """Return ids of `count` captures, evenly from the output of layer 1 to that of layer L - 3.
 
-    DFlash takes as many captures as the head has layers. Raises ConfigError for a target that is
-    too small.
+    DFlash takes as many captures as the head has layers. Raises ConfigError for too small a target.
     """
     if count == 1:
         return (num_layers // 2 + 1,)
@@ -248,7 +245,7 @@ def _keys_and_values(
 
 
 def _next_ids(token_ids: jax.Array, roots: jax.Array, count: int) -> Int[Array, "N S"]:
-    """Return the root of every block and the tokens after it: those before the guessed ones."""
+    """Return the root of every block and the tokens after it, which precede the guessed ones."""
     places = block_positions(roots, size=count).reshape(len(roots), -1)
     return jnp.take_along_axis(token_ids, places, axis=1, mode="clip").reshape(-1, count)
 

@@ -75,7 +75,6 @@ class TrainedEagle3(Eagle3Weights):
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Write the head without the embedding, which is shared with the target."""
         del target
         own = {name: x for name, x in params.items() if name != "embed"}
         host = {**jax.device_get(own), "draft_ids": draft_ids}

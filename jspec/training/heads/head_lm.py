@@ -1,7 +1,7 @@
 """Training of a small language model as a draft (STANDALONE) by distillation from the target.
 
 It reads only tokens, so there is one depth: position t + 1 predicts token t + 2, and every further
-draft is the same forward over one more token. The loss is that of every head: against the target's
+draft is the same forward over one more token. The loss, as for every head, is against the target's
 distribution, not the text's next token (distillation; arXiv:2310.08461 for drafts).
 """
 
@@ -58,7 +58,7 @@ class TrainedLm:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Write the model without a tokenizer: the ids are the target's."""
+        """Write the model without a tokenizer, since the ids are the target's."""
         del draft_ids, target
         save_target(folder, self.spec, jax.device_get(with_lm_head(params)), dtype=dtype)
 

@@ -1,8 +1,8 @@
 """Training of a P-EAGLE head: the first level from the text's pairs, the others from masks at once.
 
 The pairs (token t + 1, feature t) of the whole text run through all layers, causally; slot t gives
-the first level after root t + 1. A mask for each further level follows at random roots, over the
-keys and values of the pairs before it (`anchored_attention`).
+the first level after root t + 1. At random roots, a mask for each further level attends to the keys
+and values of the pairs before it (`anchored_attention`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class TrainedParallel(Eagle3Weights):
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Write the head in speculators' layout, without the embedding."""
         del target
         own = {name: x for name, x in params.items() if name != "embed"}
         host = {**jax.device_get(own), "draft_ids": draft_ids}

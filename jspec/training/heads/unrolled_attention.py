@@ -1,13 +1,12 @@
 """Attention of a head that is unrolled over its own outputs (EAGLE-3, arXiv:2503.01840).
 
-Alignment for tokens x_0..x_{T-1}, the same as in serving, where draft slot i is of the pair
-(token i + 1, feature of position i):
+Alignment for tokens x_0..x_{T-1}, as in serving, where draft slot i has the pair (token i + 1,
+feature of position i):
 
     step i, slot t: token x_{t+1+i}, RoPE position t + i; hidden = the target's feature of
                     position t (i = 0) or the slot's own output at step i - 1
     its logits predict x_{t+2+i}; its teacher is the target's distribution at position t + 1 + i
     attention: keys of slots 0..t of step 0, and the slot's own keys of steps 1..i
-
     T = 5: step 0 slots 0..3 are (x1,f0) (x2,f1) (x3,f2) (x4,f3), teachers at 1 2 3 4
            step 1 slots 0..2 are (x2,o0) (x3,o1) (x4,o2),         teachers at 2 3 4
 
@@ -37,8 +36,8 @@ Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class UnrolledAttention:
     """An `attend` to call once per step: causal over step 0, then the slot's own later keys.
 
-    Softmax in float32 over both parts, merged by their common maximum. Queries run in four blocks,
-    each against the keys up to its own end: 62% of the scores of 1,024 tokens.
+    Softmax is in float32 over both parts, merged by their common maximum. Queries run in four
+    blocks, each against the keys up to its own end: 62% of the scores of 1,024 tokens.
     """
 
     def __init__(self) -> None:
@@ -97,10 +96,8 @@ def unroll(
     *,
     num_depths: int,
 ) -> list[Float[Array, "B R E"]]:
-    """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists.
-
-    All T slots are computed, to keep round shapes; no valid slot attends to the last ones.
-    """
+    """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists. All T
+    slots are computed, to keep shapes round; no valid slot attends to the last ones."""
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
     outs = []
