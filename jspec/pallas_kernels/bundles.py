@@ -1,4 +1,4 @@
-"""The choice of an engine's kernel bundle: the only module that checks the platform's name."""
+"""The choice of an engine's kernel bundle. No other module checks the platform's name."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ OPS = Bundles(
 def choose_ops(platform: str, requested: str = "auto", *, gpu_problem: str | None = None) -> Ops:
     """Return the bundle for jax devices of `platform`: "cpu", "gpu" or "tpu".
 
-    requested: "auto"; "xla" on any platform; "pallas" for the platform's own kernels. gpu_problem:
-    why those of a GPU cannot be used: "auto" is then XLA, and "pallas" raises ConfigError.
+    requested: "auto"; "xla" on any platform; "pallas" for the platform's own kernels
+    gpu_problem: the reason why a GPU's kernels cannot be used. "auto" is then XLA, and "pallas"
+        raises ConfigError
     """
     if requested == "pallas" and platform not in ("gpu", "tpu"):
         raise ConfigError(

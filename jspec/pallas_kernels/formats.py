@@ -42,9 +42,9 @@ TABLE: Mapping[tuple[type[WeightFormat], Op, str], Reads | None] = {
 def resident_format(
     stored: WeightFormat, op: Op, *, bundle: str, dtype: str, shards: int
 ) -> tuple[WeightFormat, str]:
-    """Return the format in which a product's weights are resident, and the decision in words.
+    """Return the format in which a product's weights are resident, and the decision as a sentence.
 
-    Raises ConfigError without a row. dtype: of the model.
+    dtype: of the model. Raises ConfigError without a row.
     """
     if (type(stored), op, bundle) not in TABLE:
         raise ConfigError(

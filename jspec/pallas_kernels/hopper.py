@@ -43,8 +43,7 @@ def interpret_options(interpreted: bool) -> dict[str, Any]:
 
 def swizzled(dtype: DTypeLike, width: int = SWIZZLE) -> tuple[Any, ...]:
     """Return the transforms of shared memory that TMA fills and wgmma reads. width: columns of the
-    narrowest slice, such as K of K | V: no tile may be wider.
-    """
+    narrowest slice, such as K of K | V, since no tile may be wider."""
     row_bytes = min(SWIZZLE, width * jnp.dtype(dtype).itemsize)
     columns = row_bytes // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
@@ -115,11 +114,11 @@ def fill_ring(
 ) -> None:
     """Keep a ring of stages full over all tiles of this block's sweep.
 
-    copy_weights, copy_tokens: start the copies into a stage: of (stage, column tile, K tile) and of
+    copy_weights, copy_tokens: start the copies into a stage, given (stage, column tile, K tile) and
         (stage, row tile, K tile). The first weights are loaded before any tokens, since they depend
-        on no earlier kernel.
-    starts_early: load these weights before the preceding kernel has ended. releases_early: let the
-        next kernel start when the last tile has started.
+        on no earlier kernel
+    starts_early: load these weights before the preceding kernel has ended
+    releases_early: let the next kernel start when the last tile has started
     """
     block = lax.axis_index("block")
     turns = sweep.turns(block)
@@ -174,7 +173,7 @@ def check_attention(
     scale: float,
     reads_fp8: bool = False,
 ) -> None:
-    """Raise ValueError for what an attention kernel does not support. shared_bytes: per program."""
+    """Raise ValueError for unsupported arguments. shared_bytes: per program."""
     require_mosaic_gpu()
     _, page_size, two_g, width = kv_pages.shape
     if not (kv_pages.dtype in (jnp.bfloat16, jnp.float16) or (reads_fp8 and kv_pages.dtype == FP8)):
@@ -195,8 +194,7 @@ def check_attention(
 
 def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
     """Add a block of scores to an online softmax. Return (new maxima, of log2-scaled scores; the
-    fade of earlier sums; the block's weights; new sums).
-    """
+    fade of earlier sums; the block's weights; new sums)."""
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -204,12 +202,12 @@ def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, 
 
 
 def wide_dtype(pool_dtype: DTypeLike) -> Any:
-    """Return the dtype in which products read a pool: f16 for FP8, as it has every e4m3 number."""
+    """Return the dtype in which products read a pool: f16 for FP8, as it has every e4m3 value."""
     return jnp.dtype(jnp.float16 if pool_dtype == FP8 else pool_dtype)
 
 
 def widened(source: Any, dtype: DTypeLike, *, written: Any = None) -> Any:
-    """Load K or V of a block in FP8 as f16. written: zeros from there on: 0 times NaN is NaN."""
+    """Load K or V of a block in FP8 as f16, with 0 from `written` on, as 0 times NaN is NaN."""
     load: Any = plgpu.load
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     found = load(source, layout=layout).astype(dtype)
@@ -220,7 +218,7 @@ def widened(source: Any, dtype: DTypeLike, *, written: Any = None) -> Any:
 
 
 def zero_unwritten(values: Any, written: Any) -> None:
-    """Zero the V of a block's slots from `written` on: 0 times NaN is NaN."""
+    """Zero the V of a block's slots from `written` on, as 0 times NaN is NaN."""
     v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
     token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
     values[...] = jnp.where(token < written, v, jnp.zeros_like(v))

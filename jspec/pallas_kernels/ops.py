@@ -44,7 +44,7 @@ class Ops:
 
     name: ClassVar[str] = "xla"
     default_page_size: ClassVar[int] = 16
-    lanes: ClassVar[int] = 1  # cached records are as wide as a multiple of this
+    lanes: ClassVar[int] = 1  # the width of cached records is a multiple of this
     # Layers leave their last residual add to the next norm (`add_norm`).
     defers_sums: ClassVar[bool] = False
     # Devices add rows by writing into each other's memory (`peer_sum`).
@@ -62,7 +62,7 @@ class Ops:
         return False
 
     def on(self, device_kind: str) -> Ops:
-        """Return this bundle for devices of a kind, in jax's words."""
+        """Return this bundle for devices of a jax device kind."""
         del device_kind
         return self
 
@@ -72,7 +72,7 @@ class Ops:
         return self
 
     def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
-        """Return how many rows share one read of a prefix. group: query heads per kv head."""
+        """Return the rows that share one read of a prefix. group: query heads per kv head."""
         del queries_per_row, group
         return 1
 
@@ -83,15 +83,17 @@ class Ops:
     def compiler_options(
         self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0
     ) -> dict[str, Any]:
-        """Return XLA options. decode_tokens: tokens of a decode step; None for a prefill.
-        fp8_prompt_tokens: tokens of a prefill with fp8 weights.
+        """Return XLA options.
+
+        decode_tokens: tokens of a decode step; None for a prefill
+        fp8_prompt_tokens: tokens of a prefill with fp8 weights
         """
         del decode_tokens, fp8_prompt_tokens
         return {}
 
     def sums_halves(self, kernel: Weight, shards: int) -> bool:
-        """Return whether a row-parallel product is summed over shards in two halves of columns, of
-        which the first can be in flight during the product of the second."""
+        """Return whether a row-parallel product is summed over shards in two halves of columns, so
+        that the first sum overlaps the second product."""
         del kernel, shards
         return False
 
@@ -155,7 +157,7 @@ class Ops:
     ) -> tuple[Float[Array, "T H Dv"], Float[Array, "NP S D"]]:
         """Write the records, then attend, as latent_attention/reference.py specifies.
 
-        rank: of the latent, the part of each sum that is needed; a result may have more.
+        rank: the width of the needed part of each sum; a result may be wider
         """
         del rank
         check_call(q, pages, rows, call)
@@ -172,10 +174,8 @@ class Ops:
         *,
         spec: LatentAttentionSpec,
     ) -> tuple[Float[Array, "T H Dq"], Float[Array, "T Dq"]] | None:
-        """Return (absorbed queries, records) for `attend_latent`; None without a kernel.
-
-        params, x: those of layers.latent_attention.
-        """
+        """Return (absorbed queries, records) for `attend_latent`; None without a kernel. params, x:
+        those of layers.latent_attention."""
         del params, x, cos, sin, spec
         return None
 
@@ -238,7 +238,7 @@ class Ops:
         *,
         eps: float,
     ) -> tuple[Float[Array, "*b E"], Activations]:
-        """Apply `add_norm`, for the product with the weight `reader`."""
+        """Apply `add_norm`, in the form that the product with the weight `reader` takes."""
         del reader
         return self.add_norm(x, delta, scale, eps=eps)
 
@@ -268,9 +268,7 @@ class Ops:
     ) -> Float[Array, "T E"]:
         """Return the weighted sum of each token's experts, without the bias of `down`.
 
-        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; of one of
-        `shards`, for the experts. With several, the id X stands for another shard's expert, whose
-        term is 0, and the sum is in float32.
+        params, shards: as in experts/reference.run_experts
         """
         return experts.run_experts(x, ids, weights, params, gate=gate, shards=shards)
 
@@ -285,9 +283,7 @@ class Ops:
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"], Mixed] | None:
         """Return (x + delta, that sum's norm, the MoE output for it); None without a kernel.
-
-        params: of router and experts, unsharded.
-        """
+        params: of router and experts, unsharded."""
         del x, delta, scale, params, eps, spec
         return None
 
@@ -349,7 +345,7 @@ class Ops:
         slots: Int[Array, "B"],
         entries: Int[Array, "B"],
     ) -> dict[str, jax.Array]:
-        """Let rows of a recurrent layer go on after snapshots."""
+        """Set the states of rows in a recurrent layer from snapshots."""
         return delta_rule.load_snapshots(cache, snapshots, slots=slots, entries=entries)
 
     def gather_emitted(

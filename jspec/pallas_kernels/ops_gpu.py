@@ -45,26 +45,23 @@ from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
 from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
-# Decode steps with this many tokens disable Triton products: XLA's autotuner picks them where they
-# are fast in isolation. Whole steps of Llama-3.1-8B on an H200, in ms:
-#   64 tokens: without Triton 6.95, default 7.24; 128: 7.13 and 7.26
-#   256: without XLA's split sums 10.74, default 10.94; without Triton 0.986 of the former
-#   1, 8, 32 and 1,024: the default is as fast or faster
-# Prefill programs in which XLA multiplies fp8 numbers are without, too: for eight layers of
-# Llama-3.1-8B and 8,192 tokens the autotuner of those products takes more than a minute.
+# Decode steps with these token counts disable Triton products: XLA's autotuner picks them where they
+# are fast in isolation, but whole steps are 2 to 4% slower with them (Llama-3.1-8B, H200).
+# Prefill programs in which XLA multiplies fp8 values disable them too: the autotuner of those
+# products takes more than a minute for eight layers of 8,192 tokens.
 WITHOUT_TRITON = range(48, 513)
-NARROW = (64, 128)  # head dims of the kernels in Mosaic
-WIDE = (256,)  # of gpu_wide.py; prompts are XLA's
+NARROW = (64, 128)  # head dims of the Mosaic kernels
+WIDE = (256,)  # head dims of gpu_wide.py; prefill uses XLA
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
     interpret: bool = False
-    # Store weights marked `column_major` so: faster for the many tokens of a verification, slower
-    # for few, so plain decoding does not set it.
+    # Store weights marked `column_major` so. That is faster for the many tokens of a verification,
+    # and slower for few, so plain decoding does not set it.
     columns: bool = False
-    # Also use kernels of latent attention and of sigmoid routers whose results no chip has compared
-    # with XLA's yet: they are interpreted, compiled and timed (decision 58).
+    # Also use kernels of latent attention and of sigmoid routers that are interpreted, compiled and
+    # timed, but whose results no chip has compared with XLA's (decision 58).
     unconfirmed: bool = False
 
     name: ClassVar[str] = "gpu"
@@ -132,7 +129,7 @@ class GpuOps(Ops):
         sinks: jax.Array | None = None,
         scales: KVScales | None = None,
     ) -> jax.Array:
-        """Attend to a pool of wide heads, which `attend` has no other kernel for."""
+        """Attend to a pool of wide heads, for which `attend` has no other kernel."""
         few = call.queries_per_row
         serves = gpu_wide.serves(q, pages, queries_per_row=few, window=call.window)
         if few is None or not serves or scales is not None:

@@ -23,8 +23,8 @@ from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import Gate
 
 # XLA fuses a sum over shards with an independent product that is scheduled after its start. The
-# last one keeps sums apart that could follow one another. Newer compilers refuse this on other
-# chips than v5e, where results could be wrong.
+# last option keeps it from merging sums. Newer compilers refuse this on chips other than v5e, where
+# results could be wrong.
 ASYNC_SUMS = {
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion": True,
@@ -32,7 +32,7 @@ ASYNC_SUMS = {
     "xla_jf_crs_combiner_threshold_count": 1,
 }
 V5E = "TPU v5 lite"
-# Bytes of a shard's weights. Reading half of them takes longer than one more sum's latency.
+# Bytes of a shard's weights from which reading half of them takes longer than the latency of a sum.
 LEAST_HALVED = 16 << 20
 
 

@@ -28,7 +28,7 @@ class ModelShape:
     attention: AttentionSpec
     ffn: FeedForward
     formats: Formats = ()  # of products whose weights the checkpoint packs
-    mixer: Mixer | None = None  # of layers that cache something else than K and V
+    mixer: Mixer | None = None  # of layers that cache something other than K and V
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
 
 Each program reads its row once and keeps the sum in registers. Rounding is that of XLA: the sum in
-x's dtype, then the norm in float32, cast once at the end. Only the summation order of the squares
-differs. The row is quantised for a product with fp8 weights in the same launch, if one reads it.
+x's dtype, then the norm in float32, cast once at the end. Only the order in which the squares are
+summed differs. If a product with fp8 weights reads the norm, the same launch quantises it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def add_norm_and_quantise(
     by_blocks: bool,
     interpret: bool = False,
 ) -> tuple[BFloat16[Array, "T E"], WithCodes]:
-    """Return what `add_and_norm` does, and what gpu_tokens.quantise makes of the norm. T > 0."""
+    """Return what `add_and_norm` does, with the norm also quantised (gpu_tokens.quantise). T >
+    0."""
     num, size = x.shape
     total, normed, codes, scales = _launch(
         x,
@@ -90,7 +91,7 @@ def _launch(
 
 
 def num_warps(width: int) -> int:
-    """Return warps so that a thread has ELEMENTS_PER_THREAD: 4096 -> 8, 64 -> 1, 32768 -> 16."""
+    """Return the warps that give a thread ELEMENTS_PER_THREAD: 4096 -> 8, 64 -> 1, 32768 -> 16."""
     return min(max(width // (LANES * ELEMENTS_PER_THREAD), 1), MAX_WARPS)
 
 
@@ -104,7 +105,7 @@ def _body(
     eps: float,
     width: int,
 ) -> None:
-    """Process one row. Columns from E on are masked, as Triton's arrays are powers of two."""
+    """Process one row. Columns from E on are masked, since Triton's arrays are powers of two."""
     size = scale_ref.shape[0]
     row, column = pl.program_id(0), jnp.arange(width)
     mask = None if width == size else column < size
@@ -128,7 +129,6 @@ def _body(
 
 
 def _quantised(x: jax.Array, scales_ref: Any, row: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Store the scales of a row, and return its codes."""
     if mask is not None:
         x = jnp.where(mask, x, 0.0)
     if scales_ref.shape[0] == 1:

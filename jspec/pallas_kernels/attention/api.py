@@ -9,6 +9,7 @@ Queries are packed row after row. With `queries_per_row` R, row b's queries inst
 R]; those beyond its length are padding, whose K and V go to the dummy page.
 
 Query j of row b sees these keys:
+
   - tail_mask None: the first prefix_lens[b] + j + 1;
   - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and tail slot w if bit w is set. The
     tail is the row's last W slots, up to this call's last new token. With `queries_per_row` such a
@@ -19,9 +20,9 @@ Query j of row b sees these keys:
 `sinks` f32[H] adds exp(sink) to each head's softmax denominator. K and V may be narrower than the
 pool's D. Result: (out[T, H, D], kv_pages').
 
-Written slots are finite (kv_write); unwritten slots may hold anything. XLA and the kernels rely on
-both: they replace unwritten slots, and give slots that only some queries see a weight of 0 for the
-others. In the reference no slot reaches a query that does not see it.
+Written slots are finite (kv_write); unwritten slots may hold anything. XLA and the kernels replace
+unwritten slots, and give a slot that only some queries see a weight of 0 for the others. In the
+reference no slot reaches a query that does not see it.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class AttentionMetadata:
     tail_positions: jax.Array | None = None  # i32[B, W]
     # Tables of the other spaces by window, i32[B, P] each.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    shared: SharedPrefixes | None = None  # in the full space; a kernel may read them once
+    shared: SharedPrefixes | None = None  # of the full space; a kernel may read them once
     slots: jax.Array | None = None  # i32[B], of caches by slot
 
     def of_window(self, window: int | None) -> AttentionMetadata:
-        """Return the metadata of a window's layers; without its own space it uses the full one."""
+        """Return the metadata of a window's layers. Without its own space it uses the full one."""
         of_pages = dataclasses.replace(self, window_tables={}, slots=None)
         if window is None:
             return of_pages
@@ -145,7 +146,7 @@ def visible_keys(
     """Return bool[..., Q, C]: True if query q sees the key in slot c of its own row.
 
     slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row; tail_mask
-    u32[..., Q, words]; tail_positions i32[..., W].
+    u32[..., Q, words]; tail_positions i32[..., W]
     """
     key = slot[..., None, :]
     if tail_mask is None or tail_positions is None:

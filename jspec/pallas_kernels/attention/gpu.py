@@ -6,7 +6,7 @@ K_g and V_g of a token in one box, and keeps an online softmax in float32 regist
 merges the shares; a single share is written directly to the output.
 
 Rounding: P is cast to the pool's type before the second product, and each share's result before the
-merge. Of an FP8 pool (e4m3) all of this is f16, in which every e4m3 number is exact: a consumer
+merge. For an FP8 pool (e4m3) this type is f16, in which every e4m3 value is exact; a consumer
 converts each block on its way from the ring to the products.
 """
 
@@ -253,7 +253,7 @@ def launch(
         num_heads = shape.num_kv * shape.group
         results = [array((shape.batch, shape.queries, num_heads, shape.width), shape.dtype)]
         # The result uses tiles that can be cut between any two queries. It reuses the queries'
-        # memory: with memory of its own, two programs would not fit on a multiprocessor.
+        # memory; otherwise two programs would not fit on a multiprocessor.
         cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), of_wide[1])
         mean = plgpu.SMEM((1, TILE_ROWS, shape.width), shape.dtype, transforms=cut)
         scratch["queries"] = plgpu.RefUnion(scratch["queries"], mean)
@@ -359,7 +359,7 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
-    """Return a block's page ids: past the last written page it is repeated, loaded but not seen."""
+    """Return a block's page ids. Past the last written page it is repeated: loaded but not seen."""
     last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
     first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
     return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
@@ -513,8 +513,8 @@ def _absorb(
     held = refs.wide.at[warpgroup] if shape.widens else stored
     keys, values = held.at[:, pl.ds(0, width)], held.at[:, pl.ds(width, width)]
     if shape.widens:
-        # No warp reads these keys any more, since its values of the last block followed that; and
-        # none the last values once all warps have converted these keys.
+        # These buffers can be overwritten: all warps finished the product of the last block's keys
+        # before they read its values, and finish with those before they have converted these keys.
         keys[...] = widened(stored.at[:, pl.ds(0, width)], shape.dtype)
         plgpu.commit_smem()
 
@@ -570,7 +570,7 @@ def _rule(shape: Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -
 
 
 def _mask(shape: Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
-    """Set scores of hidden keys to -inf; `top` stays finite, so no difference is NaN."""
+    """Set scores of hidden keys to -inf. `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

@@ -1,8 +1,8 @@
-"""Decode attention over FP8 pools for few queries a row, on an NVIDIA GPU (Triton).
+"""Decode attention over FP8 pools for few queries per row, on an NVIDIA GPU (Triton).
 
 It computes what gpu.py does, in its layouts and with its plan, for at most 16 packed queries (group
-x R). There K and V are converted to f16 on their way from shared memory to registers, where gpu.py
-has to store them to shared memory once more: a wgmma product reads its second operand from there.
+x R). K and V are converted to f16 on their way from shared memory to registers. gpu.py has to store
+them to shared memory once more, from where a wgmma product reads its second operand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jspec.spec.cache_entry import FP8
 
 MOST_PACKED = 16  # M of the smallest tensor core product
 MOST_SHARES = 32
-PROGRAMS = 4 * NUM_SMS  # that run at once
+PROGRAMS = 4 * NUM_SMS  # programs that run at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def attend_rows(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return out[T, H, D] in f16 as gpu.attend_rows does, of q in the layout of pack_queries."""
+    """Return out[T, H, D] in f16 as gpu.attend_rows does. q: in the layout of pack_queries."""
     tuning = tuning or Tuning()
     block = tuning.block
     _, page_size, two_g, width = kv_pages.shape
@@ -152,7 +152,7 @@ def _attend(
     first, edge, last, keys, valid = (plt.load(bounds_ref.at[row, row * 0 + i]) for i in range(5))
     begin = first + (last - first) * split // static.splits
     end = first + (last - first) * (split + 1) // static.splits
-    # Rows past the last query and head compute and store that one once more.
+    # Rows past the last query and head repeat that one.
     count = static.group * static.queries
     packed = jnp.minimum(jnp.arange(MOST_PACKED, dtype=jnp.int32), count - 1)
     lane = jnp.arange(width, dtype=jnp.int32)

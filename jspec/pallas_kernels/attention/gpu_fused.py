@@ -1,7 +1,7 @@
 """A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
 
 kv_write/gpu.py writes K and V and stores q in the layout of the second kernel: gpu.py (rows of
-equal length), gpu_fp8.py (those with few queries, of FP8 pools) or prefill/gpu.py (packed rows).
+equal length), gpu_fp8.py (few queries per row, FP8 pools) or prefill/gpu.py (packed rows).
 """
 
 from __future__ import annotations
@@ -133,5 +133,5 @@ def attend_rows(
 
 
 def _scaled(out: jax.Array, scales: KVScales | None, dtype: DTypeLike) -> jax.Array | Scaled:
-    """Leave the scale of V to the product that reads the result."""
+    """Leave the multiplication by V's scale to the product that reads the result."""
     return out if scales is None else Scaled(of=out, factor=scales.v, dtype=jnp.dtype(dtype))

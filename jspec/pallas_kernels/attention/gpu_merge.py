@@ -42,9 +42,7 @@ def merge_shares(
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
     """Return the merged values of T = B * R queries in order, in the parts' dtype; 0 if not valid.
-
-    items are B * G * tiles (gpu_plan.py); D is a power of two. others: of rows in packs.
-    """
+    items are B * G * tiles (gpu_plan.py); D is a power of two. others: of rows in packs."""
     batch, queries = valid.shape
     extra: tuple[jax.Array, ...] = () if sinks is None else (sinks,)
     if others is not None:

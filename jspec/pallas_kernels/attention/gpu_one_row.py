@@ -2,7 +2,7 @@
 
 With a few thousand keys, launches take longer than reading the keys, so one launch does the work of
 kv_write/gpu.py and gpu.py, with their rounding. A program handles one kv head and a share of the
-row's keys. The first share's program also writes the new key and value, and includes them from
+row's keys. The first share's program also writes the new key and value and takes them from
 registers, so no program reads what this launch writes. gpu_merge.py merges the shares.
 """
 
@@ -151,7 +151,6 @@ def _attend(
     angles = (plt.load(cos_ref.at[only, lane])[None], plt.load(sin_ref.at[only, lane])[None])
 
     def rotated(which: jax.Array, mask: jax.Array, norm_ref: Any) -> list[jax.Array]:
-        """Return both halves of heads `which`, after norm, RoPE and rounding."""
         halves = [
             plt.load(heads_ref.at[only, which, lane[None] + start], mask=mask, other=0.0)
             for start in (0, half)

@@ -37,7 +37,7 @@ class BlockPlan:
 
 
 def choose_splits(*, programs: int, max_blocks: int) -> int:
-    """Return shares of a row's keys for about two programs per SM: 64 programs -> 4."""
+    """Return the number of shares of a row's keys that gives about two programs per SM."""
     return max(1, min(2 * NUM_SMS // max(programs, 1), max_blocks, MAX_SPLITS))
 
 

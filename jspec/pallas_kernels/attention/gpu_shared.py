@@ -1,7 +1,8 @@
 """Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The decode kernel (gpu.py) runs twice: over packs, up to 64 queries of rows with one prefix against
-all its keys, and over every row from the first key of its own. gpu_merge.py merges both.
+The decode kernel (gpu.py) runs twice: over packs, which are up to 64 queries of rows with one
+prefix against all its keys, and over every row from the first key that is its own. gpu_merge.py
+merges both.
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ def attend_shared(
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
     """Attend like gpu.attend_rows without a window, for q as gpu_plan.pack_queries returns it.
-
-    Raises ValueError without rows.shared or if not `serves`, and as gpu.attend_rows does.
-    """
+    Raises ValueError without rows.shared or if not `serves`, and as gpu.attend_rows does."""
     tuning = tuning or Tuning()
     if interpret:
         tuning = replace(tuning, weights="shared")

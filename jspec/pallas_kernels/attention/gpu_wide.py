@@ -2,8 +2,8 @@
 
 gpu.py serves heads of 64 and 128. Here a program handles one row, one kv head, a tile of up to 64
 of its queries (queries x heads of the group) and every n-th block of the row's keys, and
-gpu_merge.py merges the shares. A latent pool's record is K of one head; its first part is also V,
-read once for both, so all heads of a token share one read (latent_attention/reference.py).
+gpu_merge.py merges the shares. A record of a latent pool is K of one head; its first part is also
+V, so one read serves both and all heads of a token (latent_attention/reference.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 from jspec.pallas_kernels.kv_write.reference import records_of
 
 MOST_QUERIES = 64  # of a row
-# Of a row's keys; more would make the merge too expensive. Latents are one head: few programs.
+# Shares of a row's keys; more would make the merge too expensive. Latents have one head.
 MOST_SHARES, MOST_LATENT_SHARES = 16, 32
 LEAST = 16  # of any side of a tensor core product
-PIECE = 128  # most columns of a part, whose sums are scaled at once
+PIECE = 128  # most columns of a part whose sums are scaled at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """first, rest: widths of the parts of K; V is as wide as the first. is_latent: V is that."""
+    """first, rest: widths of K's parts. V is as wide as the first, and with is_latent is the
+    first."""
 
     first: int
     rest: int
@@ -69,7 +70,7 @@ def attend_rows(
     tuning: WideTuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H Dv"]:
-    """Return out like attention/api.py, Dv = D; of a latent pool the first value_dim."""
+    """Return out like attention/api.py, with Dv = D, or value_dim columns of a latent pool."""
     batch, num_heads, width = rows.page_table.shape[0], q.shape[1], q.shape[2]
     num_kv, num_records = records_of(pages)
     is_latent = num_records == 1
@@ -146,7 +147,7 @@ def _attend(
     is_row, query = (row < static.stored)[:, None], tile * static.stored + row
     only = item * 0  # jax 0.10 cannot interpret a load at a constant index
     edge, last, keys = (plt.load(bounds_ref.at[batch_row, only + i]) for i in (1, 2, 3))
-    # Columns of each part of K, and where they end; the first parts are those of V.
+    # (columns, end) of each part of K; the first parts are those of V.
     piece = min(_wide(static.first), PIECE)
     starts = range(0, _wide(static.first), piece)
     columns = [(start + jnp.arange(piece, dtype=jnp.int32)[None], static.first) for start in starts]
@@ -196,7 +197,7 @@ def _attend(
         return new_top, total, mixed
 
     def turns(until: jax.Array) -> jax.Array:
-        """Return how many of this share's blocks are before block `until`."""
+        """Return the number of this share's blocks before block `until`."""
         return jnp.maximum(until - share + static.shares - 1, 0) // static.shares
 
     carry: Any = (

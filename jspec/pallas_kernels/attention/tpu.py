@@ -3,7 +3,7 @@
 One Mosaic kernel (tpu_kernel.py) writes the call's K and V and attends; this module prepares its
 inputs and memory. XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes
 and 2, 4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width
-128; it takes no more memory, since XLA pads 64 lanes. Block sizes are computed, not measured.
+128, which takes no more memory, since XLA pads 64 lanes. Block sizes are computed, not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jspec.pallas_kernels.kv_write.reference import pool_rows
 
 MAX_QUERIES_PER_ROW = 64
 MAX_POSITION = 1 << 30
-SMEM_BYTES = 512 * 1024  # half of 1 MiB; the compiler needs some of it
+SMEM_BYTES = 512 * 1024  # half of the 1 MiB, since the compiler needs some of it
 
 
 def is_copy_free(pool_shape: tuple[int, ...]) -> bool:
@@ -214,7 +214,7 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=plan.vmem_bytes,
-            # Checks would be half the instructions of a page's copy; the interpreter checks anyway.
+            # Checks would be half the instructions of a page's copy; the interpreter has its own.
             disable_bounds_checks=True,
         ),
         interpret=pltpu.InterpretParams() if plan.interpret else False,

@@ -6,8 +6,8 @@ across rows. Page tables stay in HBM; the producer fetches one row's slice at a 
 is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of two within a
 page, and also stored into the block in VMEM, so no read waits for a write.
 
-Blocks that all queries see need no mask. Another block, mostly a row's last, is compiled at several
-widths, so that a few keys cost little.
+Blocks that all queries see need no mask. Any other block, mostly a row's last, is compiled at
+several widths, so that a few keys cost little.
 
 In:  R = 2, group = 3
 Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing
@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 NUM_BUFFERS = 4
-# Not tuned on hardware: a block is at least what HBM delivers during one DMA's latency.
+# Computed, not measured: a block is at least what HBM delivers during one DMA's latency.
 BLOCK_BYTES, MAX_BLOCK_BYTES = 1024 * 1024, 2 * 1024 * 1024
 MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 2048
 MAX_SCORES = 128 * 1024
@@ -89,19 +89,20 @@ class RowsPlan:
 
     @property
     def masked_widths(self) -> tuple[int, ...]:
-        """Widths, in keys, at which a block that is seen in part is compiled."""
+        """Widths, in keys, at which a partly visible block is compiled."""
         keys = self.block_keys
         shares = (8, 2, 1) if self.packed <= LANES else (1,)  # wide trees take long to compile
         return tuple(sorted({min(max(keys // share, LANES), keys) for share in shares}))
 
     @property
     def heads_together(self) -> int:
-        """Heads whose products overlap, as far as their scores fit in the registers or near."""
+        """The number of heads whose products overlap: their scores fit roughly into the
+        registers."""
         return max(TOGETHER_SCORES // (self.packed * self.block_keys), 1)
 
     @property
     def num_splits(self) -> int:
-        """Halves of the batch, one per core on chips with two cores."""
+        """Parts of the batch, one per core on chips with two cores."""
         return 2 if self.batch % 2 == 0 else 1
 
     @property
@@ -167,7 +168,7 @@ class Mask:
     keys: int
 
 
-# Indices of RowsMemory.state: the producer's next (row, block), and how many blocks were produced
+# Indices of RowsMemory.state: the producer's next (row, block), and the numbers of blocks produced
 # and consumed.
 ROW, BLOCK, PRODUCED, CONSUMED = range(4)
 
@@ -299,7 +300,7 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
 def _await_block(
     plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, buffer: Any
 ) -> None:
-    """Wait for a block; DMA semaphores count bytes, so one wait covers a whole block."""
+    """Wait for a block. DMA semaphores count bytes, so one wait covers a whole block."""
     first, last = _pages_of(plan, refs, row, block)
     whole = last - first == plan.block_pages
     all_keys = refs.buffers.at[buffer]
@@ -434,10 +435,8 @@ def _lay_new_rows(
 def _absorb_masked(
     plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array, buffer: Any
 ) -> None:
-    """Absorb a block that some query sees in part, at the least width with all of its keys.
-
-    Keys past the row's last have weight 0, so a narrower product gives the same bits.
-    """
+    """Absorb a partly visible block at the least width with all of its keys. Keys past the row's
+    last have weight 0, so a narrower product gives the same bits."""
     num_keys = refs.limits[row] - block * plan.block_keys
     least = 0
     for keys in plan.masked_widths:
@@ -463,7 +462,7 @@ def _seen(
     limit, start = refs.limits[row], _tail_start(plan, prefix)
     if plan.tail:
         tail_idx = slot - start
-        # Per key what does not depend on the query: its bit in each word, and 1 before the tail.
+        # The part of each key that no query changes: its bit in each word, and 1 before the tail.
         bit = jnp.where(slot < limit, jnp.int32(1) << (tail_idx & 31), 0)
         found = jnp.where((tail_idx < 0) & (slot < limit), 1, 0)
         for w in range(plan.num_words):
@@ -500,7 +499,7 @@ def _positions(
 def _held(
     plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, keys: int
 ) -> jax.Array:
-    """Return bool[keys, D]: was this key copied or stored? Other contents may be NaN."""
+    """Return a mask bool[keys, D] of the keys that were copied or stored; others may be NaN."""
     key = lax.broadcasted_iota(jnp.int32, (keys, plan.width), 0)
     first_slot = block * plan.block_keys
     held = key < refs.limits[row] - first_slot
@@ -545,8 +544,8 @@ def absorb_block(
 ) -> None:
     """Add a block's keys to the online softmax of all heads.
 
-    A product or a reduction over lanes takes hundreds of cycles until its result is there. Heads go
-    through each stage together, so that these overlap; the totals stay in lanes until the row ends.
+    A product or a reduction over lanes has a latency of hundreds of cycles. Heads go through each
+    stage together, so that these overlap; the totals stay in lanes until the row ends.
     """
     heads = plan.two_g // 2
     for low in range(0, heads, plan.heads_together):

@@ -109,7 +109,7 @@ def _visible(
     window: int | None,
     row: jax.Array | None,
 ) -> jax.Array:
-    """Return bool[A, Q, C] for a block of slots [C]: of every row, or of packed row `row`."""
+    """Return bool[A, Q, C] for a block of slots [C] of every row, or of packed row `row`."""
     index = index_queries(rows.cu_q_lens, num_queries, queries_per_row=queries_per_row)
     batch = rows.prefix_lens.shape[0]
     if queries_per_row is not None:

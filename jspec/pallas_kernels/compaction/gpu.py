@@ -1,10 +1,10 @@
 """Compaction of accepted paths on an NVIDIA GPU (Pallas-Triton): up to 48 layers per launch.
 
 A program handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few
-layers. It loads all sources into registers before it stores the first target; programs are
+layers. It loads all sources into registers before it stores the first target. Programs are
 independent, since a row's sources and targets are on its own pages. Slots that stay cause no
-traffic: loads and stores are masked. Writes to the dummy page are dropped, as it is never read.
-Sizes are computed, not tuned (8B on an H200: 69 registers, no shared memory, 16 bytes per move).
+traffic, because loads and stores are masked. Writes to the dummy page are dropped, as it is never
+read.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _move_rows(
 
     def move(pools: tuple[Any, ...]) -> None:
         held = [plt.load(pool.at[read_from, column], mask=inside) for pool in pools]
-        # One barrier per program orders all loads before all stores. It would be superfluous if a
-        # column of all steps belonged to one thread, but Triton chooses a tile's layout and
-        # guarantees none. The interpreter runs whole arrays and has no barrier.
+        # One barrier per program orders all loads before all stores, as Triton does not guarantee
+        # that a column of all steps belongs to one thread. The interpreter, which runs whole arrays,
+        # has no barrier.
         if not interpret:
             plt.debug_barrier()
         for pool, rows in zip(pools, held, strict=True):

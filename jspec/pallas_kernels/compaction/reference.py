@@ -24,9 +24,7 @@ def path_moves(
     Bool[Array, "B M1"],
 ]:
     """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1].
-
-    Moves after num_accepted stay on the dummy page.
-    """
+    Moves after num_accepted stay on the dummy page."""
     batch, num_path = node_path.shape
     step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
     row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)
@@ -65,7 +63,7 @@ def by_shape(
     kv: tuple[jax.Array, ...],
     compact: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
-    """Apply `compact` to the pools of each shape at a time: layers may differ in kv heads."""
+    """Apply `compact` to the pools of each shape at a time, since layers may differ in kv heads."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for layer, pages in enumerate(kv):
         alike.setdefault(pages.shape, []).append(layer)

@@ -1,15 +1,15 @@
 """A decode or tree step of the gated delta rule on an NVIDIA GPU (Pallas-Triton).
 
-`delta_inputs`, a program for each row and head of queries, keys or values, reads what the last step
-left pending and this step's inputs, and runs the convolution and norms. `delta_states`, a program
-for each row, value head and strip of V, reads its part of the state once, folds the accepted tokens
-into it, writes it once, and computes all outputs and updates from it (reference.py has the
-formulas). Few nodes are substituted one after the other; before many, `delta_pairs` solves the
-triangular system of each value head.
+`delta_inputs`, with a program for each row and head of queries, keys or values, reads what the last
+step left pending and this step's inputs, and runs the convolution and norms. `delta_states`, with a
+program for each row, value head and strip of V, reads its part of the state once, folds the
+accepted tokens into it, writes it once, and computes all outputs and updates from it (reference.py
+has the formulas). Few nodes are substituted one after the other; for many, `delta_pairs` first
+solves the triangular system of each value head.
 
-What a program writes to `pending` no other program of its launch reads, and a barrier is between
-its own reads and writes: `delta_inputs` copies the accepted keys and decays for `delta_states`.
-Rows of slot 0 are padding.
+No program of a launch reads what another one writes to `pending`, and a barrier separates a
+program's own reads and writes; `delta_inputs` copies the accepted keys and decays for
+`delta_states`. Rows of slot 0 are padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.pallas_kernels.delta_rule.tuning import FEW_NODES, Tuning, choose_tun
 
 LEAST_NODES = 16  # M of the smallest tensor core tile
 MOST_NODES = 64
-CHANNELS = 32  # of keys, in a step of a product over them
+CHANNELS = 32  # channels of keys in one step of a product
 NEVER = -1e30  # the logarithm of a decay to nothing, without infinities
 
 
@@ -172,7 +172,7 @@ def _tree(row: jax.Array, prefix: jax.Array, positions: Any, mask: Any, sizes: _
 
 
 def _rows_of(rows: AttentionMetadata, cache: Cache) -> tuple[jax.Array, ...]:
-    """Return what both launches read of the rows; a chain has no mask."""
+    """Return the arrays of the rows that both launches read; a chain has no mask."""
     mask: tuple[jax.Array, ...] = ()
     if rows.tail_mask is not None:
         mask = (lax.bitcast_convert_type(rows.tail_mask, jnp.int32),)
@@ -189,15 +189,15 @@ def _inputs(
     sizes: _Sizes,
     tuning: Tuning,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """Return (what `delta_states` reads, the convolutions' tails, pending but for the updates)."""
+    """Return (inputs of `delta_states`, the convolutions' tails, pending without the updates)."""
     batch, nodes = rows.prefix_lens.shape[0], sizes.nodes
     shapes = {
         "q": (batch, sizes.num_keys, nodes, sizes.key_dim),
         "k": (batch, sizes.num_keys, nodes, sizes.key_dim),
         "v": (batch, sizes.num_values, nodes, sizes.value_dim),
         "old_k": (batch, sizes.num_keys, sizes.path, sizes.key_dim),  # of the accepted tokens
-        "fade": (batch, sizes.num_values, sizes.path),  # what their updates are multiplied by
-        "carried": (batch, sizes.num_values, 1),  # what the state is multiplied by
+        "fade": (batch, sizes.num_values, sizes.path),  # factors of their updates
+        "carried": (batch, sizes.num_values, 1),  # factor of the state
     }
     operands = (*_rows_of(rows, cache), inputs, decay, conv, cache["conv"], cache["pending"])
     last = len(operands)
@@ -279,7 +279,7 @@ def _run_inputs(*refs: Any, sizes: _Sizes) -> None:
     entry = jnp.arange(pl.next_power_of_2(most), dtype=jnp.int32)[:, None]
     tail = from_tail(entry, (entry < most) & is_lane)
 
-    # Each head has its own stores: masks, as what a branch needs would be kept in registers.
+    # Each head has its own stores, masked: a branch would keep its operands in registers.
     plt.store(q_out.at[row, head, node, lane], normed * sizes.key_dim**-0.5, mask=is_own & is_query)
     plt.store(k_out.at[row, head, node, lane], normed, mask=is_own & is_key)
     plt.store(v_out.at[row, head, node, lane], mixed, mask=is_own & is_value)
@@ -311,7 +311,6 @@ def _run_inputs(*refs: Any, sizes: _Sizes) -> None:
 
 
 def _total(tree: _Tree, decay: jax.Array) -> jax.Array:
-    """Return G of each node."""
     return jnp.sum(jnp.where(tree.sees, decay[None], 0.0), axis=1)
 
 
@@ -401,7 +400,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """The part of a program of `delta_states`: some columns of a value head of a row."""
+    """The work of a program of `delta_states`: some columns of a value head of a row."""
 
     row: jax.Array
     head: jax.Array  # of keys and queries
@@ -476,7 +475,7 @@ def _run_states(*refs: Any, names: tuple[str, ...], sizes: _Sizes, strip: int) -
 
 
 def _ancestors(row: jax.Array, mask: Any, sizes: _Sizes) -> Callable[[int, int], Any]:
-    """Return a function that tells whether node j < i is an ancestor of node i."""
+    """Return a function of (i, j) that tells whether node j < i is an ancestor of node i."""
     if mask is None:
         return lambda *_: True
     words = [plt.load(mask.at[row * sizes.nodes + i, row * 0]) for i in range(sizes.nodes)]
@@ -484,7 +483,7 @@ def _ancestors(row: jax.Array, mask: Any, sizes: _Sizes) -> Callable[[int, int],
 
 
 def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> jax.Array:
-    """Return the state [Dk, strip] after the tokens of the last step that were accepted."""
+    """Return the state [Dk, strip] after the last step's accepted tokens."""
     held = plt.load(own.place, mask=own.tile & jnp.logical_not(is_fresh), other=0.0)
     held = held * plt.load(own.given["carried"].at[own.row, own.value, own.row * 0])
     in_updates = own.first_update + own.column
@@ -502,7 +501,7 @@ def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> j
 def _run_few(own: _Strip, held: jax.Array, sees: Callable[[int, int], Any], nodes: int) -> None:
     """Run nodes one after the other, parents first, with the state in registers.
 
-    sees: of (i, j), whether j < i is an ancestor of i.
+    sees: of (i, j), whether j < i is an ancestor of i
     """
     totals: list[jax.Array] = []
     keys: list[jax.Array] = []
@@ -566,7 +565,7 @@ def _run_many(own: _Strip, sizes: _Sizes) -> None:
 def _likeness(
     queries: Any, keys: Any, row: jax.Array, head: jax.Array, tree: _Tree, sizes: _Sizes
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (K K^T, Q K^T), by a few channels at a time: whole operands would fill registers."""
+    """Return (K K^T, Q K^T), a few channels at a time: whole operands would fill the registers."""
     some = min(CHANNELS, sizes.wide_key)
 
     def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

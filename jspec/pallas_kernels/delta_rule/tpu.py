@@ -1,8 +1,8 @@
 """A decode or tree step of the gated delta rule on a TPU: one launch reads and writes the states.
 
-A grid step has one row and a block of value heads. Its states come once from HBM to VMEM and go
-back once, in place, while the block after it is read; everything that is as small as a step's
-tokens is XLA's (reference.py has the formulas). Products are float32's, six passes of the MXU.
+A grid step has one row and a block of value heads, whose states are copied once from HBM to VMEM
+and once back, in place, while the next block is read. XLA computes everything that is as small as a
+step's tokens (reference.py has the formulas). Products are float32's, six passes of the MXU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _run_heads(_: Any, fresh: Any, *refs: Any, names: tuple[str, ...]) -> None:
     is_fresh = fresh[pl.program_id(0)] > 0
 
     def product(a: jax.Array, b: jax.Array, *, turned: bool = False) -> jax.Array:
-        """Return a @ b, or a.T @ b."""
+        """Return a @ b, or a.T @ b if turned."""
         axes = (((0 if turned else 1,), (0,)), ((), ()))
         exact = lax.Precision.HIGHEST
         return lax.dot_general(a, b, axes, precision=exact, preferred_element_type=jnp.float32)

@@ -40,11 +40,8 @@ class Mixed:
         return out if self.shared is None else out + self.shared
 
     def own_sum(self, num_experts: int) -> jax.Array:
-        """Return f32 [T, E], the sum over the experts of one of several shards.
-
-        Pairs with the id num_experts are another shard's; their rows may be anything, since no
-        kernel writes them.
-        """
+        """Return f32 [T, E], the sum over the experts of one of several shards. Pairs with the id
+        num_experts are another shard's, and their rows are unwritten."""
         own = jnp.where((self.ids < num_experts)[..., None], self._pairs(), 0.0)
         return jnp.sum(own * self.weights[..., None], axis=1)
 
@@ -76,7 +73,7 @@ class ExpertBlocks:
 
 
 def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the most blocks for num_pairs; experts end in partial ones. ValueError for 0 pairs."""
+    """Return the most blocks for num_pairs; experts end in partial ones. 0 pairs: ValueError."""
     if not num_pairs:
         raise ValueError("there are 0 (token, expert) pairs; expected at least one")
     touched = min(num_pairs, num_experts)

@@ -60,7 +60,7 @@ def deal(
 def _pairs_of(
     expert: jax.Array, ids_ref: Any, step: jax.Array, *, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (the pairs of an iteration, which of them are this expert's)."""
+    """Return (the pairs of an iteration, a mask of those of this expert)."""
     pair = step * width + jnp.arange(width, dtype=jnp.int32)
     return pair, plt.load(ids_ref.at[pair], mask=pair < ids_ref.shape[0], other=-1) == expert
 
@@ -114,7 +114,7 @@ def _deal(
         pair, is_own = _pairs_of(own, ids_ref, step, width=width)
         count = is_own.astype(jnp.int32)
         row = first * tile_m + seen + jnp.cumsum(count) - 1
-        # Masked rows are outside, too: the interpreter's masked store writes the old value back.
+        # Masked rows are outside: the interpreter's masked store writes the old value back.
         row = jnp.where(is_own, row, rows + jnp.arange(width, dtype=jnp.int32))
         plt.store(place_ref.at[pair], row, mask=is_own)
         plt.store(token_ref.at[row], pair // top_k, mask=is_own)

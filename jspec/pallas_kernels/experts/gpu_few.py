@@ -6,8 +6,9 @@ A launch takes about two microseconds, so there is no sort and no table. A progr
 (token, expert) pair and one tile of columns, and ends at once if an earlier pair has the same
 expert. Otherwise it multiplies the expert's weights by all of its tokens, at most 16, the smallest
 tensor core tile; rows of other tokens are 0 and are not stored. For one token every program of the
-first product ranks the experts itself (gpu_router). A shared expert of their size is one more, X,
-of every token. Rounding is that of gpu.py and add_norm/gpu.py; the one last sum includes X.
+first product ranks the experts itself (gpu_router). A shared expert of the same size runs as one
+more expert, X, of every token. Rounding is that of gpu.py and add_norm/gpu.py, with X in the last
+sum.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 
 class Shared(NamedTuple):
-    """The dense weights of a shared expert, as wide as the others."""
+    """The dense weights of a shared expert that is as wide as the others."""
 
     gate_up: jax.Array  # [E, 2I]
     down: jax.Array  # [I, E]
@@ -54,7 +55,7 @@ class Shared(NamedTuple):
 def shared_of(params: Mapping[str, Mapping[str, Any]], spec: MoESpec) -> Shared | None:
     """Return the shared expert if it can run as one of the experts, else None.
 
-    params: those of layers.moe, with row-major weights.
+    params: those of layers.moe, with row-major weights
     """
     shared, experts = spec.shared, params["experts"]
     if shared is None or spec.bias or shared.inner != spec.inner or shared.limit is not None:
@@ -83,7 +84,7 @@ def moe_of_sum(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
     """Return (x + delta, that sum's norm, the experts' output for it). params: of layers.moe.
 
-    shared: of every token, added to the output. Raises ValueError unless there are 1 to MOST_TOKENS
+    shared: added to the output of every token. Raises ValueError unless there are 1 to MOST_TOKENS
     tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
@@ -231,7 +232,8 @@ def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
 
 
 def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (the pair's expert, is it the first with it, which tokens have it, their pairs)."""
+    """Return (the pair's expert, whether it is that expert's first pair, a mask of the tokens that
+    have the expert, their pairs)."""
     num_tokens, top_k = ids_ref.shape
     expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
     token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]
@@ -242,8 +244,7 @@ def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     has_it = jnp.sum(is_same.astype(jnp.int32), axis=1)
     before = jnp.sum((is_same & (each < pair)).astype(jnp.int32), axis=1)
     row = jnp.sum(jnp.where(is_same, each, 0), axis=1)
-    # Other tokens are masked and outside, too: the interpreter's masked store writes the old value
-    # back.
+    # Other tokens are outside: the interpreter's masked store writes the old value back.
     nowhere = ids_ref.shape[0] * top_k + jnp.arange(MOST_TOKENS, dtype=jnp.int32)
     return expert, jnp.sum(before) == 0, has_it > 0, jnp.where(has_it > 0, row, nowhere)
 
@@ -327,7 +328,7 @@ def _gate_up_tile(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
-    """Return a function of (expert, which tokens have it, the row of each) for this tile."""
+    """Return a function of (expert, mask of its tokens, the row of each) for this tile."""
     inner, dtype = out_ref.shape[1], out_ref.dtype
     start = pl.program_id(1) * tuning.gate_up_n  # program_id must be outside of a condition
 

@@ -1,7 +1,7 @@
 """Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel.
 
-An iteration loads several groups' codes and the next iteration's scales before it uses the first;
-otherwise one token's time would be the latency of small loads in sequence.
+An iteration loads the codes of several groups and the scales of the next iteration before it uses
+the first; otherwise one token's time would be the latency of small loads in sequence.
 """
 
 from __future__ import annotations

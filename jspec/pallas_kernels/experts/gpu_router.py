@@ -1,13 +1,13 @@
 """MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
 Every program of `norm_and_score` normalizes its token's row itself, which saves a launch. The
-product is also split along the inputs, so that many programs read its half megabyte; `choose` sums
-the shares.
+product is also split along the inputs, so that many programs read the router's weights; `choose`
+sums the shares.
 
 The top-k are found by counting: an expert's rank is the number of experts ahead of it, and the
-lower index wins ties, as in lax.top_k. The ids are thus always k distinct experts, even if logits
-are not finite. Rounding is that of XLA: the norm, the product and the sum with its bias to x's
-dtype; the weights are in float32, and a sigmoid's logits, too.
+lower index wins ties, as in lax.top_k. So the ids are always k distinct experts, even if logits are
+not finite. Rounding is that of XLA: the norm, the product and the sum with its bias to x's dtype;
+weights and a sigmoid's logits in float32.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def choose(
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
 
-    correction: the router bias of a sigmoid's choice, which the weights are without. with_shared:
-    expert X of weight 1 follows, the shared one.
+    correction: the router bias, which affects the choice of a sigmoid router but not its weights
+    with_shared: add expert X, the shared one, with weight 1
     """
     num_tokens = shares.shape[1]
     shape = (num_tokens, top_k + with_shared)

@@ -27,12 +27,13 @@ def run_experts(
 ) -> Float[Array, "T E"]:
     """Return sum_j weights[t, j] * expert_{ids[t, j]}(x[t]), without the bias of `down`.
 
-    params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; packed weights
-    are unpacked first. Pairs are sorted by expert, stably: ids [[2 0] [0 1]] give the order 1 2 3 0
-    and group sizes [2 1 1]. The sum over j is in float32, in the order of j.
+    params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]. Packed weights
+        are unpacked first
+    shards: the number of shards of the experts; params has one of them. With several, the id X
+        stands for an expert of another shard, whose term is 0, and the sum stays in float32
 
-    shards: of all experts, of which params has one. With several, the id X stands for an expert of
-    another shard, whose term is 0, and the sum stays in float32.
+    Pairs are sorted by expert, stably: ids [[2 0] [0 1]] give the order 1 2 3 0 and group sizes [2
+    1 1]. The sum over j is in float32, in the order of j.
     """
     down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
     num_tokens, top_k = ids.shape
@@ -67,8 +68,9 @@ def gated(
 def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> ExpertBlocks:
     """Sort the pairs by expert, stably, and assign them to blocks. Raises ValueError for 0 pairs.
 
-    Pairs with the id num_experts, of another shard, are in no block; their place is unspecified.
-    Blocks without pairs have the last one's expert, padding rows some pair's token.
+    Pairs with the id num_experts, of another shard, are in no block, and their place is
+    unspecified. Blocks without pairs have the last block's expert, and padding rows some pair's
+    token.
 
     In:  ids [[2 0] [0 1]], tile_m 2 (pairs are 0: (0, 2), 1: (0, 0), 2: (1, 0), 3: (1, 1))
     Out: expert [0 1 2], num_pairs [2 1 1], token [0 1 | 1 . | 0 .], place [4 0 1 2]

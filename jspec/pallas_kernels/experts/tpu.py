@@ -23,8 +23,8 @@ from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.reference import blocks_of, gated
 from jspec.spec.model_spec import Gate
 
-# Average rows per expert up to which the kernel is used instead of XLA's product. Assumed, not
-# measured: at this many rows every chip is still bound by reading weights.
+# Average rows per expert up to which the kernel is used instead of XLA's product. Estimated: at
+# this many rows every chip is still bound by reading weights.
 MOST_ROWS_AN_EXPERT = 64
 LEAST_ROWS = 16  # per block: a packed tile of bfloat16
 LANES = 128
@@ -53,7 +53,7 @@ def run_experts(
     """Compute reference.run_experts. Raises ValueError for 0 tokens. interpret: run anywhere."""
     num_experts = params["down"].shape[0]
     blocks = blocks_of(ids, num_experts=num_experts, tile_m=tile_m)
-    if shards > 1:  # without a pair, index maps need a block all the same
+    if shards > 1:  # index maps need a block even without pairs
         blocks = replace(blocks, num_used=jnp.maximum(blocks.num_used, 1))
     rows = jnp.take(x, blocks.token, axis=0, mode="clip")
     wide = grouped_product(rows, params["gate_up"], blocks, interpret=interpret)
@@ -109,7 +109,7 @@ def grouped_product(
 def lies_turned(size: int, columns: int) -> bool:
     """Return whether XLA stores [X, size, columns] with `size` as the last axis.
 
-    It chooses the axis whose padding to 128 loses less (observed in compiled programs).
+    It chooses the axis whose padding to 128 wastes less (observed in compiled programs).
 
     In:  2880, 1440    Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
     """

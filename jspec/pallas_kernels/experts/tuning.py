@@ -1,11 +1,9 @@
-"""Tile sizes of the experts' GPU kernels, and when they are used. Integer arithmetic, no device.
+"""Tile sizes of the experts' GPU kernels, and the conditions for using them. No device is needed.
 
 A step is bound by reading the weights of the active experts. That needs at least two programs per
-multiprocessor, each with about 64 KiB in flight: computed, then measured on an H200 (decision 39).
-
-The kernels are used for prefill, too: compiled for an H200 (jax 0.12), XLA's grouped product is a
-dense one of [R, X * E] and [X * E, N], so 2,048 tokens of Qwen3-30B-A3B take 128 times the
-arithmetic and 8.6 GB of temporaries.
+multiprocessor, each with about 64 KiB in flight (decision 39). The kernels are used for prefill,
+too: XLA compiles its grouped product for GPUs as a dense one of [R, X * E] and [X * E, N], which
+has X times the arithmetic and large temporaries.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ LEAST = 16  # least side of a tile, set by the tensor cores
 PROGRAMS = 2 * NUM_BLOCKS  # programs that keep memory busy
 MOST_ELEMENTS = 2**31 - 1  # per array of weights: the kernels use 32-bit indices
 MOST_TOKENS = LEAST  # of gpu_few: an expert's tokens fit one tile's rows
-RANKED_IN_PLACE = 128  # experts up to which every program of a product may rank them itself
-MOST_RANKED = 256  # experts up to which ranks are found by counting
+RANKED_IN_PLACE = 128  # most experts that every program of a product ranks itself
+MOST_RANKED = 256  # most experts whose ranks are found by counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class ExpertsTuning:
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
         """Return why experts of E = size and I = inner cannot use these tiles, or None.
 
-        is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter.
+        is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter
         """
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
@@ -84,7 +82,7 @@ def sizes_of(params: Mapping[str, Any]) -> Sizes:
 
 
 def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
-    """Return the experts' sizes. Raise ValueError if the tiles cannot be used for them."""
+    """Return the experts' sizes. Raises ValueError if the tiles cannot be used for them."""
     _, size, inner, is_packed = sizes = sizes_of(params)
     if problem := tuning.problem(size, inner, is_packed=is_packed):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
@@ -97,7 +95,7 @@ def choose_experts(
     """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
 
     None for sizes that no tile divides, for 0 pairs, and for packed weights if unpacking first is
-    faster. A block has room for the rows of most experts: a second block would read its weights
+    faster. A block has capacity for the rows of most experts: a second block would read its weights
     from the L2 cache, which costs more than idle rows.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
@@ -128,23 +126,20 @@ def choose_experts(
 # Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
 # are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
 # fastest measured on an H200 at gpt-oss-20b's sizes (experts_mxfp4_h200.json). For more tokens,
-# blocks of 32 are the longest whose sums stay in registers: at 256 tokens they take 547 us, blocks
-# of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and unpacking
-# 1,577.
+# blocks of 32 are the longest whose sums stay in registers, and the fastest.
 MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
 PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
 
-# Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64. Of the tiles measured on an
-# H200 (experts_few_tiles_h200.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns
-# of gate and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
+# Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64, whose rows are lines of the
+# L2 cache (128 bytes). No tiles were more than 3% faster at 4 to 16 tokens on an H200
+# (experts_few_tiles_h200.json).
 FEW = {
     QWEN3_30B_A3B.widths: ExpertsTuning(),  # 96 programs of 64 KiB, then 256 of 32
     GPT_OSS_20B.widths: ExpertsTuning(),  # 180 and 180
 }
-# Tiles for one token, where deeper rings are 5% faster (experts_few_tiles_h200.json, one run on an
-# H200); at 4 to 16 tokens they are slower.
+# Tiles for one token, where deeper rings are faster (experts_few_tiles_h200.json).
 FEW_ONE_TOKEN = {QWEN3_30B_A3B.widths: ExpertsTuning(num_stages=6, down_stages=8)}
 
 

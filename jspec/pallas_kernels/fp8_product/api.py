@@ -1,6 +1,4 @@
-"""Operands that kernels of a GPU pass to the product that reads them: tokens already in fp8, and
-numbers that are yet to be scaled.
-"""
+"""Operands that GPU kernels pass to the product that reads them: quantised or unscaled tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ PADDED_TOKENS = 128  # scales of tokens are allocated for a multiple of this
 
 @pytree
 class QuantisedTokens:
-    """Tokens in fp8. What lies past the first `num` of them is arbitrary."""
+    """Tokens in fp8. Entries past the first `num` of them are arbitrary."""
 
     codes: Any  # e4m3[8 m, K]
     scales: Any  # f32[S, 128 m]: S is 1, or the blocks of 128 inputs
@@ -27,7 +25,7 @@ class QuantisedTokens:
 
 @pytree
 class WithCodes:
-    """Numbers [M, K], and the same as tokens in fp8: a product reads either."""
+    """Values [M, K], and the same as tokens in fp8; a product reads either."""
 
     numbers: jax.Array
     tokens: QuantisedTokens
@@ -35,7 +33,7 @@ class WithCodes:
 
 @pytree
 class Scaled:
-    """Numbers [.., K] that are `of` times a factor, in float32 and then rounded to `dtype`."""
+    """Values [.., K] that are `of` times a factor, in float32 and then rounded to `dtype`."""
 
     of: jax.Array
     factor: jax.Array  # f32[1]
@@ -54,5 +52,5 @@ def numbers_of(x: Activations) -> jax.Array:
 def rearranged(
     x: jax.Array | Scaled, rearrange: Callable[[jax.Array], jax.Array]
 ) -> jax.Array | Scaled:
-    """Return x with its numbers in other places."""
+    """Return x with its values rearranged."""
     return replace(x, of=rearrange(x.of)) if isinstance(x, Scaled) else rearrange(x)

@@ -1,12 +1,14 @@
 """The product of quantised tokens and fp8 weights on Hopper GPUs (Mosaic GPU).
 
 A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
-consumer warp groups multiply them in fp8 (wgmma). Both operands lie along the inputs, so weights
-must be stored column-major. Blocks are persistent, and the ring continues across tiles.
+consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
+inputs: weights must be stored column-major. Blocks are persistent, and the ring continues across
+tiles.
 
 Few tokens take the time of one read of the weights: a multiprocessor has one narrow strip of
-columns, no split of K, and all shared memory holds bytes in flight. A product always has 64 rows:
-fewer tokens leave the rest of a stage to the next one, and rows past them are read and dropped.
+columns, no split of K, and all shared memory holds bytes in flight. A product always has 64 rows.
+With fewer tokens, a stage is only as long as the tokens, and the product's other rows read the next
+stage; their results are dropped.
 """
 
 from __future__ import annotations
@@ -65,9 +67,7 @@ def chosen_product(
 
 
 def chosen(x: Any, weight: FP8Weight, *, is_gated: bool = False) -> ProductTuning | None:
-    """Return the tuning for x [.., K], an array or its shape; None where XLA's product is faster
-    or no kernel fits.
-    """
+    """Return the tuning for x [.., K], an array or its shape; None: use XLA's product."""
     if x.dtype != jnp.bfloat16:
         return None
     halves, by_blocks = 2 if is_gated else 1, weight.block is not None
@@ -84,8 +84,8 @@ def product(
 ) -> BFloat16[Array, "M N"]:
     """Return x @ weight; is_gated: silu(x @ gate) * (x @ up), of the weight's two halves.
 
-    Raises ValueError if `tuning` does not fit. weight: read as codes.T, which is free if it is
-    stored so. interpret: parameters of the GPU interpreter.
+    weight: read as codes.T, which is free if it is stored so. interpret: parameters of the GPU
+    interpreter. Raises ValueError if `tuning` does not fit.
     """
     return _launch(x, weight, tuning=tuning, is_gated=is_gated, interpret=interpret)
 
@@ -144,7 +144,7 @@ class _Plan:
 def _launch(
     x: QuantisedTokens, weight: FP8Weight, *, tuning: ProductTuning, is_gated: bool, interpret: Any
 ) -> jax.Array:
-    """An inner jit: it is lowered once for all layers."""
+    """Run the kernel. It is an inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (k, columns), halves, by_blocks = weight.shape, 2 if is_gated else 1, weight.block is not None
     problem = tuning.problem(x.num, k, columns, halves=halves, by_blocks=by_blocks)
@@ -160,7 +160,7 @@ def _launch(
     def fp8_product_gpu(*refs: Any, **scratch: Any) -> None:  # the name that profiles show
         _body(plan, *refs, **scratch)
 
-    # A chip drops rows past the end, but of more than eight only whole eights can be written.
+    # A chip drops rows past the end, but writes more than eight rows only in whole eights.
     written = plan.m if plan.m < 8 else -(-plan.m // 8) * 8
     written = plan.rows if plan.interpreted else written
     out = plgpu.kernel(
@@ -296,7 +296,7 @@ def _consume(
 
 
 def _load(ref: Any, axis: int) -> jax.Array:
-    """Load one number a row (axis 1) or column (axis 0) of a product."""
+    """Load a value per row (axis 1) or column (axis 0) of a product."""
     layout = plgpu.Layout.WGMMA.reduce(axis)
     load: Any = plgpu.load  # whose index is optional from jax 0.11 on
     loaded: jax.Array = load(ref, layout=layout, optimized=False)
@@ -315,7 +315,7 @@ def _split(plan: _Plan, sums: jax.Array) -> Columns:
 
 
 def _summed(plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any) -> Columns:
-    """Return the products of a tile, added up by the tensor cores."""
+    """Return the products of a tile, summed by the tensor cores."""
     stages = plan.tuning.num_stages
 
     def accumulate(acc: Any) -> jax.Array:
@@ -339,7 +339,7 @@ def _summed(plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any)
 def _promoted(
     plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any, factor: _BlockScales
 ) -> Columns:
-    """Return the products of a tile: those of 128 inputs, times their scales, added in float32."""
+    """Return the products of a tile: those of 128 inputs each, scaled and summed in float32."""
     tuning, stages = plan.tuning, plan.tuning.num_stages
     shape = (LANES, plan.halves * tuning.tile_n)
     parts = tuning.tile_k // DEPTH
@@ -377,7 +377,7 @@ def _promoted(
 
 @dataclass(frozen=True)
 class _BlockScales:
-    """Scales of blocks of 128 inputs: of 64 tokens each, and of columns in at most two blocks."""
+    """Scales of blocks of 128 inputs, for 64 tokens and for columns in at most two blocks."""
 
     plan: _Plan
     x_scales: Any
@@ -390,7 +390,7 @@ class _BlockScales:
         return bool(DEPTH % self.plan.tuning.tile_n)
 
     def at(self, block: jax.Array) -> Any:
-        """Load those of a stage, from its first block of inputs on."""
+        """Load the scales of a stage, from its first block of inputs on."""
         plan = self.plan
         return [
             (

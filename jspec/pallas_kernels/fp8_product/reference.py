@@ -3,8 +3,8 @@
 Activations are quantised per token, so a row's result depends on that row and the weights alone:
 
     weights' scales    activations' scales       sums in float32
-    per channel        one a token               (q(x) @ codes) * scale of x * scale of w
-    per 128 x 128      one a token and 128       sum over the blocks of inputs of the above
+    per channel        one per token             (q(x) @ codes) * scale of x * scale of w
+    per 128 x 128      one per token and 128     sum over the blocks of inputs of the above
                        inputs
 
 Only the result is rounded to the output's dtype.
@@ -23,10 +23,8 @@ from jspec.device.fp8 import FP8Weight, codes_of, scales_of
 def quantise(
     x: Float[Array, "*b K"], block: int | None
 ) -> tuple[Float[Array, "*b K"], Float[Array, "*b S"]]:
-    """Return (codes e4m3, scales f32): a scale for every `block` inputs; None: one for all.
-
-    A scale is the largest magnitude / 448; a NaN makes all of its group NaN.
-    """
+    """Return (codes e4m3, scales f32): a scale per `block` inputs; None: one per token. A scale is
+    the largest magnitude / 448; a NaN makes its whole group NaN."""
     length = x.shape[-1]
     size = length if block is None else block
     groups = _padded(x.astype(jnp.float32), size, axis=-1)
@@ -42,7 +40,7 @@ def fp8_product(
     """Return x @ weight with quantised activations."""
     codes, scales = quantise(x.reshape(-1, x.shape[-1]), weight.block)
     if weight.block is None:
-        # XLA makes this cublasLt's product in fp8 where there is one.
+        # XLA compiles this to cublasLt's fp8 product where it exists.
         out = _product(codes, weight.codes) * scales * weight.scales
     else:
         out = _sum_of_blocks(codes, scales, weight, size=weight.block)
@@ -52,7 +50,7 @@ def fp8_product(
 def _sum_of_blocks(
     codes: Float[Array, "M K"], scales: Float[Array, "M S"], weight: FP8Weight, *, size: int
 ) -> Float[Array, "M N"]:
-    """Add one block of inputs at a time: all at once would need [S, M, N]."""
+    """Add one block of inputs at a time, since all at once would need [S, M, N]."""
     width = weight.shape[-1]
     of_inputs = _padded(codes, size, axis=-1).reshape(codes.shape[0], -1, size).swapaxes(0, 1)
     of_weights = _padded(weight.codes, size, axis=-2).reshape(-1, size, width)

@@ -34,7 +34,8 @@ class ProductTuning:
         return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
 
     def rows_loaded(self, m: int) -> int:
-        """Tokens that a stage holds; the other rows of a product are read from what follows."""
+        """Return the tokens that a stage holds; a product reads its other rows from past the
+        stage."""
         unit = 8 * (self.cluster if self.shared is Shared.TOKENS else 1)
         return min(self.tile_m, -(-m // unit) * unit)
 
@@ -76,11 +77,11 @@ class ProductTuning:
         return next((reason for reason, wrong in checks.items() if wrong), None)
 
 
-MOST_FEW = 64  # tokens of one strip of columns a multiprocessor
-MOST_TOKENS = 512  # with a scale per channel; XLA's product (cublasLt) is as fast above
+MOST_FEW = 64  # most tokens with one strip of columns per multiprocessor
+MOST_TOKENS = 512  # with a scale per channel; above, XLA's product (cublasLt) is as fast
 MOST_STAGES = 24
 LEAST_STAGES = {512: 6, 256: 4}  # of a tile_k, so that enough bytes are in flight
-TILE_COST = 32  # of a tile, in columns: its tokens are copied and its sums written
+TILE_COST = 32  # in columns: copying a tile's tokens and writing its sums
 
 
 def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning | None:

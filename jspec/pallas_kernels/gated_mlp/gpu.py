@@ -41,14 +41,13 @@ from jspec.pallas_kernels.hopper import (
 DEFAULT = GatedTuning(piece=64)
 # 256 tokens of an 8B target make 2 x 112 default tiles: two waves of 132 multiprocessors, 85% full;
 # with 112 columns they make 2 x 128 tiles, 97%. Only OUT_IN allows this split. With pieces of 16 an
-# overlapped epilogue spills registers and is no faster.
+# overlapped epilogue would spill registers.
 NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
-# A shard of four has 2 x 32 of these tiles, and half of the chip would be idle: tiles of half the
-# tokens. A chain's step of 64 rows takes 5.07 ms instead of 5.35 on four H200s.
+# One of four shards has 2 x 32 of these tiles, which leaves half of the chip idle; tiles of half
+# the tokens fill it.
 HALVED = replace(NARROW, tile_m=64, num_consumers=1)
 # Up to MOST_FEW tokens, time is one read of the weights: all shared memory holds bytes in flight,
-# 256 contiguous, with one wide tile per multiprocessor. For column-major weights XLA takes 3% (16
-# tokens) to 8% (64) longer.
+# 256 contiguous, with one wide tile per multiprocessor.
 FEW = GatedTuning(
     tile_m=64,
     tile_n=112,
@@ -60,9 +59,9 @@ FEW = GatedTuning(
     cluster=1,
     layout=Layout.OUT_IN,
 )
-# The kernel speeds up decode steps from these token counts on (row-major at 256 tokens by only 2%).
-# Prefill uses it from 128 tokens with either layout: all layouts and tiles sum in the same order,
-# so K and V of a prompt are equal in engines with and without speculation.
+# The kernel speeds up decode steps from these token counts on. Prefill uses it from 128 tokens with
+# either layout: all layouts and tiles sum in the same order, so K and V of a prompt are equal in
+# engines with and without speculation.
 LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
 LEAST_FEW, MOST_FEW, MOST_NARROW = 16, 64, 512
 
@@ -167,7 +166,7 @@ class _Plan:
 
 @partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
 def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) -> jax.Array:
-    """An inner jit: it is lowered once for all layers, which takes a second."""
+    """Run the kernel. It is an inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)

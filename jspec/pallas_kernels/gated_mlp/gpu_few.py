@@ -1,6 +1,6 @@
 """The gated product of an MLP for at most 32 tokens with column-major weights on a GPU (Triton).
 
-The time is that of reading the weights once, and XLA is slower for column-major weights, which an
+The time is that of reading the weights once. XLA is slower for column-major weights, which an
 engine with speculation stores. Several tokens are padded with 0 to the 16 or 32 columns of a tensor
 core product. One token uses no tensor cores: products are accumulated per lane and reduced at the
 end, so all loads are in flight at once. Rounding is that of reference.gated_product.
@@ -24,13 +24,12 @@ from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.gated_mlp.tuning import FewTuning
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 
-# On an H100, 4,096 -> 14,336: 80.4 us for one token, 82.3 for 2 to 8; XLA takes 84.3 and 83.4 to
-# 85.0, and row-major 78.9 and 80.2 to 81.5 (benchmarks/results/gated_mlp_few_h100.json).
+# Measured on an H100 (benchmarks/results/gated_mlp_few_h100.json).
 ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
 SEVERAL = FewTuning(tile_n=64, tile_k=128, num_warps=4, num_stages=4)
 MORE = replace(SEVERAL, num_lanes=32)
-# gpu.py alone is as fast for 32, but a Mosaic launch is a CUDA graph of its own: a plain step of 32
-# rows took 0.8% longer with it. For 64, tensor core throughput matters.
+# For 32 tokens gpu.py alone is as fast, but a Mosaic launch is a CUDA graph of its own, which makes
+# a step slower. For 64, tensor core throughput matters.
 MOST_TOKENS = MORE.num_lanes
 
 
@@ -56,9 +55,8 @@ def few_gated_product(
     tuning: FewTuning,
     interpret: bool = False,
 ) -> BFloat16[Array, "M N"]:
-    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). Raises ValueError if `tuning` does not fit. w is
-    read as w.T, which is free if it is stored so. tuning: static.
-    """
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). w is read as w.T, which is free if it is stored
+    so. tuning: static. Raises ValueError if it does not fit."""
     (m, k), columns = x.shape, w.shape[1]
     if problem := tuning.problem(m, k, columns):
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-# Shared memory available to a block on compute capability 9.0, less what the compiler needs for
-# barriers, alignment and reductions.
+# Shared memory of a block on compute capability 9.0, minus the compiler's need for barriers,
+# alignment and reductions.
 SHARED_BYTES = 232_448 - 1_024
 LANES = 64  # M of a wgmma instruction, and columns of a 128-byte swizzled tile
 ACCUMULATED = 64 * 256  # float32 sums of one warp group, in half of its registers
 NUM_BLOCKS = 132  # multiprocessors of an H100 or H200
 FEWEST_LANES = 16  # N of the smallest Triton product on the tensor cores
 LEAST_BUSY = 0.95  # the fraction of multiprocessors that few tokens must occupy
-LEAST_FILLED = 0.7  # occupancy of the waves that FewTuning needs: 0.73 is faster, 0.69 not
+LEAST_FILLED = 0.7  # occupancy of the waves from which FewTuning is faster
 
 
 class Layout(Enum):

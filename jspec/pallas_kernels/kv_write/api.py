@@ -31,10 +31,8 @@ class Rotation:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScales:
-    """Divisors of a layer's K and V when they are stored in FP8.
-
-    Queries are multiplied by k_scale and outputs by v_scale instead of the stored values.
-    """
+    """Divisors of a layer's K and V when they are stored in FP8. Instead of the stored values,
+    queries are multiplied by k_scale and outputs by v_scale."""
 
     k: jax.Array  # f32[1]
     v: jax.Array  # f32[1]

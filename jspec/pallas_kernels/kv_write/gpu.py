@@ -45,11 +45,11 @@ def rotate_and_write(
     queries_per_row: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
-    """Compute reference.rotate_and_write in one launch.
+    """Compute reference.rotate_and_write in one launch. Raises ValueError for unfit heads.
 
     queries_per_row: None returns q as [T, H, D], else in the layout of gpu_plan.pack_queries, [B *
-    G, rows, D], without its padding. scales: of an FP8 pool; q is then in f16, times K's scale.
-    Raises ValueError for heads that do not fit the pool.
+        G, rows, D], without its padding
+    scales: of an FP8 pool; q is then in f16, times K's scale
     """
     tokens, total, width = heads.shape
     _check(heads, cos, kv_pages, num_heads=num_heads)

@@ -3,15 +3,15 @@
 RoPE (Su et al., 2021) is half-split, as in Llama; some families norm q and k before it (Qwen3).
 
 A KV pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. A latent pool
-[num_pages, page_size, D] has one record for each token, which is both K and V of one head. Page 0
-is the dummy, which takes all writes that must go nowhere else. Indices are never negative.
+[num_pages, page_size, D] has one record per token, which is both K and V of one head. Page 0 is the
+dummy, which takes all writes that must go nowhere else. Indices are never negative.
 
 Written values are finite: 0 times NaN is NaN, so one row's overflow would reach every query whose
 product includes that slot, visible or not.
 
-An FP8 pool (e4m3) holds K and V divided by the layer's scales, in float32, then rounded to the
-nearest, ties to even. Values beyond the largest number become it. Every query sees the stored
-values, also of tokens of its own step, so what a step verifies at once does not matter.
+An FP8 pool (e4m3) holds K and V divided by the layer's scales, in float32, then rounded to nearest,
+ties to even, and saturated. Every query sees the stored values, also of tokens of its own step, so
+the result does not depend on how many tokens a step verifies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.kv_write.api import HeadNorms, KVScales, Rotation
 
-# Replaces infinities: the largest float16. The maximum of a wider type would overflow in the next
-# product.
+# Replaces infinities. It is the largest float16; that of a wider type would overflow in a product.
 LARGE = 65504.0
 LARGEST_FP8 = 448.0  # of e4m3
 
@@ -40,7 +39,7 @@ def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def stored(x: Float[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
-    """Round to a pool's dtype: finite, and saturated in FP8, whose conversion makes NaN of more.
+    """Round to a pool's dtype: finite, and saturated in FP8, where conversion would give NaN.
 
     In:  [300 500 -inf NaN]    Out: [288 448 -448 0] in e4m3
     """
@@ -50,7 +49,7 @@ def stored(x: Float[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
 
 
 def scaled_queries(q: Float[Array, "*n"], scales: KVScales | None) -> Float[Array, "*n"]:
-    """Return the queries to multiply with stored K: in float32 with scales, else as they are."""
+    """Return the queries to multiply with stored K: in float32 with scales, else unchanged."""
     return q if scales is None else q.astype(jnp.float32) * scales.k
 
 
@@ -131,10 +130,8 @@ def norm_halves(
     eps: float,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norm heads of `width`, given as f32 halves [heads, half], and round them to dtype.
-
-    scale: of each half, by its index; kernels load it here.
-    """
+    """Norm heads of `width`, given as f32 halves [heads, half], and round them to dtype. scale:
+    returns that of each half by its index; kernels load it there."""
     first, second = halves
     mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width
     factor = jax.lax.rsqrt(mean_square + eps)

@@ -2,9 +2,9 @@
 
 A program handles one row, a tile of up to 64 of its queries (queries x heads, the M of a wgmma
 product) and one share of the row's keys. A producer copies blocks of 64 records by TMA into a ring
-in shared memory; V is the first part of a record, so each is read once for both products. Of 64
-queries a warpgroup has registers for the sums of 256 columns, so two consumers have half of V's
-columns each. Both compute all scores: no consumer waits for the other, and one multiplies while the
+in shared memory; V is the first part of a record, so each is read once for both products. For 64
+queries a warpgroup has registers for the sums of 256 columns, so each of two consumers has half of
+V's columns. Both compute all scores: no consumer waits for the other, and one multiplies while the
 other is in its softmax. gpu_merge.py merges the shares.
 
 Rounding: P is cast to the pool's type before the second product, and each share's result before the
@@ -40,7 +40,7 @@ from jspec.pallas_kernels.hopper import (
 )
 
 MOST_QUERIES = 64  # of a row
-LEAST_TOKENS = 4  # of a step: for fewer, a launch outside of a CUDA graph costs what this saves
+LEAST_TOKENS = 4  # of a step; for fewer, a launch outside of a CUDA graph costs what this saves
 BLOCK = 64  # keys of one iteration
 STAGES = 2  # blocks in the ring; with the queries they fill the shared memory
 CONSUMERS = 2
@@ -69,7 +69,7 @@ class _Shape:
 
     @property
     def columns(self) -> int:
-        """Columns of V of a consumer."""
+        """Columns of V per consumer."""
         return self.rank // CONSUMERS
 
 
@@ -92,7 +92,7 @@ def serves(q: jax.Array, pages: jax.Array, *, queries_per_row: int, rank: int) -
 
 
 def choose_shares(*, items: int, max_blocks: int) -> int:
-    """Return the shares of a row's keys that fill one wave of programs, one a multiprocessor."""
+    """Return the shares of a row's keys that fill one wave, with a program per multiprocessor."""
     return max(1, min(NUM_SMS // items, max_blocks, MOST_SHARES))
 
 
@@ -107,10 +107,8 @@ def attend_rows(
     shares: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H rank"]:
-    """Return out like attention/api.py, for a pool of latents that has this call's tokens.
-
-    Raises NotImplementedError with a jax before 0.11. See `serves` for the shapes.
-    """
+    """Return out like attention/api.py, for a pool of latents that has this call's tokens. Raises
+    NotImplementedError with a jax before 0.11. See `serves` for the shapes."""
     require_mosaic_gpu()
     batch, num_heads, width = rows.page_table.shape[0], q.shape[1], q.shape[2]
     tiles, stored = tiles_of(queries_per_row * num_heads)
@@ -350,7 +348,7 @@ def _absorb(
     words: list[Any],
     carry: Any,
 ) -> Any:
-    """Add a block of records. words: the mask of the block; none if all of it is seen."""
+    """Add a block of records. words: the mask of the block; empty if all of it is seen."""
     top, total, mixed = carry
     records = refs.ring.at[slot]
 
@@ -413,7 +411,7 @@ def _words(refs: _Refs, work: _Work, block: Any) -> list[Any]:
 
 
 def _mask(scores: Any, words: list[Any]) -> Any:
-    """Set scores of hidden keys to -inf; `top` stays finite, so no difference is NaN."""
+    """Set scores of hidden keys to -inf. `top` stays finite, so no difference is NaN."""
     if not words:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

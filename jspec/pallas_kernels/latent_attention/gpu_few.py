@@ -5,7 +5,7 @@
 XLA runs each of these products in too few programs to keep memory busy, with launches for the
 norms, RoPE and concatenations between them. Here `down` multiplies by both low-rank projections,
 split along the inputs; each program of the next product norms its queries itself, and one program
-makes the records; `absorb` turns and places the rest of each query. Tokens are padded to the 16
+makes the records; `absorb` rotates and places the rest of each query. Tokens are padded to the 16
 rows of a tensor core tile. Rounding is that of layers/latent_attention.py.
 """
 
@@ -28,7 +28,7 @@ from jspec.spec.model_spec import LatentAttentionSpec
 MOST_TOKENS = 16  # rows of the smallest tensor core tile
 DEEP = 64  # inputs of one iteration
 DOWN = 32  # columns of a program of `down`
-SHARES = 4  # of its inputs
+SHARES = 4  # of the inputs of `down`
 QUERIES = 32  # columns of a program of the queries' product
 ABSORBED = 64  # of the latent, of a program of `absorb`
 VALUES = 32  # columns of a program of `values`
@@ -38,7 +38,7 @@ NAMES = ("q_a", "q_a_norm", "q", "kv_a", "kv_a_norm", "k_up", "v_up")
 def serves(params: Mapping[str, Any], x: jax.Array, spec: LatentAttentionSpec) -> bool:
     """Return whether the kernels run these products: dense ones of x's dtype, of whole tiles.
 
-    x: the layer's input or the means of latents, which have the same tokens and dtype.
+    x: the layer's input, or the means of latents, which have the same tokens and dtype
     """
     if spec.q_rank is None or spec.growth is not None or not 1 <= x.shape[0] <= MOST_TOKENS:
         return False
@@ -168,7 +168,6 @@ def _up(
     token, exists = _tokens(out_ref.shape[0])
 
     def summed(column: jax.Array) -> jax.Array:
-        """Return f32 columns of the product of `down`, rounded."""
         total: Any = 0.0
         for share in range(SHARES):
             where = shares_ref.at[tile * 0 + share, token[:, None], column[None]]
@@ -223,7 +222,7 @@ def absorb(
     spec: LatentAttentionSpec,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """Return each head's query in the latent's space, then its part that RoPE turns."""
+    """Return each head's query in the latent space, followed by its part that RoPE rotates."""
     num_tokens, num_heads = q.shape[0], q.shape[1] // spec.head_dim
     width = spec.kv_rank + spec.rope_dim
     out: jax.Array = pl.pallas_call(
@@ -311,9 +310,7 @@ def _product(
     left: Any, right: Any, *, depth: int, columns: int, is_transposed: bool = False
 ) -> jax.Array:
     """Return f32 left @ right. left, right: load the columns and rows at these inputs.
-
-    is_transposed: right gives [columns, inputs].
-    """
+    is_transposed: right gives [columns, inputs]."""
     step = jnp.arange(DEEP, dtype=jnp.int32)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -326,7 +323,7 @@ def _product(
 
 
 def _pair_of(half: int, *, is_interleaved: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the columns that RoPE turns with each other: (0 2 4, 1 3 5) or (0 1 2, 3 4 5)."""
+    """Return the columns that RoPE pairs: (0 2 4, 1 3 5) if interleaved, else (0 1 2, 3 4 5)."""
     index = jnp.arange(half, dtype=jnp.int32)
     return (2 * index, 2 * index + 1) if is_interleaved else (index, half + index)
 

@@ -1,16 +1,15 @@
-"""The sum of rows over the GPUs of one host, in one launch (Triton): each writes its rows into the
-memory of all, and adds what it received in the order of the devices.
+"""The sum of rows over the GPUs of one host, in one launch (Triton): each GPU writes its rows into
+the memory of all, and adds the rows that it received in the order of the devices.
 
-A number that has arrived is known by itself: before, its place held NOTHING. So there is no flag,
-no fence and no second crossing of the link. All devices add the same numbers in the same order, in
-float32, and have the same bits.
+A received value needs no flag, no fence and no second crossing of the link: its place held NOTHING
+before it arrived. All devices add the same values in the same order, in float32, and get the same
+bits. With more than two devices, each of many rows is added by one device, its owner, which returns
+the sum: two crossings, but of fewer bytes (half with four devices).
 
-Many rows over more than two devices are each added by one device, their owner, which returns the
-sum: two crossings, but of less (with four devices half the bytes).
-
-A row has three places that take turns. Who sends the row's sum n + 3 has received n + 2 from all,
-which they sent after they had read n and emptied its place (in n + 1). So the sums of a row must
-follow one another, as they do along the residual stream (`Area`); two at once would mix.
+A row has three places that are used in rotation. A device that sends the row's sum n + 3 has
+received n + 2 from all others, which they sent after they had read n and emptied its place (in n +
+1). So the sums of a row must follow one another, as they do along the residual stream (`Area`); two
+at once would mix.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from jaxtyping import Array, BFloat16, Float, Int
 from jspec.device.peers import HEADER, TURNS, Peers
 
 LANES, MAX_WARPS = 32, 32
-OWNED_FROM = 32  # rows, over more than two devices
-VECTOR = 8  # bfloat16 numbers of a thread, in one access of 16 bytes
-POLLS = 1 << 27  # half a minute or more; then the peer is dead, and a trap ends the wait
+OWNED_FROM = 32  # rows from which they have owners, with more than two devices
+VECTOR = 8  # bfloat16 values of a thread, in one access of 16 bytes
+POLLS = 1 << 27  # half a minute or more; after it the peer counts as dead, and a trap ends the wait
 
 # $1: bytes from the buffer's address, $2 and $3. Volatile accesses reach the L2.
 _ADDRESS = ".reg .u64 a, b; mov.b64 b, {$2, $3}; cvt.u64.u32 a, $1; add.u64 a, a, b;"
 _READ = f"{{ {_ADDRESS} ld.volatile.global.u32 $0, [a]; }}"
 _WRITE = f"{{ {_ADDRESS} st.volatile.global.u32 [a], $4; mov.u32 $0, 0; }}"
-_SECOND = "xor.b32 $0, $1, $1; add.u32 $0, $0, $2;"  # $2, once $1 is there
+_SECOND = "xor.b32 $0, $1, $1; add.u32 $0, $0, $2;"  # $2, once $1 is available
 
 
 def sum_over_peers(x: BFloat16[Array, "T E"], peers: Peers) -> BFloat16[Array, "T E"]:
@@ -61,7 +60,7 @@ def sum_add_and_norm(
 
 
 def gather_over_peers(words: Int[Array, "n"], peers: Peers) -> Int[Array, "D n"]:
-    """Return all devices' words. NOTHING becomes the largest number; n <= peers.most_words."""
+    """Return all devices' words. NOTHING becomes the largest value; n <= peers.most_words."""
     (num,), most = words.shape, peers.width // 2
     width = min(pl.next_power_of_2(max(num, LANES)), most)
     warps = min(MAX_WARPS, width // LANES)
@@ -77,7 +76,7 @@ def gather_over_peers(words: Int[Array, "n"], peers: Peers) -> Int[Array, "D n"]
 def _launch(
     body: Callable[..., None], name: str, arrays: list[jax.Array], peers: Peers, *, num_outputs: int
 ) -> list[jax.Array]:
-    """Run a program a row. arrays: the first is summed, and the outputs have its shape."""
+    """Run a program per row. The first of `arrays` is summed, and the outputs have its shape."""
     num, size = arrays[0].shape
     outs = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)] * num_outputs
     if num == 0:
@@ -118,7 +117,7 @@ def _call(
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Byte offsets of an area's places in a buffer: [turn, device, row, number]."""
+    """Byte offsets of an area's places in a buffer: [turn, device, row, value]."""
 
     peers: Peers
 
@@ -138,14 +137,14 @@ class _Where:
         return 4 * row + self.peers.first_byte
 
     def place(self, turn: jax.Array, row: jax.Array) -> jax.Array:
-        """Return that of device 0."""
+        """Return the offset of device 0's place."""
         first = self.peers.first_byte + 4 * self.peers.area.num_rows
         return turn * (self.num * self.device) + row * self.row + first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A program's row: `size` numbers in `width` lanes, a power of two, `pack` of them a thread."""
+    """A program's row: `size` values in `width` lanes, a power of two, `pack` per thread."""
 
     size: int
     width: int
@@ -172,7 +171,7 @@ class Row:
     def exchanged(
         self, x: jax.Array, table_ref: Any, done_ref: Any, *, adds: bool
     ) -> list[jax.Array]:
-        """Send x to all devices; return the sum of theirs or, of words, each one's."""
+        """Send x to all devices. Return the sum of all devices' x, or of words each device's."""
         index, zero, where = pl.program_id(0), jnp.zeros_like(self.lane), self.peers
         words = [zero + table_ref[i] for i in range(HEADER + 2 * where.num)]
         rank, own, others = words[0], words[1:HEADER], words[HEADER:]
@@ -191,7 +190,7 @@ class Row:
             args = [x, lane, sends, reads, clears, *own, *others]
             found.append(_asm(text, args, pack=self.pack, halves=adds))
             lane = _asm(_SECOND, [_bits(found[-1]), lane])
-        # A reduction over the block: all of its threads have read the turn before it is written.
+        # The reduction over the block makes all threads read the turn before it is written.
         last = jnp.max(_asm(_SECOND, [lane, turn]))
         one = jnp.zeros((1,), jnp.int32)
         at = [one + where.turn_of(index), *(one + table_ref[i] for i in range(1, HEADER))]
@@ -201,7 +200,7 @@ class Row:
     def _of_owner(
         self, index: jax.Array, zero: jax.Array, words: list[jax.Array]
     ) -> list[jax.Array]:
-        """Return of the row's owner: whether it is this device, its address, bytes to its place."""
+        """Return (whether the row's owner is this device, its address, bytes to its place)."""
         owner = index % self.peers.num
         others = words[HEADER:]
         low, high = zero, zero
@@ -258,14 +257,14 @@ def _exchange(
     sends: bool,
     is_owned: bool = False,
 ) -> str:
-    """Return PTX for `pack` numbers of a thread: send them to all devices and empty the places of
+    """Return PTX for `pack` values of a thread: send them to all devices and empty the places of
     the turn before (unless an earlier call did), wait for those of `sources`, and add these.
 
-    Arguments: numbers, their lanes, bytes to the places to write, to read and to empty (the last
-    two of device 0), own address, the devices' addresses, and if is_owned those of `_of_owner`.
-    devices, sources: bytes from device 0's places to others. halves: the numbers are bfloat16,
-    VECTOR of them in one access, which must be neighbours; else they are words, of which a single
-    source's are returned.
+    Arguments: values, their lanes, bytes to the places to write, to read and to empty (the last two
+        of device 0), own address, the devices' addresses, and if is_owned those of `_of_owner`
+    devices, sources: bytes from device 0's places to others
+    halves: the values are bfloat16, VECTOR of them in one access, which must be neighbours; else
+        they are words, of which a single source's are returned
     """
     ptx = _Ptx(pack=pack, halves=halves)
     first = 6 + 2 * len(devices)  # of the owner's arguments
@@ -289,14 +288,14 @@ def _exchange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ptx:
-    """Pieces of PTX. Registers: s the numbers to send, w those received; a, b, at addresses."""
+    """Pieces of PTX. Registers: s the values to send, w those received; a, b, at addresses."""
 
     pack: int
     halves: bool
 
     @property
     def count(self) -> int:
-        """Registers of the numbers, and of the result."""
+        """Registers of the values, and of the result."""
         return self.pack // (2 if self.halves else 1)
 
     @property
@@ -305,7 +304,7 @@ class _Ptx:
 
     @property
     def starts(self) -> range:
-        """The first of the numbers of each access."""
+        """The index of the first value of each access."""
         return range(0, self.pack, VECTOR if self.halves else 1)
 
     @property
@@ -375,7 +374,7 @@ class _Ptx:
         return [*lines, f"@p bra WAIT_{label};", "trap;", f"{label}:"]
 
     def results(self, num_sources: int) -> list[str]:
-        """Write the result: the sum of what was received, or the only one as it is."""
+        """Write the result: the sum of the received values, or the only one unchanged."""
         lines = []
         for g, j, out in self.outs:
             received = [f"w{g}_{r}_{j}" for r in range(num_sources)]
@@ -388,7 +387,7 @@ class _Ptx:
 
 
 def _sum_of_pairs(out: str, words: list[str]) -> list[str]:
-    """Add two bfloat16 numbers a word in float32, in order, and round the sums once."""
+    """Add two bfloat16 values per word in float32, in order, and round the sums once."""
     lines = ["mov.f32 low, 0f80000000; mov.f32 high, 0f80000000;"]  # -0 + x is x
     for word in words:
         lines.append(f"and.b32 t, {word}, 0xffff0000; mov.b32 x, t; add.rn.f32 high, high, x;")

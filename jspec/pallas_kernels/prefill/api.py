@@ -14,17 +14,15 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 
 FAR = (1 << 31) - 1
 
-# Lines of PackedPlan.ranges; the others, up to LINES, are zeros.
+# Lines of PackedPlan.ranges; further ones, up to LINES, are zeros.
 NEW_FIRST, NEW_LAST, POOL_FIRST, POOL_LAST, ROW = range(5)
 LINES = 8
 
 
 @pytree
 class PackedPlan:
-    """The keys of each query and of each block of queries.
-
-    Streams 0..B-1 are the rows' pages (keys are slots); B is the new tokens (packed indices).
-    """
+    """The keys of each query and of each block of queries. Streams 0..B-1 are the rows' pages (keys
+    are slots); B is the new tokens (packed indices)."""
 
     ranges: jax.Array  # i32[LINES, T]; query t sees packed tokens [NEW_FIRST, NEW_LAST) and
     # slots [POOL_FIRST, POOL_LAST) of row ROW; padding queries see nothing

@@ -9,8 +9,8 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
   - The producer copies whole pages by TMA into a ring in shared memory, row by row, from the first
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
-  - Of an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers,
-    which is the one that the consumers read.
+  - For an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers,
+    which the consumers read.
 
 P is cast to the pool's type (f16 for FP8) before the second product. Interpret mode's wgmma takes
 no register operand and no running accumulator, so there P passes through shared memory.
@@ -358,8 +358,8 @@ def _produce(shape: _Shape, refs: _Refs, task: Task) -> None:
     @pl.loop(task.first_row, task.last_row)
     def _row(row: Any) -> None:
         walk = walk_of(refs, task, row)
-        # After the last written page that page is repeated: it is loaded but not seen, so all
-        # blocks have the same bytes and no index is out of bounds.
+        # The last written page is repeated, loaded but not seen, so that all blocks have the same
+        # bytes and no index is out of bounds.
         last_page = lax.max(lax.div(walk.keys - 1, shape.page_size), 0)
 
         @pl.loop(walk.begin, walk.end)
@@ -440,10 +440,8 @@ def _boxes(shape: _Shape, task: Task, warpgroup: Any) -> list[tuple[Any, Any]]:
 
 
 def _pass_turn(refs: _Refs) -> None:
-    """Synchronize the consumers, so that one is in its softmax while the other multiplies.
-
-    The second starts one synchronization late and the first ends with one more.
-    """
+    """Synchronize the consumers, so that one is in its softmax while the other multiplies. The
+    second starts one synchronization late and the first ends with one more."""
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
@@ -549,7 +547,7 @@ def _rule(shape: _Shape, refs: _Refs, task: Task, walk: Walk, warpgroup: Any) ->
 
 
 def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any]) -> Any:
-    """Set scores of hidden keys to -inf; `top` stays finite, so no difference is NaN."""
+    """Set scores of hidden keys to -inf. `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

@@ -1,7 +1,5 @@
 """The tasks of a program of the packed Hopper kernel, and a task's walk over the keys of its rows.
-
-Every warp group of a program goes through them alike. shape and refs are gpu.py's.
-"""
+Every warp group of a program iterates over them alike. shape and refs are gpu.py's."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas-Triton).
 
-For each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
-winning ties, with the noise of device/noise.py generated in registers. One program per row and
+For each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), where the lowest
+id wins ties, with the noise of device/noise.py generated in registers. One program per row and
 chunk of the vocabulary writes its best (value, id), which XLA reduces.
 
-At T > 0 noise dominates (90 instructions per logit), so it is bounded first by a rough score, a
-third of the instructions, which the exact score never exceeds. The token with the highest rough
-score is scored exactly, and wins the chunk if no other rough score reaches its exact score;
-otherwise all tokens are scored exactly. NaN counts as -infinity.
+At T > 0 computing the noise takes most of the time (90 instructions per logit), so a rough score,
+which takes a third of them and is never below the exact score, is computed first. The token with
+the highest rough score is scored exactly, and wins the chunk if no other rough score reaches its
+exact score; otherwise all tokens are scored exactly. NaN counts as -infinity.
 """
 
 from __future__ import annotations
@@ -141,10 +141,8 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
-    """Return the least rough score of a token whose exact score reaches `value`.
-
-    NaN, which no score is less than, if float32 is too coarse for the argument.
-    """
+    """Return the least rough score of a token whose exact score reaches `value`. It is NaN, so that
+    no score is less, if float32 is too coarse for the argument."""
     slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
     return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)
 

@@ -20,8 +20,9 @@ def rank_one(
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
     """Return (largest score, its first column, sum of exp(score - largest)) per row, all finite.
 
-    temperature, seed: each for T / B consecutive rows. token_ids: the ids whose noise the columns
-    use. lowest: the value of NaN and lower scores; -lowest bounds scores above.
+    temperature, seed: each for T / B consecutive rows
+    token_ids: the ids whose noise the columns use
+    lowest: the value of NaN and lower scores; -lowest bounds scores above
     """
     per_row = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)
