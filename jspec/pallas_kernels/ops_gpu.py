@@ -45,8 +45,8 @@ from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
 from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
-# Decode steps with these token counts disable Triton products: XLA's autotuner picks them where they
-# are fast in isolation, but whole steps are 2 to 4% slower with them (Llama-3.1-8B, H200).
+# Decode steps with these token counts disable Triton products: XLA's autotuner picks them where
+# they are fast in isolation, but whole steps are 2 to 4% slower with them (Llama-3.1-8B, H200).
 # Prefill programs in which XLA multiplies fp8 values disable them too: the autotuner of those
 # products takes more than a minute for eight layers of 8,192 tokens.
 WITHOUT_TRITON = range(48, 513)

@@ -107,8 +107,8 @@ def _move_rows(
     def move(pools: tuple[Any, ...]) -> None:
         held = [plt.load(pool.at[read_from, column], mask=inside) for pool in pools]
         # One barrier per program orders all loads before all stores, as Triton does not guarantee
-        # that a column of all steps belongs to one thread. The interpreter, which runs whole arrays,
-        # has no barrier.
+        # that one thread has a column of all steps. The interpreter runs whole arrays and has no
+        # barrier.
         if not interpret:
             plt.debug_barrier()
         for pool, rows in zip(pools, held, strict=True):
