@@ -65,7 +65,6 @@ class ExpertCounter:
 
     @classmethod
     def of(cls, counts: UInt32[Array, "1 L X"] | None) -> ExpertCounter | None:
-        """Return a counter for a rank's counts, or None for an engine without counts."""
         return None if counts is None else cls(counts.shape[-1])
 
     def add(self, layer: UInt32[Array, "X"] | None) -> None:

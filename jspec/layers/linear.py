@@ -53,7 +53,6 @@ class Shard:
 
     @property
     def alone(self) -> Shard:
-        """This shard without peers, for which inner jits are compiled."""
         return Shard(self.size, self.axis)
 
     def exchanges(self, num_words: int, area: Area) -> bool:

@@ -41,7 +41,6 @@ def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
     """Return weights f64[D/2]: 0 keeps a pair's frequency, 1 divides it by the factor."""
 
     def pair_that_turns(times: float) -> float:
-        """Return the (fractional) pair that turns `times` times over the original context."""
         wavelength = rope.original_max_position / (2 * math.pi * times)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -144,7 +144,6 @@ def run_sublayers(
 
 
 def kernel_of(params: Params, name: str) -> Weight | None:
-    """Return a product's weight, or None if the layer has no such product."""
     kernel: Weight | None = params.get(name, {}).get("kernel")
     return kernel
 

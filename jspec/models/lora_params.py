@@ -34,7 +34,6 @@ def is_adaptable(spec: ParamSpec) -> bool:
 
 
 def module_of(part: Part) -> str:
-    """Return the name of a part's module, such as model.layers.0.self_attn.q_proj."""
     return part.name.removesuffix(".weight")
 
 
@@ -45,7 +44,6 @@ def modules_of(spec: ParamSpec) -> frozenset[str]:
 
 
 def adaptable_modules(table: ParamTable) -> tuple[str, ...]:
-    """Return the modules of a table that can have adapters, sorted."""
     return tuple(
         sorted({name for spec in table if is_adaptable(spec) for name in modules_of(spec)})
     )

@@ -29,7 +29,7 @@ INTEGERS, FLOAT32 = Dense("int32"), Dense("float32")
 
 
 class Form(enum.Enum):
-    """The layout of a stored tensor, relative to the params."""
+    """How a stored tensor is laid out, relative to the params."""
 
     OUT_IN = "a projection [.., out, in], transposed in the params"
     AS_HELD = "as in the params: a vector, a table, or [.., in, out]"
@@ -117,7 +117,6 @@ class ParamSpec:
         return self.format or Dense(np.dtype(dtype).name)
 
     def shards_of(self, dimension: int, shards: int) -> int:
-        """Return the number of parts of a dimension on `shards` devices."""
         degrees: dict[MeshAxis | None, int] = {
             EXPERT: self.expert_shards,
             TENSOR: shards // self.expert_shards,

@@ -68,8 +68,6 @@ def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool)
 
 
 def _by_path(known: Mapping[ParamPath, Any], params: Any, *, other: Any) -> Any:
-    """Return the value of every array's weight; a packed weight has several arrays."""
-
     def value(keys: tuple[Any, ...], _: Any) -> Any:
         path = path_of(keys)
         found = known.get(path, known.get(path[:-1], other))

@@ -249,7 +249,6 @@ class GpuOps(Ops):
         *,
         eps: float,
     ) -> tuple[jax.Array, Activations]:
-        """Quantise in the same launch for fp8 weights."""
         if (
             isinstance(reader, FP8Weight)
             and x.size

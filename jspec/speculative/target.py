@@ -21,19 +21,13 @@ class Target(Protocol):
     """The served model."""
 
     @property
-    def vocab_size(self) -> int:
-        """V."""
-        ...
+    def vocab_size(self) -> int: ...
 
     @property
-    def hidden_size(self) -> int:
-        """E."""
-        ...
+    def hidden_size(self) -> int: ...
 
     @property
-    def shard(self) -> Shard:
-        """This device's shard of the sharded weights."""
-        ...
+    def shard(self) -> Shard: ...
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]: ...
@@ -65,7 +59,7 @@ class Target(Protocol):
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """Return f32 logits over this device's vocabulary shard."""
+        """Return f32 logits of this device's vocabulary shard."""
         ...
 
     def token_ids(self) -> Int[Array, "V"]:

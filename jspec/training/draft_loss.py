@@ -145,8 +145,6 @@ def draft_loss(run: Unrolled, weights: LossWeights) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The positions of the target's predictions that a depth's guesses are compared with."""
-
     depth: int
     roots: jax.Array | None
 

@@ -39,7 +39,6 @@ class Kind(enum.Enum):
 
     @property
     def runs_blocks(self) -> bool:
-        """True if all depths are drafted in one forward."""
         return self in BLOCKS or self is Kind.PEAGLE
 
     @property

@@ -14,8 +14,6 @@ from jspec.models.decoder import Params
 
 @pytree
 class TrainState:
-    """The state that a step reads and writes; float32."""
-
     params: Params
     ema: Params
     opt_state: Any

@@ -197,7 +197,6 @@ class _Reader:
 
 
 def _checked(tensors: Tensors, config: LoRAConfig, table: ParamTable, lora: LoRASpec) -> Halves:
-    """Return the tensors of each module. Raises CheckpointError for all that do not fit."""
     known: dict[str, tuple[int, Part]] = {
         module_of(part): (spec.shape[0], part)
         for spec in adapted_products(table, lora)

@@ -274,7 +274,6 @@ def _matrices(part: Part, spec: ParamSpec, out: HostArray) -> Iterator[tuple[Hos
 
 
 def _entries(spec: ParamSpec) -> Sequence[int]:
-    """Return the stored entry of each index in the first dimension."""
     return range(spec.shape[0]) if spec.entries is None else spec.entries
 
 

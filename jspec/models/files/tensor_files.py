@@ -172,7 +172,6 @@ class Tensors:
             yield first, block
 
     def packed(self, name: str, index: int) -> HostArray:
-        """Return entry `index` of the first axis of a tensor of bytes, reading only that entry."""
         file, stored = self.sources[name]
         if self.dtype(name) != PACKED_DTYPE:
             raise CheckpointError(
@@ -370,7 +369,6 @@ def _files(path: Path) -> dict[Path, set[str]]:
 def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, HostArray]
 ) -> None:
-    """Write `path`/model.safetensors and config.json. Raises OutputError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / "model.safetensors", tensors)

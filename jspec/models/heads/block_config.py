@@ -273,7 +273,6 @@ def _of_dflash2(found: _Layout) -> dict[str, Any]:
 
 
 def _refuse_other_kinds(kind: str, table: Fields) -> None:
-    """Raise ConfigError for a setting of another kind of block drafter."""
     for name, value in table.values.items():
         of = next((of for of, words in OF_KINDS.items() if name.startswith(words)), kind)
         if of != kind and value:

@@ -53,7 +53,6 @@ def _write_context(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> jax.Array:
-    """Return the layer's pool with K and V of the context written."""
     own = params["attention"]
     heads, rotation = project(
         own,
@@ -127,7 +126,6 @@ def _paged_layer(
 def _kernels(
     params: Params, x: Float[Array, "T E"], *, spec: ConvolutionSpec, ops: Ops
 ) -> Float[Array, "2 T taps E"]:
-    """Return the kernels of the convolutions before and after a sub-layer."""
     dynamic = linear(params["dynamic"], x, ops=ops).reshape(len(x), 2, spec.taps, -1)
     of_channels = jnp.repeat(dynamic, spec.group_size, axis=-1)
     return jnp.moveaxis(params["base"].astype(x.dtype) + of_channels, 1, 0)
@@ -225,7 +223,6 @@ class BlockHead:
         return out.reshape(batch, size, -1), tuple(pools)
 
     def logits(self, params: Params, out: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
-        """Return f32 logits over this device's shard of the draft vocabulary."""
         return logits_of(out, params["lm_head"]["kernel"])
 
     def markov(
@@ -265,7 +262,6 @@ class BlockHead:
     def transition_context(
         self, params: Params, token_ids: Int[Array, "B P"], hidden: Float[Array, "B E"]
     ) -> Float[Array, "B P r"]:
-        """Return the vectors whose products with the entries `after` are the selector's terms."""
         own = params["selector"]
         before = jnp.take(own["before"], token_ids, axis=0, mode="clip")
         return before * linear(own["hidden"], hidden, ops=self.ops)[:, None]

@@ -173,7 +173,6 @@ def eagle3_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
 
 
 def _is_parallel(fields: Fields) -> bool:
-    """Return whether the head drafts all levels in one forward (P-EAGLE)."""
     if fields.get("speculators_model_type") == "peagle":
         return True
     names = fields.strings("architectures")

@@ -147,7 +147,6 @@ class FeatureHead:
         return self.spec.mask_token_id
 
     def mask_feature(self, params: Params) -> Float[Array, "E"]:
-        """Return h of the mask pairs (`HeadSpec.mask_token_id`)."""
         return self.features(params, params["mask_hidden"].reshape(-1))
 
     def forward(

@@ -169,7 +169,6 @@ def is_stray(name: str) -> bool:
 
 
 def stored_embed(spec: ParamSpec) -> ParamSpec:
-    """Return the embedding as a weight stored in the head's own file."""
     part = Part(
         name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
     )
@@ -294,7 +293,6 @@ def _check_shared(
     target_params: Mapping[str, Any],
     path: ParamPath,
 ) -> None:
-    """Raise CheckpointError if a weight of the target does not fit the head."""
     found = tuple(value_at(target_params, path).shape)
     stored = (spec.layer.vocab_size, spec.layer.hidden_size)
     expected, noun = (stored, "table") if path == EMBED else (stored[::-1], "kernel")

@@ -66,7 +66,6 @@ class HeadNames:
         return self.of_layer(layer) if self.around is None else self.around
 
     def is_layers(self, name: str) -> bool:
-        """Return whether a stored name belongs to any of these layers."""
         if self.around is not None and name.startswith(self.around):
             return True
         return self.number(name) is not None
@@ -143,7 +142,6 @@ def _feature_params(spec: HeadSpec) -> ParamTable:
 
 
 def _mask_params(spec: HeadSpec) -> ParamTable:
-    """Declare the feature of mask pairs, in the form of captured features."""
     if spec.mask_token_id is None:
         return ()
     shape = (1, 1, max(len(spec.aux_layer_ids), 1) * spec.target_hidden_size)
@@ -176,7 +174,6 @@ def _layer_params(
 
 
 def _end_params(spec: HeadSpec, names: HeadNames) -> ParamTable:
-    """Declare the norm before lm_head, and the head's own lm_head if any."""
     E, U = spec.layer.hidden_size, spec.draft_vocab_size
     heads = (lm_head(E, U, tied=False, name=f"{name}.weight") for name in names.head)
     return (
@@ -209,5 +206,4 @@ def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
 
 
 def draft_ids(size: int) -> ParamSpec:
-    """Declare the target id of each column of lm_head."""
     return ParamSpec(path=DRAFT_IDS, shape=(size,), axes=("vocab",), init=Init.IDS, format=INTEGERS)

@@ -197,7 +197,6 @@ def _attend(
         return new_top, total, mixed
 
     def turns(until: jax.Array) -> jax.Array:
-        """Return the number of this share's blocks before block `until`."""
         return jnp.maximum(until - share + static.shares - 1, 0) // static.shares
 
     carry: Any = (

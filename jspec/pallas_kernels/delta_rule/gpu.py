@@ -172,7 +172,6 @@ def _tree(row: jax.Array, prefix: jax.Array, positions: Any, mask: Any, sizes: _
 
 
 def _rows_of(rows: AttentionMetadata, cache: Cache) -> tuple[jax.Array, ...]:
-    """Return the arrays of the rows that both launches read; a chain has no mask."""
     mask: tuple[jax.Array, ...] = ()
     if rows.tail_mask is not None:
         mask = (lax.bitcast_convert_type(rows.tail_mask, jnp.int32),)
@@ -377,7 +376,6 @@ def _states(
     sizes: _Sizes,
     tuning: Tuning,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (outputs [T, Hv, Dv], states, pending)."""
     batch, state = rows.prefix_lens.shape[0], cache["state"]
     strip = min(tuning.strip, sizes.wide_value)
     out = (batch * sizes.nodes, sizes.num_values, sizes.value_dim)
@@ -425,7 +423,6 @@ class _Strip:
         return self.states.at[self.slot, self.value, self.channel[:, None], self.column[None]]
 
     def vectors(self, name: str, node: Any) -> jax.Array:
-        """Load a node's key or query [Dk]."""
         place = self.given[name].at[self.row, self.head, node, self.channel]
         return plt.load(place, mask=self.is_channel, other=0.0)
 
@@ -434,7 +431,6 @@ class _Strip:
         return plt.load(place, mask=self.is_column, other=0.0)
 
     def store(self, token: Any, node: Any, found: jax.Array, update: jax.Array) -> None:
-        """Store a node's output and update [strip]."""
         plt.store(self.out.at[token, self.value, self.column], found, mask=self.is_column)
         place = self.pending.at[self.slot, node, self.first_update + self.column]
         plt.store(place, update, mask=self.is_column)
@@ -475,7 +471,6 @@ def _run_states(*refs: Any, names: tuple[str, ...], sizes: _Sizes, strip: int) -
 
 
 def _ancestors(row: jax.Array, mask: Any, sizes: _Sizes) -> Callable[[int, int], Any]:
-    """Return a function of (i, j) that tells whether node j < i is an ancestor of node i."""
     if mask is None:
         return lambda *_: True
     words = [plt.load(mask.at[row * sizes.nodes + i, row * 0]) for i in range(sizes.nodes)]

@@ -120,7 +120,6 @@ def _run_heads(_: Any, fresh: Any, *refs: Any, names: tuple[str, ...]) -> None:
     is_fresh = fresh[pl.program_id(0)] > 0
 
     def product(a: jax.Array, b: jax.Array, *, turned: bool = False) -> jax.Array:
-        """Return a @ b, or a.T @ b if turned."""
         axes = (((0 if turned else 1,), (0,)), ((), ()))
         exact = lax.Precision.HIGHEST
         return lax.dot_general(a, b, axes, precision=exact, preferred_element_type=jnp.float32)

@@ -60,7 +60,6 @@ def deal(
 def _pairs_of(
     expert: jax.Array, ids_ref: Any, step: jax.Array, *, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (the pairs of an iteration, a mask of those of this expert)."""
     pair = step * width + jnp.arange(width, dtype=jnp.int32)
     return pair, plt.load(ids_ref.at[pair], mask=pair < ids_ref.shape[0], other=-1) == expert
 

@@ -104,5 +104,4 @@ def _tiles(codes: jax.Array, dtype: Any, *, interpret: bool) -> list[jax.Array]:
 
 
 def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiply by 2 ** (scale - 127), for scales above 0."""
     return product * lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)[None]

@@ -82,7 +82,7 @@ def sizes_of(params: Mapping[str, Any]) -> Sizes:
 
 
 def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
-    """Return the experts' sizes. Raises ValueError if the tiles cannot be used for them."""
+    """Return the experts' sizes. Raises ValueError if the tiles do not fit them."""
     _, size, inner, is_packed = sizes = sizes_of(params)
     if problem := tuning.problem(size, inner, is_packed=is_packed):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")

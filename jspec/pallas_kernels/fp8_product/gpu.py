@@ -106,7 +106,6 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of cluster tiles (of tiles without clusters), down M and across the result."""
         down, across = self.tuning.cluster_tiles
         return -(-self.m // (self.tuning.tile_m * down)), self.width // (
             self.tuning.tile_n * across
@@ -144,7 +143,6 @@ class _Plan:
 def _launch(
     x: QuantisedTokens, weight: FP8Weight, *, tuning: ProductTuning, is_gated: bool, interpret: Any
 ) -> jax.Array:
-    """Run the kernel. It is an inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (k, columns), halves, by_blocks = weight.shape, 2 if is_gated else 1, weight.block is not None
     problem = tuning.problem(x.num, k, columns, halves=halves, by_blocks=by_blocks)
@@ -296,7 +294,6 @@ def _consume(
 
 
 def _load(ref: Any, axis: int) -> jax.Array:
-    """Load a value per row (axis 1) or column (axis 0) of a product."""
     layout = plgpu.Layout.WGMMA.reduce(axis)
     load: Any = plgpu.load  # whose index is optional from jax 0.11 on
     loaded: jax.Array = load(ref, layout=layout, optimized=False)
@@ -315,7 +312,6 @@ def _split(plan: _Plan, sums: jax.Array) -> Columns:
 
 
 def _summed(plan: _Plan, first: jax.Array, operands: Any, full: Any, empty: Any) -> Columns:
-    """Return the products of a tile, summed by the tensor cores."""
     stages = plan.tuning.num_stages
 
     def accumulate(acc: Any) -> jax.Array:
@@ -390,7 +386,6 @@ class _BlockScales:
         return bool(DEPTH % self.plan.tuning.tile_n)
 
     def at(self, block: jax.Array) -> Any:
-        """Load the scales of a stage, from its first block of inputs on."""
         plan = self.plan
         return [
             (

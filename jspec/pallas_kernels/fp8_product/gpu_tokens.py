@@ -34,7 +34,6 @@ def quantise(
 
 
 def shapes_of(num: int, k: int, *, by_blocks: bool) -> tuple[Any, Any]:
-    """Return the shapes of codes and scales of `num` tokens."""
     padded = -(-num // PADDED_TOKENS) * PADDED_TOKENS
     return (
         jax.ShapeDtypeStruct((-(-num // 8) * 8, k), E4M3),

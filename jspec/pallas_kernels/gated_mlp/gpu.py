@@ -121,7 +121,6 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of cluster tiles (of tiles without clusters), down M and across the result."""
         down, across = self.tuning.cluster_tiles
         return -(-self.m // (self.tuning.tile_m * down)), self.width // (self.columns * across)
 
@@ -145,7 +144,6 @@ class _Plan:
         return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
 
     def cut(self, w: jax.Array) -> jax.Array:
-        """Separate gate and up of the weights [K, 2 * width]."""
         if self.tuning.layout is Layout.IN_OUT:
             return w.reshape(self.k, 2, self.width)
         return w.T.reshape(2, self.width, self.k)
@@ -166,7 +164,6 @@ class _Plan:
 
 @partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
 def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) -> jax.Array:
-    """Run the kernel. It is an inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)
@@ -280,7 +277,6 @@ def _produce(
 def _consume(
     plan: _Plan, out: Any, *, x_smem: Any, w_smem: Any, staged: Any, full: Any, empty: Any
 ) -> None:
-    """Multiply tile after tile; run each one's epilogue during the next."""
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(240, action="increase")
     if tuning.early_start and not plan.interpreted:

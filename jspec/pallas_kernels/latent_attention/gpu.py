@@ -69,7 +69,6 @@ class _Shape:
 
     @property
     def columns(self) -> int:
-        """Columns of V per consumer."""
         return self.rank // CONSUMERS
 
 
@@ -142,7 +141,6 @@ def attend_rows(
 def _launch(
     q: jax.Array, pages: jax.Array, page_table: jax.Array, plan: BlockPlan, *, shape: _Shape
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (means [shares, items, stored, rank], f32 heights [shares, items, 64])."""
     items = q.shape[0]
     layout = swizzled(shape.dtype)
     scratch: dict[str, Any] = {
@@ -398,7 +396,6 @@ def _clean(shape: _Shape, refs: _Refs, work: _Work, number: int, slot: Any, bloc
 
 
 def _words(refs: _Refs, work: _Work, block: Any) -> list[Any]:
-    """Load the mask bits of a block's keys, for each query."""
     load: Any = plgpu.load
     return [
         load(

@@ -270,7 +270,6 @@ def values(
     *,
     interpret: bool = False,
 ) -> Float[Array, "T HV"]:
-    """Return each head's values from its mean of latents."""
     num_tokens, num_heads, _ = mixed.shape
     out: jax.Array = pl.pallas_call(
         functools.partial(_values, num_heads=num_heads),

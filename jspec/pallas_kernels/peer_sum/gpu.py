@@ -137,7 +137,6 @@ class _Where:
         return 4 * row + self.peers.first_byte
 
     def place(self, turn: jax.Array, row: jax.Array) -> jax.Array:
-        """Return the offset of device 0's place."""
         first = self.peers.first_byte + 4 * self.peers.area.num_rows
         return turn * (self.num * self.device) + row * self.row + first
 
@@ -295,7 +294,6 @@ class _Ptx:
 
     @property
     def count(self) -> int:
-        """Registers of the values, and of the result."""
         return self.pack // (2 if self.halves else 1)
 
     @property
@@ -304,7 +302,6 @@ class _Ptx:
 
     @property
     def starts(self) -> range:
-        """The index of the first value of each access."""
         return range(0, self.pack, VECTOR if self.halves else 1)
 
     @property
@@ -360,7 +357,6 @@ class _Ptx:
         return lines
 
     def wait(self, sources: list[int], label: str) -> list[str]:
-        """Wait for the places at a + sources."""
         pairs = [(g, r) for g in self.starts for r in range(len(sources))]
         lines = [f"add.u64 at{g}, a, from{g};" for g in self.starts]
         lines += ["mov.u32 polls, 0;", f"WAIT_{label}:"]

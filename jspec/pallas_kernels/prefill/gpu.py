@@ -104,7 +104,6 @@ class _Shape:
 
     @property
     def slots(self) -> int:
-        """Slots of the ring that consumers read."""
         return BUFFERS if self.widens else self.tuning.stages
 
 
@@ -321,7 +320,6 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _convert(shape: _Shape, refs: _Refs, task: Task) -> None:
-    """Convert each block of a task from the ring to a buffer."""
     tokens, width = shape.tuning.block_tokens, shape.width
 
     def convert(source: Any, target: Any, written: Any) -> None:

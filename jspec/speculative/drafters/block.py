@@ -100,7 +100,6 @@ class BlockDrafter(LevelDrafter):
     def run_block(
         self, params: Params, caches: KVPool, rows: StepBatch
     ) -> tuple[Float[Array, "B R E"], KVPool]:
-        """Return the outputs of the blocks' tokens, and the caches with the blocks written."""
         spec = self.model.spec
         size = spec.num_rows(self.draft_shape.num_steps)
         masks = jnp.full((rows.root_ids.shape[0], size - 1), spec.mask_token_id, jnp.int32)
@@ -115,7 +114,6 @@ class BlockDrafter(LevelDrafter):
     def ranking(
         self, params: Params, out: Float[Array, "B R E"], rows: StepBatch
     ) -> tuple[RankLevel, Any]:
-        """Return the ranking of the levels, and what the root carries for it."""
         num_steps, spec = self.draft_shape.num_steps, self.model.spec
         hidden = out[:, -num_steps:]
         base = self.model.logits(params, hidden)
@@ -182,7 +180,6 @@ class BlockDrafter(LevelDrafter):
         *,
         topk: int,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Rank the candidates after nodes at these depths."""
         positions = indexing.chosen_position(rows.seq_lens[:, None], depths)
         return rank_candidates(
             logits,

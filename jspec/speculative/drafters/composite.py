@@ -38,8 +38,6 @@ from jspec.speculative.tree import Level, merge_paths
 
 @pytree
 class CompositeState:
-    """The state of both drafters, by slot, or by row once gathered."""
-
     model: Any
     lookup: NgramState
 

@@ -135,7 +135,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
 
 
 def block_source(request: DraftRequest) -> DraftSource:
-    """Plan a block drafter."""
     args, path = request.args, request.checkpoint
     spec = load_block_config(
         path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
@@ -238,7 +237,6 @@ def _hot_ids(
 
 
 def _shared(shares: tuple[str, ...], hot_ids: HostArray | None) -> dict[str, Any]:
-    """Return the fields of a DraftSource that name the target's params."""
     if hot_ids is None:
         return {"shares": shares}
     own = tuple(name for name in shares if name != "lm_head")

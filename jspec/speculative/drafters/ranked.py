@@ -99,8 +99,7 @@ class RankedDrafter(LevelDrafter):
     def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
     @abstractmethod
-    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any:
-        """Return `RankedState.own` of new slots."""
+    def init_own(self, num_slots: int, *, dtype: DTypeLike) -> Any: ...
 
     @abstractmethod
     def inputs(self, params: Params, emitted: Emitted) -> tuple[TokenRows, Any]:

@@ -134,7 +134,6 @@ class TrainedBlock:
         *,
         dtype: DTypeLike,
     ) -> Float[Array, "N R E"]:
-        """Return the outputs of all blocks."""
         spec, size = self.spec, self.spec.block_size
         head, settings = BlockHead(spec, Ops()), LayerSettings(Ops(), queries_per_row=size)
         ctx = head.context(params, features.aux.astype(dtype))
@@ -170,7 +169,6 @@ class TrainedBlock:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Write the head in speculators' layout, without the target's embedding and lm_head."""
         del draft_ids, target
         own = {name: x for name, x in params.items() if name not in ("embed", "lm_head")}
         save_block(folder, self.spec, jax.device_get(own), dtype=dtype)

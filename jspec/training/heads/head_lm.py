@@ -58,7 +58,6 @@ class TrainedLm:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Write the model without a tokenizer, since the ids are the target's."""
         del draft_ids, target
         save_target(folder, self.spec, jax.device_get(with_lm_head(params)), dtype=dtype)
 

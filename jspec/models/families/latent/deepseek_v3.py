@@ -91,7 +91,6 @@ def read_latent(fields: Fields) -> LatentAttentionSpec:
 
 
 def _scale(head_dim: int, rope: RopeConfig) -> float | None:
-    """Return the softmax scale that YaRN sets, or None."""
     if rope.yarn is None or not rope.yarn.mscale_all_dim:
         return None
     mscale = yarn_mscale(rope.factor, rope.yarn.mscale_all_dim)

@@ -87,7 +87,6 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def _fused_first(spec: FeedForward, *, size: int) -> ParamTable:
-    """Make fused experts the first layout, which is written."""
     return tuple(
         replace(own, layouts=own.layouts[::-1]) if own.path[:2] == ("moe", "experts") else own
         for own in ffn_params(spec, size=size)
