@@ -1,10 +1,9 @@
 """Gumbel noise g(seed, position, token id) from a counter-based hash.
 
 Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick). Every program that
-chooses the token at position p of a request with seed s uses the same g, which makes the text a
-function of (model, prompt, seed). Seed, position and token id each pass through MurmurHash3's
-32-bit finaliser (Appleby, public domain), which has few operations: it is compiled into every
-reduction over the vocabulary.
+chooses the token at position p of a request with seed s uses the same g, so the text is a function
+of (model, prompt, seed). Seed, position and token id each pass through MurmurHash3's 32-bit
+finaliser (Appleby, public domain).
 """
 
 from __future__ import annotations

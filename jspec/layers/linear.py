@@ -1,9 +1,8 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
-Inside a step's shard_map a column-parallel product needs no collective; a row-parallel one ends in
-an all-reduce over the model's axes (`spec/axes.py`). An axis of None means no shard_map (training,
-references). GPUs with `Peers` sum a small step in a kernel, which may leave the sum to the next
-norm (`PartialSum`); both are for the residual stream alone, whose sums follow one another.
+Inside a step's shard_map a row-parallel product ends in an all-reduce over the model's axes
+(`spec/axes.py`). An axis of None means no shard_map (training, references). GPUs with `Peers` sum
+the residual stream of a small step in a kernel, which may leave the sum to the next norm.
 """
 
 from __future__ import annotations
@@ -171,9 +170,7 @@ def all_columns(shard: Shard, x: Float[Array, "*b o"]) -> Float[Array, "*b O"]:
     """Return all columns of a column-parallel product, of which each shard has some.
 
     The result is row-major: XLA for GPUs would make it column-major, and with it everything that is
-    read together with it, down to the embedding (0.37 ms of a chain's step with 64 rows on four
-    H200s). Peers exchange it as pairs of numbers in the draft's area, since a draft's layers
-    follow.
+    read together with it. Peers exchange pairs of values in the draft's area.
     """
     if shard.axis is None:
         return x

@@ -1,10 +1,8 @@
 """A mixture of experts (MoE): a router selects gated MLPs for every token and sums their outputs.
 
-One grouped product multiplies each expert's weights by all of its tokens (`Ops.experts`). Under
-tensor parallelism every shard has a part of each expert's inner columns; under expert parallelism
-it has some of the experts. In both cases all shards route all tokens alike, and one all-reduce adds
-up the outputs. Data ranks that share the experts gather their tokens first, and each takes the sums
-of its own.
+Under tensor parallelism every shard has a part of each expert's inner columns; under expert
+parallelism it has some of the experts. In both cases all shards route all tokens alike, and one
+all-reduce adds up the outputs. Data ranks that share the experts gather their tokens first.
 """
 
 from __future__ import annotations

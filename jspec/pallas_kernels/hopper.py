@@ -115,9 +115,8 @@ def fill_ring(
     """Keep a ring of stages full over all tiles of this block's sweep.
 
     copy_weights, copy_tokens: start the copies into a stage, given (stage, column tile, K tile) and
-        (stage, row tile, K tile). The first weights are loaded before any tokens, since they depend
-        on no earlier kernel
-    starts_early: load these weights before the preceding kernel has ended
+        (stage, row tile, K tile)
+    starts_early: load the first weights before the preceding kernel has ended
     releases_early: let the next kernel start when the last tile has started
     """
     block = lax.axis_index("block")

@@ -8,9 +8,8 @@ token of logit x is kept iff
 Each condition can only become true as x grows, so all logits >= a threshold are kept, ties
 included. The search divides the range of the logits' ordered float32 bit patterns: a pass over the
 logits measures count and mass above several pivots and selects one of the parts between them.
-Nothing is sorted, and no array of size V is stored. The number of parts affects speed alone and
-depends on the platform (record 0006). The number of passes is static: in a device loop with a
-data-dependent end the host would wait too.
+Nothing is sorted. The number of parts affects speed alone and depends on the platform (record
+0006). The number of passes is static: the host would wait for a data-dependent one.
 
 The threshold is a logit, not logit / T, whose rounding may differ where a compiler computes it
 twice. It must be compared with the very array that was searched (`choose._stored`).
@@ -157,9 +156,8 @@ def _above(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return (count, mass relative to the maximum's) of the logits above each pivot, without NaN.
 
-    The same comparison is written in two ways on purpose. XLA on a GPU would store a [B, N, V]
-    array that two operands of a reduction share, and a mask per pivot is larger than the logits.
-    This way one kernel reads only the logits.
+    The same comparison is written in two ways on purpose: XLA on a GPU would store a [B, N, V]
+    array that two operands of a reduction share.
     """
     pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))

@@ -1,9 +1,7 @@
 """State by slot that derives from token ids, for rows with a cached prefix.
 
-No forward runs over a cached prefix, so this step fills from the row's tokens what a prefill would
-have counted: the penalties' marks of prompt ids, the counts of emitted ids (if the row was
-retracted), and a drafter's ids, such as NGRAM's history. It runs before the prefill that admits the
-row, if needed (scheduler/prefill_planner.py).
+No forward runs over a cached prefix. So this step counts its tokens, before the prefill that admits
+the row, for the penalties and for drafters that keep ids (scheduler/prefill_planner.py).
 """
 
 from __future__ import annotations

@@ -124,8 +124,7 @@ def largest_in_rounds(
 ) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
     """Return lax.top_k of finite numbers, with its tie order. Round i takes the i-th largest.
 
-    XLA for TPU compiles lax.top_k to a sort of all columns. A round here is a maximum and the first
-    column that has it; the compiler estimates a loop of argmax at four times the time.
+    XLA for TPU compiles lax.top_k to a sort of all columns.
 
     In:  x = [3 5 5 1], topk 2
     Out: [5 5], [1 2]

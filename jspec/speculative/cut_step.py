@@ -1,11 +1,8 @@
 """A decode step in three programs, for rows whose grammar masks are computed on the host.
 
-    propose_step   draft the tree; the host reads it while the target scores it
-    score_step     the target's logits and features at every node; both stay on the device
-    settle_step    with a mask for every node: choose, accept, advance
-
-The host can read a program's outputs only when the program ends, so propose is a program of its own
-(decision 23).
+propose_step   draft the tree; the host reads it while the target scores it (decision 23)
+score_step     the target's logits and features at every node; both stay on the device
+settle_step    with a mask for every node: choose, accept, advance
 """
 
 from __future__ import annotations

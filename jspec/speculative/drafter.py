@@ -152,9 +152,8 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 def last_two(emitted: Emitted) -> TokenRows:
     """Return the last emitted token of each row that verified a chain, and the token after it.
 
-    `propose` has already written the draft KV of the earlier tokens to their final slots, but ran
-    no forward for the chain's last token. (Under simulated acceptance the emitted tokens differ
-    from the drafts, so this KV is wrong; only timings are meaningful then.)
+    `propose` has written the draft KV of the earlier tokens to their final slots. (Under simulated
+    acceptance the emitted tokens differ from the drafts, so this KV is wrong.)
 
     In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
     Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of row 0 exist already

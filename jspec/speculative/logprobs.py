@@ -1,8 +1,7 @@
 """Log-probabilities of emitted tokens and of prompts.
 
-To make no [B, N, V] or [T, V] array in addition to the step's logits, a verification reduces only
-the nodes on the accepted path, one depth at a time, and a prompt is reduced in slices; slices
-without a request for log-probabilities are skipped.
+A verification reduces one depth of the accepted path at a time, and a prompt is reduced in slices,
+so no [B, N, V] or [T, V] array is made in addition to the step's logits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Verification: one target forward over the tree, then acceptance.
 
-`score` runs the target over all N nodes of every row at once. `settle` walks the tree along the
-target's tokens and compacts the KV of the accepted path. Simulated acceptance, a static option for
-speed measurements that no request can set, replaces the accepted path after all the work of a real
-step.
+Simulated acceptance, a static option for speed measurements that no request can set, replaces the
+accepted path after all the work of a real step.
 """
 
 from __future__ import annotations
@@ -223,9 +221,8 @@ def forced_path(
 ) -> Int[Array, "B M"]:
     """Cut or extend the real path to `forced` drafts; entries after them are 0.
 
-    An extension follows each node's first child. If a node has no child (the tree may be shallower
-    than S), the next node by index follows, and the last node repeats. The result depends on the
-    real walk, so a compiler cannot drop the walk.
+    An extension follows each node's first child. After a node without children comes the next node
+    by index; the last node repeats. The result depends on the real walk, so that is not dropped.
 
     In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
     Out: [0 2 3]

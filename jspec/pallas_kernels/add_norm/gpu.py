@@ -1,8 +1,7 @@
 """The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
 
-Each program reads its row once and keeps the sum in registers. Rounding is that of XLA: the sum in
-x's dtype, then the norm in float32, cast once at the end. Only the order in which the squares are
-summed differs. If a product with fp8 weights reads the norm, the same launch quantises it.
+Rounding is that of XLA: the sum in x's dtype, then the norm in float32, cast once at the end. If a
+product with fp8 weights reads the norm, the same launch quantises it.
 """
 
 from __future__ import annotations

@@ -18,11 +18,8 @@ Query j of row b sees these keys:
     tail_positions[b, w], any other key's position is its slot.
 
 `sinks` f32[H] adds exp(sink) to each head's softmax denominator. K and V may be narrower than the
-pool's D. Result: (out[T, H, D], kv_pages').
-
-Written slots are finite (kv_write); unwritten slots may hold anything. XLA and the kernels replace
-unwritten slots, and give a slot that only some queries see a weight of 0 for the others. In the
-reference no slot reaches a query that does not see it.
+pool's D. Result: (out[T, H, D], kv_pages'). Written slots are finite (kv_write); unwritten slots
+may hold anything, and kernels replace them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Paged attention for Hopper GPUs (Mosaic GPU): rows of equal length, pools in bf16, f16 or FP8.
 
 A program handles one row, one kv head, up to 64 packed queries (group x R, the M of a wgmma
-product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared memory,
-K_g and V_g of a token in one box, and keeps an online softmax in float32 registers. gpu_merge.py
-merges the shares; a single share is written directly to the output.
+product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared memory
+and keeps an online softmax in float32 registers. gpu_merge.py merges the shares.
 
-Rounding: P is cast to the pool's type before the second product, and each share's result before the
-merge. For an FP8 pool (e4m3) this type is f16, in which every e4m3 value is exact; a consumer
-converts each block on its way from the ring to the products.
+P is cast to the pool's type before the second product, and each share's result before the merge.
+For an FP8 pool (e4m3) this type is f16, to which a consumer converts each block.
 """
 
 from __future__ import annotations
@@ -114,10 +112,12 @@ def attend_rows(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (the result is then f16), D
-    64 or 128. plan: may be shared by all layers with the same rows, window and block_tokens.
-    packed_heads: H, if q is in the layout of gpu_plan.pack_queries. Raises ValueError for
-    unsupported shapes, NotImplementedError with a jax before 0.11.
+    q[T, H, Dq] with Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (the result is then f16), D
+        64 or 128
+    plan: may be shared by all layers with the same rows, window and block_tokens
+    packed_heads: H, if q is in the layout of gpu_plan.pack_queries
+
+    Raises ValueError for unsupported shapes, NotImplementedError with a jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
     if interpret:  # the interpreter's wgmma takes no operand from registers

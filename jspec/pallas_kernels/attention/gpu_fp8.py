@@ -1,8 +1,7 @@
 """Decode attention over FP8 pools for few queries per row, on an NVIDIA GPU (Triton).
 
 It computes what gpu.py does, in its layouts and with its plan, for at most 16 packed queries (group
-x R). K and V are converted to f16 on their way from shared memory to registers. gpu.py has to store
-them to shared memory once more, from where a wgmma product reads its second operand.
+x R), but converts K and V without another store to shared memory.
 """
 
 from __future__ import annotations

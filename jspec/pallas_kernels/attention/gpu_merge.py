@@ -1,7 +1,7 @@
 """Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton), in one launch.
 
-Each share of gpu.py returns its mean of values and its height, the log2 of its softmax denominator.
-The result is the mean of the means, weighted by 2^height; a sink is one more height without values.
+Each share is a mean of values and its height, the log2 of its softmax denominator. The result is
+the mean of the means, weighted by 2^height; a sink is one more height without values.
 """
 
 from __future__ import annotations

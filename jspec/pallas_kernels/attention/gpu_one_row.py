@@ -1,9 +1,9 @@
 """Attention of a single row with a single query on an NVIDIA GPU (Triton), with RoPE and KV write.
 
-With a few thousand keys, launches take longer than reading the keys, so one launch does the work of
-kv_write/gpu.py and gpu.py, with their rounding. A program handles one kv head and a share of the
-row's keys. The first share's program also writes the new key and value and takes them from
-registers, so no program reads what this launch writes. gpu_merge.py merges the shares.
+One launch does the work of kv_write/gpu.py and gpu.py, with their rounding, since with a few
+thousand keys launches take longer than reading the keys. A program handles one kv head and a share
+of the row's keys. The first share's program also writes the new key and value and takes them from
+registers, so no program reads what this launch writes.
 """
 
 from __future__ import annotations

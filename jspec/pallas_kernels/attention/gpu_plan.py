@@ -1,8 +1,7 @@
 """The plan and the query layout of the Hopper decode kernel. Plain XLA.
 
-The plan of a call has bounds and mask bits in blocks of keys. Only a row's last blocks need a mask;
-earlier blocks are fully visible except for a window's lower bound. All layers with one window share
-a plan.
+A plan has bounds and mask bits in blocks of keys, for all layers with one window. Only a row's last
+blocks need a mask; earlier blocks are fully visible except for a window's lower bound.
 
 Queries have the layout [B * G, tiles * stored, D]: the group x R queries of a kv head, which one
 wgmma product multiplies, padded to a multiple of 8 or, with several tiles, of 64.

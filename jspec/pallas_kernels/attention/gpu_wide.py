@@ -1,9 +1,8 @@
 """Attention of rows of equal length over wide heads or latents, on an NVIDIA GPU (Pallas-Triton).
 
-gpu.py serves heads of 64 and 128. Here a program handles one row, one kv head, a tile of up to 64
-of its queries (queries x heads of the group) and every n-th block of the row's keys, and
-gpu_merge.py merges the shares. A record of a latent pool is K of one head; its first part is also
-V, so one read serves both and all heads of a token (latent_attention/reference.py).
+A program handles one row, one kv head, a tile of up to 64 of its queries (queries x heads of the
+group) and every n-th block of the row's keys, and gpu_merge.py merges the shares. The record of a
+latent pool is K of one head, and its first part is also V (latent_attention/reference.py).
 """
 
 from __future__ import annotations

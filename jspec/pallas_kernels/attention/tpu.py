@@ -1,9 +1,8 @@
 """Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
 
-One Mosaic kernel (tpu_kernel.py) writes the call's K and V and attends; this module prepares its
-inputs and memory. XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes
-and 2, 4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width
-128, which takes no more memory, since XLA pads 64 lanes. Block sizes are computed, not measured.
+This module prepares the inputs and memory of the kernel (tpu_kernel.py). XLA must store the pool in
+index order (`is_copy_free`), as it does for 128 lanes and 2, 4 or a multiple of 8 K and V heads per
+shard. head_dim 64 therefore needs a pool of width 128, to which XLA would pad it anyway.
 """
 
 from __future__ import annotations

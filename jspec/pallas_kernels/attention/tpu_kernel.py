@@ -2,11 +2,9 @@
 
 A grid step handles a few rows. A producer iterates over (row, block of pages) ahead of the consumer
 and copies pages with visible keys from HBM into a ring of buffers, NUM_BUFFERS - 1 blocks ahead and
-across rows. Page tables stay in HBM; the producer fetches one row's slice at a time into SMEM, so P
-is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of two within a
-page, and also stored into the block in VMEM, so no read waits for a write.
-
-Blocks that all queries see need no mask. Any other block, mostly a row's last, is compiled at
+across rows. It fetches one row of the page table at a time into SMEM. New tokens are copied from
+HBM to HBM in runs of powers of two within a page, and also stored into the block in VMEM, so no
+read waits for a write. Blocks that all queries see need no mask; any other block is compiled at
 several widths, so that a few keys cost little.
 
 In:  R = 2, group = 3

@@ -1,8 +1,8 @@
 """Paged attention in plain XLA, streaming over blocks of pages (online softmax).
 
-The trip count follows the contexts, not the size of the pool or page table. Rows of equal length:
-an iteration takes one block of keys of every row, and groups are rows (A = B). Packed prefill: an
-iteration takes one block of one row and all T queries (one group), masked to that row's queries.
+Rows of equal length: an iteration takes one block of keys of every row, and groups are rows (A =
+B). Packed prefill: an iteration takes one block of one row and all T queries (one group), masked to
+that row's queries. The trip count follows the contexts, not the page table.
 """
 
 from __future__ import annotations

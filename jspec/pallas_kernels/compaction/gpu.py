@@ -2,9 +2,7 @@
 
 A program handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few
 layers. It loads all sources into registers before it stores the first target. Programs are
-independent, since a row's sources and targets are on its own pages. Slots that stay cause no
-traffic, because loads and stores are masked. Writes to the dummy page are dropped, as it is never
-read.
+independent, since a row's sources and targets are on its own pages.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """A decode or tree step of the gated delta rule on an NVIDIA GPU (Pallas-Triton).
 
-`delta_inputs`, with a program for each row and head of queries, keys or values, reads what the last
-step left pending and this step's inputs, and runs the convolution and norms. `delta_states`, with a
-program for each row, value head and strip of V, reads its part of the state once, folds the
-accepted tokens into it, writes it once, and computes all outputs and updates from it (reference.py
-has the formulas). Few nodes are substituted one after the other; for many, `delta_pairs` first
-solves the triangular system of each value head.
+`delta_inputs`, with a program for each row and head, reads what the last step left pending and this
+step's inputs, and runs the convolution and norms. `delta_states`, with a program for each row,
+value head and strip of V, folds the accepted tokens into its part of the state and computes all
+outputs and updates from it (reference.py has the formulas). Few nodes are substituted one after the
+other; for many, `delta_pairs` first solves the triangular system of each value head.
 
 No program of a launch reads what another one writes to `pending`, and a barrier separates a
-program's own reads and writes; `delta_inputs` copies the accepted keys and decays for
-`delta_states`. Rows of slot 0 are padding.
+program's own reads and writes. Rows of slot 0 are padding.
 """
 
 from __future__ import annotations

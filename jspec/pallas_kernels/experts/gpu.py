@@ -1,9 +1,8 @@
 """MoE experts on an NVIDIA GPU (Triton): weights are read in place, never gathered.
 
 Two kernels have a program per (block of pairs of one expert, tile of columns): gate, up and
-activation, then down. Blocks of one expert are adjacent in the grid, so the second finds the
-first's weights in the L2 cache. Rounding is that of reference.run_experts: each float32 sum to x's
-dtype, the sum with the bias, and the activated result.
+activation, then down. Blocks of one expert are adjacent in the grid, so they find its weights in
+the L2 cache. Rounding is that of reference.run_experts.
 """
 
 from __future__ import annotations

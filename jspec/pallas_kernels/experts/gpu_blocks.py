@@ -1,8 +1,7 @@
 """`blocks_of` in two launches on an NVIDIA GPU (Triton); XLA needs a sort and ten more.
 
 A program handles one expert. The first launch counts each expert's pairs. In the second, each
-expert sums the blocks of the experts before it and iterates over the pairs again: its n-th pair
-goes to row n of its blocks. Every program reads all ids, but from the L2 cache.
+expert sums the blocks of the experts before it, and its n-th pair goes to row n of its blocks.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
 
-A launch takes about two microseconds, so there is no sort and no table. A program handles one
-(token, expert) pair and one tile of columns, and ends at once if an earlier pair has the same
-expert. Otherwise it multiplies the expert's weights by all of its tokens, at most 16, the smallest
-tensor core tile; rows of other tokens are 0 and are not stored. For one token every program of the
-first product ranks the experts itself (gpu_router). A shared expert of the same size runs as one
-more expert, X, of every token. Rounding is that of gpu.py and add_norm/gpu.py, with X in the last
-sum.
+A program handles one (token, expert) pair and one tile of columns, and ends at once if an earlier
+pair has the same expert. Otherwise it multiplies the expert's weights by all of its tokens, at most
+16, the smallest tensor core tile; rows of other tokens are 0 and are not stored. For one token
+every program of the first product ranks the experts itself (gpu_router). A shared expert of the
+same size runs as one more expert, X. Rounding is that of gpu.py and add_norm/gpu.py.
 """
 
 from __future__ import annotations

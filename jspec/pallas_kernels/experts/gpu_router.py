@@ -1,13 +1,9 @@
 """MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
-Every program of `norm_and_score` normalizes its token's row itself, which saves a launch. The
-product is also split along the inputs, so that many programs read the router's weights; `choose`
-sums the shares.
-
-The top-k are found by counting: an expert's rank is the number of experts ahead of it, and the
-lower index wins ties, as in lax.top_k. So the ids are always k distinct experts, even if logits are
-not finite. Rounding is that of XLA: the norm, the product and the sum with its bias to x's dtype;
-weights and a sigmoid's logits in float32.
+The product is split along the inputs, so that many programs read the router's weights; `choose`
+sums the shares. The top-k are found by counting: an expert's rank is the number of experts ahead of
+it, and the lower index wins ties, as in lax.top_k. So the ids are always k distinct experts, even
+if logits are not finite. Rounding is that of XLA; weights and a sigmoid's logits are in float32.
 """
 
 from __future__ import annotations

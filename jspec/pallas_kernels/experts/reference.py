@@ -27,13 +27,12 @@ def run_experts(
 ) -> Float[Array, "T E"]:
     """Return sum_j weights[t, j] * expert_{ids[t, j]}(x[t]), without the bias of `down`.
 
-    params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]. Packed weights
+    params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; packed weights
         are unpacked first
-    shards: the number of shards of the experts; params has one of them. With several, the id X
+    shards: the number of shards of the experts, of which params has one. With several, the id X
         stands for an expert of another shard, whose term is 0, and the sum stays in float32
 
-    Pairs are sorted by expert, stably: ids [[2 0] [0 1]] give the order 1 2 3 0 and group sizes [2
-    1 1]. The sum over j is in float32, in the order of j.
+    Pairs are sorted by expert, stably. The sum over j is in float32, in the order of j.
     """
     down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
     num_tokens, top_k = ids.shape

@@ -2,9 +2,8 @@
 
 A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one tile
 of its columns. Columns are the outer grid axis, so adjacent blocks of one expert use the same tile,
-which is not copied again. Blocks without pairs use the last one's tile and end at once. The kernel
-reads weights in the order in which XLA stores them (`lies_turned`), since copying them would cost
-more than the product.
+which is not copied again. The kernel reads weights in the order in which XLA stores them
+(`lies_turned`), since copying them would cost more than the product.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tile sizes of the experts' GPU kernels, and the conditions for using them. No device is needed.
 
-A step is bound by reading the weights of the active experts. That needs at least two programs per
-multiprocessor, each with about 64 KiB in flight (decision 39). The kernels are used for prefill,
-too: XLA compiles its grouped product for GPUs as a dense one of [R, X * E] and [X * E, N], which
-has X times the arithmetic and large temporaries.
+Reading the weights of the active experts takes at least two programs per multiprocessor, each with
+about 64 KiB in flight (decision 39). The kernels are used for prefill, too: XLA compiles its
+grouped product for GPUs as a dense one, with X times the arithmetic.
 """
 
 from __future__ import annotations

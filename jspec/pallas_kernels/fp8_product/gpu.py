@@ -3,12 +3,9 @@
 A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
 consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
 inputs: weights must be stored column-major. Blocks are persistent, and the ring continues across
-tiles.
-
-Few tokens take the time of one read of the weights: a multiprocessor has one narrow strip of
-columns, no split of K, and all shared memory holds bytes in flight. A product always has 64 rows.
-With fewer tokens, a stage is only as long as the tokens, and the product's other rows read the next
-stage; their results are dropped.
+tiles. With few tokens a multiprocessor has one narrow strip of columns, no split of K, and all
+shared memory holds bytes in flight; a stage is then only as long as the tokens, and the other of a
+product's 64 rows read the next stage, and their results are dropped.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 A tile of the result uses the same columns of gate and up, adjacent in one accumulator, so only the
 result is written. A producer warp group copies tiles by TMA into a ring in shared memory and two
-consumer warp groups multiply. Blocks are persistent, and the ring continues across tiles.
-
-The epilogue is hidden: a tile's sums are rounded to bf16, which halves their registers, and become
-results piece by piece during the first steps of the next tile. Rounding is that of
-reference.gated_product.
+consumer warp groups multiply. Blocks are persistent, and the ring continues across tiles. The
+epilogue is hidden: a tile's sums are rounded to bf16 and become results piece by piece during the
+first steps of the next tile. Rounding is that of reference.gated_product.
 """
 
 from __future__ import annotations
@@ -96,9 +94,8 @@ def gated_product(
 ) -> BFloat16[Array, "M N"]:
     """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). Raises ValueError if `tuning` does not fit.
 
-    If M is not a multiple of 8, tokens and result are copied once more. tuning: static;
-    Layout.OUT_IN reads w as w.T, which is free if it is stored so. interpret: parameters of the GPU
-    interpreter.
+    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so. interpret:
+    parameters of the GPU interpreter.
     """
     return _launch(x, w, tuning=tuning, interpret=interpret)
 
@@ -196,9 +193,8 @@ def _scratch(plan: _Plan) -> dict[str, Any]:
     """Return the ring, its barriers and the epilogue's staging buffers.
 
     One copy loads gate and up: [tile_k, 2, tile_n] of weights [K, 2, N], in tiles of 8 x 1 x 64, is
-    stored like [tile_k, 2 * tile_n] in wgmma's tiles of 8 x 64. From [2, N, K] it uses tiles of 1 x
-    8 x 64. The interpreter cannot reinterpret one as the other, so it copies gate and up
-    separately.
+    stored like [tile_k, 2 * tile_n] in wgmma's tiles of 8 x 64. The interpreter cannot reinterpret
+    one as the other, so it copies gate and up separately.
     """
     tuning, stages = plan.tuning, plan.tuning.num_stages
     ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)

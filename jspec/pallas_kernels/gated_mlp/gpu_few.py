@@ -1,9 +1,8 @@
 """The gated product of an MLP for at most 32 tokens with column-major weights on a GPU (Triton).
 
-The time is that of reading the weights once. XLA is slower for column-major weights, which an
-engine with speculation stores. Several tokens are padded with 0 to the 16 or 32 columns of a tensor
-core product. One token uses no tensor cores: products are accumulated per lane and reduced at the
-end, so all loads are in flight at once. Rounding is that of reference.gated_product.
+Several tokens are padded with 0 to the 16 or 32 columns of a tensor core product. One token uses no
+tensor cores: products are accumulated per lane and reduced at the end, so all loads are in flight
+at once. Rounding is that of reference.gated_product.
 """
 
 from __future__ import annotations

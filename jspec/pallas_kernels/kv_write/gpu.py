@@ -1,7 +1,6 @@
 """RoPE of q and k, with q and k norms, fused with writing K and V to their pages (Pallas-Triton).
 
-A program handles up to 16 heads of one token, so even one token occupies several multiprocessors; a
-thread loads 16 bytes of each half of a head. Padding tokens have the dummy page 0, which several
+A program handles up to 16 heads of one token. Padding tokens have the dummy page 0, which several
 programs may write at once and none reads.
 
 Example, H = 2, G = 1: heads 0 and 1 are q; head 2 is K_0, pool head 0; head 3 is V_0, pool head 1.

@@ -2,11 +2,10 @@
 
     down -> queries and records -> absorb -> [attend] -> values -> [the output's product]
 
-XLA runs each of these products in too few programs to keep memory busy, with launches for the
-norms, RoPE and concatenations between them. Here `down` multiplies by both low-rank projections,
-split along the inputs; each program of the next product norms its queries itself, and one program
-makes the records; `absorb` rotates and places the rest of each query. Tokens are padded to the 16
-rows of a tensor core tile. Rounding is that of layers/latent_attention.py.
+`down` multiplies by both low-rank projections, split along the inputs; each program of the next
+product norms its queries itself, and one program makes the records; `absorb` rotates and places the
+rest of each query. Tokens are padded to the 16 rows of a tensor core tile. Rounding is that of
+layers/latent_attention.py.
 """
 
 from __future__ import annotations

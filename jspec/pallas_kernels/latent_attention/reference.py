@@ -1,10 +1,10 @@
 """Attention over latent vectors (MLA, DeepSeek-V2, arXiv:2405.04434), in its absorbed form.
 
 A token's record is its normed latent c (of the rank), then the rotated part of K that all heads
-share; the pool is [num_pages, page_size, D] (kv_write/reference.py). With the up-projections
-absorbed, a head's query is (W_uk q_nope, q_rope), its scores are the products with the records, and
-its output is the weighted sum of latents, to which the layer applies W_uv: attention of one kv head
-whose V is the first part of K. Queries, page tables and masks are those of attention/api.py.
+share. With the up-projections absorbed, a head's query is (W_uk q_nope, q_rope), its scores are the
+products with the records, and its output is the weighted sum of latents, to which the layer applies
+W_uv: attention of one kv head whose V is the first part of K. Queries, page tables and masks are
+those of attention/api.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The sum of rows over the GPUs of one host, in one launch (Triton): each GPU writes its rows into
 the memory of all, and adds the rows that it received in the order of the devices.
 
-A received value needs no flag, no fence and no second crossing of the link: its place held NOTHING
-before it arrived. All devices add the same values in the same order, in float32, and get the same
-bits. With more than two devices, each of many rows is added by one device, its owner, which returns
-the sum: two crossings, but of fewer bytes (half with four devices).
+A received value needs no flag and no fence, since its place held NOTHING before it arrived. All
+devices add the same values in the same order, in float32, and get the same bits. With more than two
+devices, each of many rows is added by one device, its owner, which returns the sum.
 
 A row has three places that are used in rotation. A device that sends the row's sum n + 3 has
 received n + 2 from all others, which they sent after they had read n and emptied its place (in n +

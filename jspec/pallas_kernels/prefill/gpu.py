@@ -4,16 +4,14 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
 
   - A task is one block of packed queries, of any rows, and up to eight query heads of one kv head.
     Queries x heads fill the 64 rows of a wgmma product, and two consumers share what a producer
-    loads, so each block of keys serves 128 rows. The grid is persistent; a producer loads for the
-    next task while the consumers finish the last.
+    loads. The grid is persistent; a producer loads for the next task early.
   - The producer copies whole pages by TMA into a ring in shared memory, row by row, from the first
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
-  - For an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers,
-    which the consumers read.
+  - For an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers.
 
-P is cast to the pool's type (f16 for FP8) before the second product. Interpret mode's wgmma takes
-no register operand and no running accumulator, so there P passes through shared memory.
+P is cast to the pool's type (f16 for FP8) before the second product; in interpret mode it passes
+through shared memory.
 """
 
 from __future__ import annotations
@@ -121,9 +119,10 @@ def attend_packed(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend with queries_per_row None; padding returns zeros.
 
-    q[T, H, Dq], Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8, D 64 or 128. plan: may be
-    shared by all layers with the same rows, window and tuning. Raises ValueError for unsupported
-    shapes, NotImplementedError with an older jax.
+    q[T, H, Dq], Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8, D 64 or 128
+    plan: may be shared by all layers with the same rows, window and tuning
+
+    Raises ValueError for unsupported shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or choose_tuning(kv_pages.dtype)
     _check(q, kv_pages, rows, tuning=tuning, scale=scale)

@@ -1,13 +1,11 @@
 """Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas-Triton).
 
-For each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), where the lowest
-id wins ties, with the noise of device/noise.py generated in registers. One program per row and
-chunk of the vocabulary writes its best (value, id), which XLA reduces.
-
-At T > 0 computing the noise takes most of the time (90 instructions per logit), so a rough score,
-which takes a third of them and is never below the exact score, is computed first. The token with
-the highest rough score is scored exactly, and wins the chunk if no other rough score reaches its
-exact score; otherwise all tokens are scored exactly. NaN counts as -infinity.
+One program per row and chunk of the vocabulary writes its best (value, id) by logit(v) + T *
+g(seed, position, v), with the noise of device/noise.py generated in registers; XLA reduces these,
+and the lowest id wins ties. At T > 0 a cheap rough score that is never below the exact score is
+computed first. The token with the highest rough score is scored exactly, and wins the chunk if no
+other rough score reaches its exact score; otherwise all tokens are scored exactly. NaN counts as
+-infinity.
 """
 
 from __future__ import annotations

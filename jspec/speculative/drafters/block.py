@@ -1,18 +1,15 @@
 """Drafters that guess a whole block in one forward (DFlash, arXiv:2602.06036).
 
 `advance` runs no layer: it writes K and V computed from the emitted tokens' features. `propose`
-runs the root and S mask tokens, which see the cached text and each other, and builds a tree of
-their guesses. The candidates at a depth do not depend on their parents, so the best paths combine
-the best candidates of each level. With a Markov head (DSpark) they depend on the parent token, and
-the levels are ranked one after the other, with one small product each. A selector (DFlash2) reranks
-each level's best tokens in the same way.
+runs the root and S mask tokens, which see the cached text and each other, and builds a tree from
+the best candidates of each level. These do not depend on their parents, except with a Markov head
+(DSpark), which ranks the levels one after the other. A selector (DFlash2) reranks each level's best
+tokens in the same way.
 
     worked example, L = 7, root t7, S = 2; a verification accepts a1 a2 with bonus y
     propose   t7 MASK MASK at positions 7 8 9, in scratch slots 7 8 9; the masks guess the tokens
               at 8 and 9, with the noise of 8 and 9
     advance   slots 7 8 9 hold K and V of the features of t7 a1 a2. L' = 10, the root is y
-
-A block has 1 + S tokens, even if the checkpoint was trained with longer ones.
 """
 
 from __future__ import annotations

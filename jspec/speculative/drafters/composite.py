@@ -1,9 +1,8 @@
 """A draft model and a lookup in one tree (`--speculative-lookup`).
 
-Both propose paths from the root. A token under the same parent is one node, and the best N - 1 by
-path score are verified, so the lookup gets nodes where its match is long. A path of the lookup may
-be deeper than S. The draft model caches nothing of the tree: `advance` recomputes every emitted
-token from the target's features, whichever of the two proposed it.
+A token under the same parent is one node, and the best N - 1 by path score are verified, so the
+lookup gets nodes where its match is long. Its paths may be deeper than S. The draft model caches
+nothing of the tree: `advance` recomputes every emitted token from the target's features.
 
 The path score of a lookup. By Laplace's rule, a continuation after m equal tokens is right with
 odds of m to 1: p = m / (m + 1). Its next token has m + 1 equal tokens before it, and so on. At

@@ -24,10 +24,9 @@ def read_corpus(path: Path, *, vocab_size: int, max_tokens: int, tokenizer: Path
 
     A .npy array holds ids, and so does a text of integers separated by white space. Any other text
     is encoded with the tokenizer in the directory `tokenizer`. A .jsonl file has one document per
-    line: an object with a "text" field, or a string. A directory is read recursively in the order
-    of names, without hidden files and folders. Documents end with the end-of-text token.
-
-    Raises ConfigError naming the file (and line), CheckpointError for text without a tokenizer.
+    line: an object with a "text" field, or a string. A directory is read recursively by name,
+    without hidden entries. Documents end with the end-of-text token. Raises ConfigError naming the
+    file (and line), CheckpointError for text without a tokenizer.
     """
     name = f"speculative_ngram_external_corpus_path is {str(path)!r}"
     if path.suffix == ".npy":

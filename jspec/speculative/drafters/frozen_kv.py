@@ -1,9 +1,8 @@
 """FROZEN_KV_MTP: a draft model that attends to the target's caches and has none itself (Gemma 4).
 
 `advance` keeps the target's last hidden at each row's last token. `propose` runs the model over the
-root and that hidden, then over the beams of each level and the model's own output for the token
-before. Every query is at the root's position and sees the committed tokens, so a beam is a row with
-one query.
+root and that hidden, then over each level's beams and the model's own output for the token before.
+Every query is at the root's position, so a beam is a row with one query.
 
     worked example, L = 7, root t7, S = 2, K = 2
     propose   t7 with the hidden of t6 at RoPE 7 over slots 0..6 guesses a1 b1, the tokens at 8;

@@ -2,9 +2,8 @@
 
 The drafter finds the longest suffix of a row's ids (the root is last) that also occurs earlier in
 the row, preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
-occurrences with different continuations become branches, merged where they start alike. A row
-without a match may use a corpus, sorted in advance by the ids before each place. A branch without a
-match is filled with token 0, which is accepted only if the target chooses it.
+occurrences with different continuations become branches. A row without a match may use a corpus. A
+branch without a match is filled with token 0, which is accepted only if the target chooses it.
 """
 
 from __future__ import annotations

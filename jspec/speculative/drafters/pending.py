@@ -1,9 +1,8 @@
 """Pending drafter input of plain steps, given to the drafter in batches.
 
-A plain step of an engine with a drafter stores the token and the target's features at it. Before a
-row drafts again, or when W tokens are pending, one `advance` processes all of them, like a prompt
-chunk. So a plain step costs one W-th of an advance more than without a drafter. A token is stored
-at its position modulo W; the host tracks how many are pending, one per plain round.
+A plain step of an engine with a drafter stores the token and the target's features at it, at its
+position modulo W. Before a row drafts again, or when W tokens are pending, one `advance` processes
+all of them, like a prompt chunk. The host tracks how many are pending.
 
     worked example, W = 4, L = 7 and root t7: two plain steps emit t8 and t9
     stored     t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9

@@ -1,17 +1,15 @@
 """Drafters that rank the next tokens of a model level by level: EAGLE, NEXTN and STANDALONE.
 
 Level 1 needs no forward: the last advance ran the model over the row's last token, and its K best
-candidates are the state. `beams` grows the other levels and `candidates` ranks them; a drafter
-defines the inputs of its model.
+candidates are the state. `beams` grows the other levels and `candidates` ranks them.
 
 EAGLE (any head): a draft slot holds a pair (token i + 1, feature i), and every beam carries its
 parent's output as its feature.
 
-STANDALONE (Leviathan et al., 2022, arXiv:2211.17192): a language model of any served family with
-the target's vocabulary. A slot holds a token at its own position, and nothing of the target is
-read. Acceptance follows from shared noise, not from that paper's rule. `advance` runs over the
-emitted tokens and the new root, whose logits give level 1. The root's slot L' is scratch: the next
-advance writes the same values there again.
+STANDALONE (Leviathan et al., 2022, arXiv:2211.17192; acceptance follows from shared noise instead):
+a language model with the target's vocabulary. A slot holds a token at its own position. `advance`
+runs over the emitted tokens and the new root, whose logits give level 1. The root's slot L' is
+scratch: the next advance writes the same values there again.
 
     worked example, L = 7, root t7, S = 3, K = 2; a verification accepts a1 a2 with bonus y
     propose   reads slots 0..7 (the last advance wrote 7, the root's); beams a1 b1 in slots 8 9 at
@@ -19,8 +17,8 @@ advance writes the same values there again.
     advance   slots 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
               logits, with the noise of position 11, are the next level 1
 
-With K = 1 the drafts are in their final slots: `propose` has written everything but the KV of the
-last draft and the new root, so advance runs over two tokens per row.
+With K = 1 `propose` has written everything but the KV of the last draft and the new root to the
+final slots, so advance runs over two tokens per row.
 """
 
 from __future__ import annotations
