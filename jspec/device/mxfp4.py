@@ -7,14 +7,12 @@ A stack of weights [X, K, N] is stored as
 
 Row 32 g + r of the codes has the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each block,
 so a tile of 32 rows is four tiles of weights, each with one row of scales. A few shifts and masks
-turn each into a bfloat16 (`bits_of`):
+turn each into a bfloat16 (`bits_of`), exactly the value times 2 ** -126, also for 0 and 0.5:
 
     bit       15  14  13  12  11 10  9   8  7  6   5  4  3   2  1  0
     of input  s0  s3  m3  s1  e3 e3  s2  e0 e0 m0  e1 e1 m1  e2 e2 m2
 
-Sign, two exponent bits and one mantissa bit are then at their places in bfloat16: exactly the value
-times 2 ** -126, also for 0 and 0.5, which are subnormal. The number format is from OCP Microscaling
-Formats, version 1.0; the order is specific to jspec.
+The number format is from OCP Microscaling Formats, version 1.0; the order is specific to jspec.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The decoder that every target family runs, as pure functions of its spec and params.
 
-`trunk` runs one function per layer and knows no caches, so training, prefill, verification and
-decoding differ only in their `attend`. `Decoder` is the target of a step: the layers over their
-caches, one inner jit per layer.
+`trunk` knows no caches, so training, prefill, verification and decoding differ only in their
+`attend`. `Decoder` is the target of a step: the layers over their caches, one inner jit per layer.
 """
 
 from __future__ import annotations
@@ -341,10 +340,8 @@ class Decoder:
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
         """Return (last hidden after the final norm, aux features, caches with the T new tokens).
 
-        kept: indices of the tokens whose last hidden is needed; None: all T. For the others the
-            last layer computes only K and V, unless its output is captured
-        lora_slots: each row's adapter slot, 0 for none; None: no row has one
-        counter: counts the tokens of the layers' experts; None: nothing is counted
+        See `Target.forward`. For tokens outside `kept` the last layer computes only K and V, unless
+        its output is captured.
         """
         caches = list(kv)
         last = self.spec.num_layers - 1
@@ -459,8 +456,7 @@ def trunk(
     """Run the layers; also return the residual stream at the INPUT of each aux layer.
 
     An aux id equal to the number of layers is the residual after the last one. The captures are
-    concatenated, low to high: [*b, len(aux_layer_ids) * E]. A layer reads the captured sum itself,
-    so both have the same rounding.
+    concatenated, low to high: [*b, len(aux_layer_ids) * E].
     """
     stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):

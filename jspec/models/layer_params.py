@@ -213,8 +213,7 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """Declare a layer's `moe` under Qwen3-MoE's names, router bias and shared expert under
-    DeepSeek's.
+    """Declare a layer's `moe` under Qwen3-MoE's names; router bias and shared expert as DeepSeek.
 
     Experts are one tensor each, or fused as transformers 5 writes them. A shared expert with a gate
     has Qwen's names.

@@ -43,8 +43,7 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
     """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them).
 
     column_major: a weight marked in the table gets a Format that stores it as [out, in]. Embedding
-    tables are always row-major: a TPU would transpose [201088, 2880], which then needs less
-    padding, and transpose all of it back in every step.
+    tables are always row-major, since a TPU would transpose some of them back in every step.
     """
     partition = _partition_of(spec)
     if isinstance(partition, FP8Weight):

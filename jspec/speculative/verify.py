@@ -222,7 +222,7 @@ def forced_path(
     """Cut or extend the real path to `forced` drafts; entries after them are 0.
 
     An extension follows each node's first child. After a node without children comes the next node
-    by index; the last node repeats. The result depends on the real walk, so that is not dropped.
+    by index; the last node repeats. The result depends on the real walk, so no compiler drops that.
 
     In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
     Out: [0 2 3]

@@ -4,10 +4,8 @@ Five layers with a window alternate with one of full attention. Full layers have
 own number of kv heads, and in large models one projection for K and V; RoPE rotates a quarter of
 their pairs. Queries and keys are normed with a scale, values without, and scores are not scaled.
 Each sub-layer has a norm before and after it. Some models have an MoE in parallel to each MLP
-(26B-A4B), or token embeddings for each layer and last layers that read the cache of an earlier
-layer (E2B, E4B).
-
-In models that also read images or audio, the text model is in text_config, which alone is read.
+(26B-A4B), or token embeddings for each layer and last layers that read an earlier layer's cache
+(E2B, E4B). If the model also reads images or audio, text_config is read alone.
 """
 
 from __future__ import annotations

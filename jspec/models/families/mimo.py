@@ -1,8 +1,7 @@
 """MiMo-7B (MiMoForCausalLM): Qwen2 layers, and one more for multi-token prediction.
 
 That layer reads [the target's hidden after the final norm; embedding], with a zero embedding at
-position 0. Every draft level runs it again on its own output after its final norm (as in SGLang and
-vLLM).
+position 0. Every draft level runs it again on its own output after its final norm.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """MiniMax M2 (MiniMaxM2ForCausalLM): norms that span heads, RoPE on a part of each head, MoE.
 
 One RMSNorm takes all query heads of a token as one vector, another all key heads. All layers are
-MoE (sigmoid scores, router bias, no shared expert), with routers in float32 as published. Experts
-have Mixtral's names, which transformers 5 also writes. Modules for multi-token prediction (use_mtp,
-num_mtp_modules) are not read, and a checkpoint with tensors of such layers is refused.
+MoE (sigmoid scores, router bias, no shared expert), with float32 routers and Mixtral's names of
+experts. A checkpoint with layers for multi-token prediction is refused.
 """
 
 from __future__ import annotations

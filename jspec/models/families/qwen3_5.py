@@ -1,9 +1,8 @@
 """Qwen3.5, 3.6 and 3.8, dense and MoE: the text models, with Qwen3-Next's layers.
 
 Published checkpoints also read images: config.json has the text model in text_config, and its
-tensors are under `model.language_model.`. The vision tower (`model.visual.`) is not read. Text
-positions are equal in all sections of the multimodal RoPE, so it is plain RoPE. A delta net's four
-projections are separate tensors.
+tensors are under `model.language_model.`. The vision tower is not read. Text positions are equal in
+all sections of the multimodal RoPE, so it is plain RoPE.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ head. The feed-forward is an MoE with a gated shared expert, or dense where conf
 it. All norms are stored minus one, except those of the delta nets' heads. A delta net's projections
 are fused per key head.
 
-One layer for multi-token prediction, with full attention, is in the same checkpoint or in a
-separate one, also for Qwen3.5 (`qwen3_5`). It reads the target's hidden after the final norm, and
-every draft level runs it again on its output after its final norm (family.feeds_normed). It uses
-the target's embedding and lm_head.
+One layer for multi-token prediction, with full attention, is in the same checkpoint or a separate
+one, also for Qwen3.5. It reads the target's hidden after the final norm, and every draft level runs
+it again on its output after its final norm (family.feeds_normed).
 """
 
 from __future__ import annotations

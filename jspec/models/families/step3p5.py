@@ -8,7 +8,7 @@ MoE (sigmoid scores, router bias) plus a shared expert; in some layers the gates
 Layers for multi-token prediction are numbered from their own config's num_hidden_layers: the
 target's number of layers, or 0 in a separate checkpoint. They are chained: the first reads the
 target's hidden before its final norm, each other one the output of the previous one before its
-final norm. Each has an lm_head (as in SGLang and vLLM).
+final norm. Each has an lm_head.
 """
 
 from __future__ import annotations

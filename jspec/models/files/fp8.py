@@ -7,8 +7,7 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8, ModelOpt's
 
-Despite its name, `_scale_inv` is also a factor. Scales of activations are ignored; those of K and V
-are for an FP8 cache (kv_scales.py).
+Despite its name, `_scale_inv` is also a factor. Scales of activations are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors of torch.save files (.bin, .pt), read without torch and without executing them.
 
 Such a file is a zip archive: a pickle that describes the contents, and one member of raw bytes per
-storage. The pickle may name only what torch.save writes for tensors, which is mapped to functions
-of this module; everything else is refused.
+storage. A pickle with other names than torch.save writes for tensors is refused.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 The input is x = pre_projection([the target's embedding of the token; h]), where h is the target's
 last hidden, or post_projection of the model's output for the token before. Its layers have only
 queries. All rows of a draft are at the root's position and see the committed tokens, never each
-other, and nothing is written.
-
-With ordered embeddings the tokens are in groups of equal size, and only those of the best groups,
-by the products of `centroids` with the output, are scored.
+other. With ordered embeddings the tokens are in groups of equal size, and only those of the best
+groups, by the products of `centroids` with the output, are scored.
 """
 
 from __future__ import annotations

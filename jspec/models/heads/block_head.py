@@ -5,8 +5,7 @@ context, of a committed token at position i: ctx = hidden_norm(fc(the target's c
 block, at positions L, L + 1, ...: the embeddings of the root and of masks run through the layers
     and attend to the context and to each other. logits = lm_head(norm(out)); the row at position p
     predicts the token at p, and with `BlockSpec.from_root` the token at p + 1.
-Markov head (DSpark, DeepSeek, 2026): logits += after(m), where `MarkovKind` computes m from the
-    token before.
+Markov head (DSpark, 2026): logits += after(m); `MarkovKind` computes m from the token before.
 DFlash2 (z-lab, 2026): `ConvolutionSpec` around each sub-layer, `SelectorSpec` after lm_head.
 """
 

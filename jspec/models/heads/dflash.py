@@ -1,8 +1,5 @@
 """Block drafters' weights: their table, and reading them from z-lab's or speculators' files.
-
-Files have no embedding, and an lm_head with the map d2t only for a draft vocabulary; otherwise the
-target's are used.
-"""
+Embedding and lm_head are the target's, except the lm_head of a draft vocabulary (d2t)."""
 
 from __future__ import annotations
 
@@ -166,11 +163,8 @@ def load_block(
     place: Place = on_host,
     formats: Formats = (),
 ) -> Params:
-    """Load the params (`dtype`; draft_ids int32[U]) to where `place` puts them.
-
-    An embedding or lm_head that the file lacks is the target's own array. Raises CheckpointError
-    for a file that is unreadable or does not fit `spec`.
-    """
+    """Load the params (`dtype`; draft_ids int32[U]) to where `place` puts them. An embedding or
+    lm_head that the file lacks is the target's own array. Raises CheckpointError."""
     with open_tensors(path, canonical=block_name) as tensors:
         check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         shares = shared_with_target(tensors, spec)

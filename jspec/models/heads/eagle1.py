@@ -125,8 +125,7 @@ def load_eagle1(
     """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
     `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]. `embed.table` is the
-    target's if the file has none. Raises CheckpointError for a file that is unreadable or does not
-    fit `spec`.
+    target's if the file has none. Raises CheckpointError.
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         own, shares = list(_check(tensors, spec)), {"embed", "lm_head"}

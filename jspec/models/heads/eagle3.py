@@ -65,8 +65,7 @@ def load_eagle3(
     """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
 
     `embed.table` is the target's own array if the file has none, and so is `lm_head.kernel` if U =
-    V. Raises CheckpointError for a file that is unreadable, does not fit `spec`, is a variant that
-    is not served, or whose d2t and t2d contradict each other.
+    V. Raises CheckpointError, also for a variant that is not served.
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)

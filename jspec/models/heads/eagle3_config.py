@@ -74,11 +74,8 @@ def load_eagle3_config(
 
     There are two layouts. The plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
     at the top level; speculators' has them in `transformer_layer_config`, and norm_before_residual
-    is true by default.
-
-    RoPE is the head's own, with theta 10000 by default, because heads are trained without their
-    target's theta and scaling; draft_rope_theta overrides theta. The head has its own lm_head even
-    if the target ties embeddings.
+    is true by default. RoPE is the head's own, with theta 10000 by default, because heads are
+    trained without their target's theta and scaling; draft_rope_theta overrides theta.
 
     With reads_names, the tensors' names (if there are weights) decide what config.json leaves open:
     the number of layers of a `midlayer` head, the tensor that `bias` is about, and whether a plain

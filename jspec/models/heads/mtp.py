@@ -50,11 +50,8 @@ CHAIN_FIRST = 45
 def load_mtp_config(
     path: Path, *, target: ModelSpec, num_layers: int
 ) -> tuple[HeadSpec, HeadNames]:
-    """Read the first num_layers layers, or the one recurrent layer, and their names.
-
-    Raises ConfigError for a family without such layers, for too few of them, or for a variant that
-    is not served; CheckpointError for a file that is unreadable or belongs to another target.
-    """
+    """Read the first num_layers layers, or the one recurrent layer, and their names. Raises
+    ConfigError for a variant that is not served, CheckpointError for a file that does not fit."""
     fields = read_fields(path / "config.json")
     family = _family(fields, target)
     mtp = DRAFTS.get(fields.architecture(), family.mtp)
@@ -128,8 +125,8 @@ def load_mtp(
 ) -> Params:
     """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
 
-    hot_ids: i32[U], the only ids to draft, if one layer runs at every level. Raises CheckpointError
-    for a file that is unreadable or does not fit `spec`.
+    hot_ids: i32[U], the only ids to draft, if one layer runs at every level. Raises
+    CheckpointError.
     """
     with open_tensors(path) as tensors:
         every = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)

@@ -1,8 +1,7 @@
 """Tensors of a draft's files that its target has too, compared with the target's own.
 
-A head that was trained with other weights brings their embedding along and drafts badly with it,
-without any other error in the file. A sample of rows shows it: a copy in another dtype differs by a
-few percent at most, another model's table by about 140.
+A head that was trained with other weights drafts badly, without any error in its file. A sample of
+rows shows it: a copy in another dtype differs by a few percent, another model's table by about 140.
 """
 
 from __future__ import annotations

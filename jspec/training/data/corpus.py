@@ -1,8 +1,8 @@
 """Training documents and their split by module. Imports no jax.
 
-The bundled pair is trained on the standard library of the Python that runs the recipe, tests
-included. Whole modules are held out with their tests, by a stable hash of the module's name. The
-documents are one xz file of JSON lines; `manifest.json` lists the held-out modules.
+The bundled pair is trained on the standard library of the Python that runs the recipe. Whole
+modules are held out with their tests, by a stable hash of the module's name. The documents are one
+xz file of JSON lines; `manifest.json` lists the held-out modules.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
 (the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}. Other keys are ignored, except
-a chat's `tools` and the message keys that the template renders.
-
-A template may render a reply differently once others follow it; many then drop its reasoning. Such
-a reply becomes a separate example that ends with it. An example longer than a row continues in the
-next one; padding has no weight.
+a chat's `tools` and the message keys that the template renders. If a template renders a reply
+differently once others follow it, the reply becomes a separate example that ends with it. An
+example longer than a row continues in the next one; padding has no weight.
 
     length 4, tokens a b c d e f, all learnt: rows [a b c d] and [e f . .]
     weights of the prediction at each position: [1 1 1 1] (d is followed by e) and [1 0 0 0]

@@ -1,11 +1,8 @@
 """The target's features of every row on disk: written in one pass, read in every epoch.
 
-    FOLDER/hidden.npy       [R, T, E], after the final norm
-    FOLDER/aux.npy          [R, T, A], the captures that the head reads; absent if A is 0
-    FOLDER/manifest.json    their key; written last: a folder without it is written again
-
-bfloat16 is stored as its bits (u16), which numpy can memory-map. 512 tokens of Llama-3.1-8B with
-three captures take 12 MB.
+FOLDER/hidden.npy       [R, T, E], after the final norm; bfloat16 as its bits (u16)
+FOLDER/aux.npy          [R, T, A], the captures that the head reads; absent if A is 0
+FOLDER/manifest.json    their key; written last: a folder without it is written again
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Training of heads that draft a block at once: DFlash, DFlash2 and DSpark.
 
 A block of its root and of masks runs at every root of a row (`anchored_attention`), and its outputs
-learn the tokens after the root. A Markov head or a selector, which depends on the token before, is
-given the text's own tokens. Embedding and lm_head are the target's and not trained.
-
-DSpark's confidence head estimates the mass that draft and target share. Drafting does not use it;
-it is exported for engines that do.
+learn the tokens after the root. A Markov head or a selector is given the text's own tokens.
+Embedding and lm_head are not trained. DSpark's confidence head, an estimate of the mass that draft
+and target share, is exported for other engines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training of a small language model as a draft (STANDALONE) by distillation from the target.
 
-It reads only tokens, so there is one depth: position t + 1 predicts token t + 2, and every further
-draft is the same forward over one more token. The loss, as for every head, is against the target's
-distribution, not the text's next token (distillation; arXiv:2310.08461 for drafts).
+There is one depth: position t + 1 predicts token t + 2, and every further draft is the same forward
+over one more token. The loss is against the target's distribution, not the text's next token
+(distillation; arXiv:2310.08461 for drafts).
 """
 
 from __future__ import annotations

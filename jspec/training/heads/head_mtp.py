@@ -1,12 +1,10 @@
 """Training of layers for multi-token prediction, one KV pool each (multi-layer EAGLE).
 
-Layer s reads only the pairs (the target's feature i, token i + s + 1) of positions 0..i. So nothing
-is unrolled: depth s is one causal forward of layer s over the whole row. The layout is
-MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
-
-In a chain (Step-3.5-Flash's layout) layer s instead reads layer s - 1's output at the same
-position, before its final norm, and every layer has its own lm_head, initialised from the target's.
-A later depth's loss also trains the layers before it.
+Layer s reads only the pairs (the target's feature i, token i + s + 1) of positions 0..i, so depth s
+is one causal forward of layer s over the whole row. The layout is MiMo-V2-Flash's, whose layers all
+read the target's hidden before its final norm. In a chain (Step-3.5-Flash's layout) layer s instead
+reads layer s - 1's output at the same position, before its final norm, and every layer has its own
+lm_head, initialised from the target's.
 """
 
 from __future__ import annotations

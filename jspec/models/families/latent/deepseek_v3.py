@@ -2,9 +2,8 @@
 
 The first layers have dense MLPs, the others an MoE (sigmoid scores, router bias, the best groups of
 experts) plus a shared expert. With YaRN, mscale_all_dim changes the softmax scale. One layer for
-multi-token prediction follows the target's layers by number. It reads the target's hidden after the
-final norm, and every draft level runs it again on its output after its final norm (as in SGLang and
-transformers; vLLM feeds back the output before that norm).
+multi-token prediction follows the target's. It reads the target's hidden after the final norm, and
+every draft level runs it again on its output after its final norm (as in SGLang and transformers).
 """
 
 from __future__ import annotations
