@@ -121,7 +121,7 @@ def sampling_batch(fields: dict[str, jax.Array]) -> SamplingBatch:
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
     """Pack fields [B, *shape] into i32[B, width] for `columns.unpack` on the host; floats as bits.
-    Raises ValueError if the fields or shapes of `values` are not those of `columns`."""
+    Raises ValueError for other fields than those of `columns`."""
     shapes = {name: array.shape[1:] for name, array in values.items()}
     if shapes != dict(columns.fields):
         raise ValueError(f"the output has {shapes} a row; expected {dict(columns.fields)}")

@@ -1,5 +1,4 @@
-"""The degrees of parallelism, and the mesh and partition specs that follow from them. A whole step
-runs inside one shard_map, with its collectives written out."""
+"""The degrees of parallelism, and the mesh and partition specs that follow from them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Buffers in the memory of each GPU of a host that the other GPUs write, to exchange rows. The
-kernels (pallas_kernels/peer_sum) get only the addresses of the buffers."""
+"""Buffers in the memory of each GPU of a host that the other GPUs write, to exchange rows."""
 
 from __future__ import annotations
 
@@ -88,9 +87,7 @@ class Exchange:
 
     @classmethod
     def of(cls, mesh: Mesh, *, width: int) -> Exchange | None:
-        """Return None where no kernel runs: one device, too many, or no access between them. Other
-        mesh axes than tensor also give None: experts are summed over two axes, and data ranks are
-        untested."""
+        """Return an exchange, or None for meshes and devices that no kernel serves."""
         devices = list(mesh.devices.flat)
         if not 1 < len(devices) <= MOST_DEVICES or len(devices) != mesh.devices.shape[-1]:
             return None

@@ -31,7 +31,7 @@ Caches = tuple[Any, ...]
 @pytree
 class SamplingBatch:
     """Sampling parameters of each row, by slot inside RowState, by batch row once gathered. They
-    are arrays, so that no setting causes a compilation: the SAMPLING_FIELDS, in this order."""
+    are arrays, so no setting causes a compilation; the order is that of SAMPLING_FIELDS."""
 
     min_new_tokens: jax.Array  # i32[.]
     temperature: jax.Array  # f32[.], >= 0
@@ -96,10 +96,7 @@ def empty_caches(
     num_units: Callable[[CacheGroup], int],
     mesh: Mesh | None = None,
 ) -> Caches:
-    """Return zeroed caches, one per layer, sharded over `mesh` if one is given.
-
-    num_units: number of slots or pages of a group, dummies included
-    """
+    """Return zeroed caches, one per layer, on `mesh`. num_units: of a group, dummies included."""
 
     def empty(group: CacheGroup) -> Any:
         arrays = group.entry.arrays(num_units(group), layout)
@@ -160,10 +157,7 @@ def empty_rows(
     windows: tuple[int, ...] = (),
     has_loras: bool = False,
 ) -> RowState:
-    """Return the state without requests; num_slots includes the dummy slot 0.
-
-    num_columns: of all shards' logits; None: vocab_size
-    """
+    """Return the state without requests; num_slots includes slot 0. num_columns: of the logits."""
     seen = (num_slots, vocab_size if num_columns is None else num_columns)
     table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
     return RowState(

@@ -88,6 +88,5 @@ def _inputs(
 
 
 def _in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Reorder interleaved RoPE pairs into halves, [0 1 2 3] -> [0 2 1 3]. Scores stay the same,
-    since queries and K are reordered alike."""
+    """Reorder interleaved RoPE pairs of queries and K into halves: [0 1 2 3] -> [0 2 1 3]."""
     return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

@@ -122,10 +122,7 @@ def sharing(part: T, peers: Peers | None) -> T:
 
 
 def gathered(shard: Shard, *arrays: jax.Array, area: Area = Area.CHOICE) -> tuple[jax.Array, ...]:
-    """Return all shards' arrays, each [shards, ...], from one all-gather, which saves latency.
-
-    arrays: of one shape, 32 bits each
-    """
+    """Return all shards' arrays of 32 bits and one shape, each [shards, ...], by one all-gather."""
     if shard.axis is None or shard.size == 1:
         return tuple(x[None] for x in arrays)
     words = jnp.stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays])
@@ -146,8 +143,7 @@ def linear(
     ops: Ops,
     reduce: Shard | None = None,
 ) -> Any:  # an array, or a PartialSum if `reduce` defers
-    """Return x @ kernel (+ bias). With `reduce` the product is row-parallel: summed over shards. If
-    params has `adapters` (layers/lora.py), their product is added."""
+    """Return x @ kernel (+ bias, adapters), summed over shards (row-parallel) with `reduce`."""
     kernel = params["kernel"]
     if reduce is not None and "adapters" not in params and ops.sums_halves(kernel, reduce.size):
         halves = jnp.split(kernel, 2, axis=1)

@@ -26,7 +26,7 @@ def gated_mlp(
 ) -> Float[Array, "*b E"]:
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns, then up columns.
 
-    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: use GELU instead of SiLU.
+    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of SiLU.
     """
     own = params["gate_up"]
     if gelu:

@@ -26,8 +26,7 @@ from jspec.spec.model_spec import MoESpec, Routing
 def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return each token's experts, best first, and their float32 weights, times params["factors"]
-    f32[X] if present."""
+    """Return each token's experts, best first, and their f32 weights, times params["factors"]."""
     ids, weights = _chosen(params, x, spec=spec)
     if "factors" in params:
         weights = weights * jnp.take(params["factors"], ids, mode="clip")

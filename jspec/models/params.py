@@ -143,7 +143,6 @@ ParamTable = tuple[ParamSpec, ...]
 
 
 def padded(size: int, shards: int) -> int:
-    """Return the least multiple of `shards` that is at least `size`."""
     return -(-size // shards) * shards
 
 
@@ -158,8 +157,6 @@ def with_formats(table: ParamTable, formats: Formats) -> ParamTable:
 
 
 def with_expert_map(table: ParamTable, experts: ExpertMap) -> ParamTable:
-    """Place the experts of a model's layers. experts: () places none."""
-
     def own(spec: ParamSpec) -> ParamSpec:
         if spec.entries is None or not experts:
             return spec
@@ -169,8 +166,7 @@ def with_expert_map(table: ParamTable, experts: ExpertMap) -> ParamTable:
 
 
 def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
-    """Shard an MoE's weights over `spec.shards` by physical expert. Placed experts are in the
-    model's order, followed by its first ones again (`with_expert_map`)."""
+    """Shard an MoE's weights by physical expert; placed ones start in the model's order."""
 
     def split(own: ParamSpec) -> ParamSpec:
         if own.axes[:1] != ("experts",):
@@ -188,7 +184,7 @@ def of_experts(table: Iterable[ParamSpec], spec: MoESpec) -> ParamTable:
 
 def shard_columns(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
     """Yield (part, first entry, number of entries) for the columns, shard by shard. Raises
-    ConfigError if a part's blocks can be neither divided among nor repeated over the shards."""
+    ConfigError for blocks that neither divide among nor repeat over the shards."""
     for part in parts:
         if part.pads:
             continue
@@ -224,8 +220,7 @@ def prefixed(table: Iterable[ParamSpec], *, path: ParamPath, stored: str) -> Par
 
 
 def or_nested(table: Iterable[ParamSpec], *places: Mapping[str, str]) -> ParamTable:
-    """Let a text model's tensors also be stored inside a model that reads images. places: maps from
-    prefixes of names to those inside."""
+    """Let a text model's tensors also be stored inside a model that reads images."""
 
     def own(spec: ParamSpec) -> ParamSpec:
         nested = tuple(

@@ -42,10 +42,7 @@ TABLE: Mapping[tuple[type[WeightFormat], Op, str], Reads | None] = {
 def resident_format(
     stored: WeightFormat, op: Op, *, bundle: str, dtype: str, shards: int
 ) -> tuple[WeightFormat, str]:
-    """Return the format in which a product's weights are resident, and the decision as a sentence.
-
-    dtype: of the model. Raises ConfigError without a row.
-    """
+    """Return a product's resident format and the decision as a sentence. Raises ConfigError."""
     if (type(stored), op, bundle) not in TABLE:
         raise ConfigError(
             f"weights of {op.value} are stored as {stored.name}, and the kernels are {bundle}; "

@@ -42,8 +42,7 @@ def interpret_options(interpreted: bool) -> dict[str, Any]:
 
 
 def swizzled(dtype: DTypeLike, width: int = SWIZZLE) -> tuple[Any, ...]:
-    """Return the transforms of shared memory that TMA fills and wgmma reads. width: columns of the
-    narrowest slice, such as K of K | V, since no tile may be wider."""
+    """Return the transforms of memory for TMA and wgmma. width: columns of the narrowest slice."""
     row_bytes = min(SWIZZLE, width * jnp.dtype(dtype).itemsize)
     columns = row_bytes // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))

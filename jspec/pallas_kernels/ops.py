@@ -92,8 +92,7 @@ class Ops:
         return {}
 
     def sums_halves(self, kernel: Weight, shards: int) -> bool:
-        """Return whether a row-parallel product is summed over shards in two halves of columns, so
-        that the first sum overlaps the second product."""
+        """Return whether a row-parallel product is summed over shards in two halves of columns."""
         del kernel, shards
         return False
 
@@ -155,10 +154,7 @@ class Ops:
         *,
         rank: int,
     ) -> tuple[Float[Array, "T H Dv"], Float[Array, "NP S D"]]:
-        """Write the records, then attend, as latent_attention/reference.py specifies.
-
-        rank: the width of the needed part of each sum; a result may be wider
-        """
+        """Write the records, then attend. rank: the width that is needed; a result may be wider."""
         del rank
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call, scales)
@@ -174,8 +170,7 @@ class Ops:
         *,
         spec: LatentAttentionSpec,
     ) -> tuple[Float[Array, "T H Dq"], Float[Array, "T Dq"]] | None:
-        """Return (absorbed queries, records) for `attend_latent`; None without a kernel. params, x:
-        those of layers.latent_attention."""
+        """Return (absorbed queries, records) for `attend_latent`; None without a kernel."""
         del params, x, cos, sin, spec
         return None
 
@@ -266,10 +261,7 @@ class Ops:
         gate: Gate,
         shards: int = 1,
     ) -> Float[Array, "T E"]:
-        """Return the weighted sum of each token's experts, without the bias of `down`.
-
-        params, shards: as in experts/reference.run_experts
-        """
+        """Return the weighted sum of each token's experts (experts/reference.run_experts)."""
         return experts.run_experts(x, ids, weights, params, gate=gate, shards=shards)
 
     def moe_of_sum(
@@ -282,8 +274,7 @@ class Ops:
         eps: float,
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"], Mixed] | None:
-        """Return (x + delta, that sum's norm, the MoE output for it); None without a kernel.
-        params: of router and experts, unsharded."""
+        """Return (x + delta, that sum's norm, the MoE output for it); None without a kernel."""
         del x, delta, scale, params, eps, spec
         return None
 

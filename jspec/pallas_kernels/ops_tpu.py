@@ -38,10 +38,7 @@ LEAST_HALVED = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class TpuOps(Ops):
-    """The TPU implementation of `Ops`.
-
-    interpret: run anywhere, thousands of times slower. async_sums: sum large products in halves.
-    """
+    """The TPU implementation of `Ops`. async_sums: sum large products in halves."""
 
     interpret: bool = False
     async_sums: bool = False

@@ -77,7 +77,6 @@ def best_of_shards(
 
 
 def _stored(logits: jax.Array) -> jax.Array:
-    """Compute the logits once, so that the search for the threshold and the choice read the same
-    bits. Otherwise each fusion could recompute the penalties with other rounding, and the logit
-    that is the threshold would fail its own comparison."""
+    """Compute the logits once: fusions that recompute the penalties could round them differently,
+    and the logit that is the threshold would fail its own comparison."""
     return jax.lax.optimization_barrier(logits)

@@ -1,5 +1,4 @@
-"""Log-probabilities of the raw float32 logits: before penalties, bias, temperature and filters.
-Each vocabulary shard reduces its columns, and only the results are gathered."""
+"""Log-probabilities of the raw float32 logits: before penalties, bias, temperature and filters."""
 
 from __future__ import annotations
 

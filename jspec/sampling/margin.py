@@ -74,8 +74,7 @@ def _filtered(x: np.ndarray, sampling: SamplingParams) -> _Filtered:
 
 
 def _over_mass(x: np.ndarray, order: np.ndarray, top_p: float, scale: float) -> np.ndarray:
-    """Return the log odds of the mass above each token minus those of top_p: >= 0 if dropped.
-    Changing some logits by d relative to the others moves log odds by at most d / T."""
+    """Return the log odds of the mass above each token minus those of top_p: >= 0 if dropped."""
     weights = np.exp((order - order[0]) / scale)
     total = np.cumsum(weights)
     below = np.concatenate(([0.0], total[:-1])) / total[-1]

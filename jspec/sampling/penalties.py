@@ -98,8 +98,7 @@ def see_filled(
     is_prompt: jax.Array,
     first_id: jax.Array | int,
 ) -> Seen:
-    """Mark prefilled prompt tokens, and count those after the prompt, which a retracted row
-    emitted."""
+    """Mark prefilled prompt tokens, and count those after the prompt (of a retracted row)."""
     marks = seen.prompt_marks
     at = _places(marks, slots, token_ids, valid & is_prompt, first_id=first_id)
     is_output = valid & ~is_prompt
@@ -119,8 +118,7 @@ def _places(
     *,
     first_id: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (slot, column) of each id; ids of other shards get a column past the end, to be
-    dropped."""
+    """Return (slot, column) of each id; ids of other shards get a column past the end."""
     num_ids = by_id.shape[1]
     local = token_ids - first_id
     inside = valid & (local >= 0) & (local < num_ids)

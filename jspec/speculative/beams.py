@@ -88,7 +88,7 @@ _Expanded = tuple[Any, jax.Array, jax.Array]
 def first_level(
     ids: Int[Array, "B 1 K"], terms: Float[Array, "B 1 K"], *, carried: Any
 ) -> LevelOne:
-    """Return the candidates after each row's last token; their only term is the path score."""
+    """Return the candidates after each row's last token, whose path score is their only term."""
     root_scores = jnp.zeros((ids.shape[0], 1), jnp.float32)
     return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
 
@@ -160,10 +160,7 @@ def _grow(
     *,
     draft_shape: SpeculativeConfig,
 ) -> tuple[Level, ...]:
-    """Expand the K best candidates of each level, S - 1 times.
-
-    expand: given a depth and its beams, returns what `ForwardBeams` does without the caches.
-    """
+    """Expand the K best candidates of each level, S - 1 times, by `expand(depth, beams)`."""
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
     first_of_level = 0
@@ -189,7 +186,6 @@ def _grow(
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:
-    """Append each beam's own slot to its ancestors: bool[B, K, slots + K]."""
     batch, topk, _ = ancestors.shape
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch, topk, topk))
     return jnp.concatenate((ancestors, own), axis=2)

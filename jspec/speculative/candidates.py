@@ -59,8 +59,7 @@ def rank_candidates(
 def top_candidates(
     logits: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-    """Return (target ids, log_softmax) of the K largest logits, equal on every device. Ties prefer
-    the lower draft id. NaN counts as LOWEST, and all scores are finite."""
+    """Return (target ids, log_softmax) of the K largest logits; ties prefer the lower draft id."""
     scores = finite(logits, lowest=LOWEST)
     values, columns = _largest(scores, min(topk, scores.shape[-1]))  # a shard may have fewer
     top = jnp.max(scores, axis=-1)

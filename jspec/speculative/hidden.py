@@ -26,6 +26,5 @@ def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
 
 
 def without_hidden(verified: Verified) -> Verified:
-    """Drop the hidden states, for a drafter that does not read them."""
     nothing = dataclasses.replace(verified.features, hidden=verified.features.hidden[..., :0])
     return dataclasses.replace(verified, features=nothing)

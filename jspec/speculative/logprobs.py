@@ -28,10 +28,7 @@ def emitted_logprobs(
     verified: Verified,
     sampling: SamplingBatch,
 ) -> dict[str, jax.Array]:
-    """Return the fields of `output_columns` for the emitted ids, [B, M, .]; num_emitted are valid.
-
-    logits: raw, of every node. Emitted id i was chosen from those of the path's node i.
-    """
+    """Return the fields of `output_columns` for the emitted ids, [B, M, .]."""
 
     def at_depth(of_depth: tuple[jax.Array, jax.Array]) -> Logprobs:
         node, emitted_ids = of_depth

@@ -24,8 +24,7 @@ def see_chunks(
     *,
     prompt_lens: jax.Array,
 ) -> Seen:
-    """Return `seen` with the chunks' tokens added. Tokens after the prompt count as output: they
-    are the output of a row that was retracted."""
+    """Return `seen` with the chunks' tokens; after the prompt they are a retracted row's output."""
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     slots = jnp.take(batch.slots, index.row_idx, mode="clip")
     prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")

@@ -1,5 +1,4 @@
-"""Copies between rows' recurrent states and snapshots (scheduler/pages/snapshot_space.py). Restores
-precede the prefill that admits their rows; saves follow a prefill. Both output a zero."""
+"""Copies between rows' recurrent states and snapshots; each step outputs a zero."""
 
 from __future__ import annotations
 

@@ -64,10 +64,8 @@ def advance_rows(
     seq_lens: jax.Array,
     counted_from: jax.Array | None,
 ) -> RowState:
-    """Make the bonus token the next root, and add the number of emitted tokens to L.
-
-    counted_from: the first id of this device's vocabulary shard; None counts nothing
-    """
+    """Make the bonus token the root, and add num_emitted to L. counted_from: first id of the
+    shard."""
     live = slots > 0
     seen = rows.seen
     if counted_from is not None:

@@ -226,8 +226,7 @@ def speculative_rounds(
     *,
     num_rounds: int,
 ) -> tuple[EngineState, Int[Array, "_ M1"]]:
-    """Run num_rounds steps in sequence; returns i32[num_rounds * B, 1 + M]. The host must have
-    granted the pages of all rounds."""
+    """Run num_rounds steps, whose pages are granted; returns i32[num_rounds * B, 1 + M]."""
     # Unrolled: on an H200 XLA makes one CUDA graph of all rounds, but of a loop one graph per round
     # inside a while. On a CPU a loop is slower, too. Neither copies a pool (decision 8).
     outputs = []
@@ -241,8 +240,8 @@ def speculative_rounds(
 def prefill_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: PrefillBatch
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
-    """Write the target and draft KV of one chunk of each row. Returns the next state and
-    `outputs.prefill_output`, with the root if the chunk is final."""
+    """Write the target and draft KV of a chunk per row. Returns the state and
+    `outputs.prefill_output`."""
     target = program.target
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)

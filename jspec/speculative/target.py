@@ -18,8 +18,6 @@ KVPool = tuple[Any, ...]  # the layers' caches (device.state.Caches)
 
 
 class Target(Protocol):
-    """The served model."""
-
     @property
     def vocab_size(self) -> int: ...
 

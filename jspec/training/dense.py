@@ -41,7 +41,7 @@ Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) 
 
 def init_target(config: ModelSpec, *, seed: int) -> Params:
     """Return float32 parameters, without a tied lm_head; depth scales the residual writers. Tables
-    have the scale of a product's columns, E**-0.5, because a tied table is lm_head too."""
+    are scaled by E**-0.5, like lm_head's columns."""
     params = init_params(table_of(config), seed=seed)
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"].values():

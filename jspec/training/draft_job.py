@@ -57,8 +57,7 @@ class Serving(Sampling, Protocol):
 
 
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
-    """Train, export and report. KeyboardInterrupt leaves the last checkpoint. Raises ConfigError or
-    CheckpointError before anything is written."""
+    """Train, export and report. KeyboardInterrupt leaves the last checkpoint."""
     check_directory("model_path", job.target)
     spec = load_model_spec(job.target)
     check_target(job.target, spec)

@@ -47,7 +47,6 @@ class Kind(enum.Enum):
 
     @property
     def loss_weights(self) -> LossWeights:
-        """The published loss of heads that draft blocks; for others, the trainer's own."""
         return PUBLISHED_LOSSES.get(self, LossWeights())
 
 

@@ -99,11 +99,8 @@ def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
 def make_step(
     loss: Loss, config: LoopConfig
 ) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
-    """Return the jitted step: (state, frozen, batch, learning rate) -> (new state, metrics).
-
-    The state is donated. The key of `loss(params, frozen, batch, key)` depends on (seed, step)
-    alone.
-    """
+    """Return the jitted step: (state, frozen, batch, learning rate) -> (new state, metrics). The
+    state is donated; the loss's key is a function of (seed, step)."""
     transform = optimizer(config)
 
     def step_fn(

@@ -115,8 +115,7 @@ def kinds_of(fields: Fields) -> tuple[str, ...]:
 
 
 def _sources(fields: Fields, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
-    """Return the layer whose cache each layer reads, or None: the last layers share the cache of
-    the last earlier layer of their kind."""
+    """Return the layer whose cache a last layer shares: the last earlier one of its kind."""
     name = "num_kv_shared_layers"
     shared = fields.integer(name) if fields.get(name) else 0
     first = len(kinds) - shared

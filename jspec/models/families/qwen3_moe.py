@@ -54,8 +54,7 @@ def _experts(fields: Fields) -> MoESpec:
 
 
 def feed_forward(fields: Fields, moe: MoESpec) -> Callable[[int], FeedForward]:
-    """Return the feed-forward by layer index: `moe`, or a dense MLP for the layers listed as
-    dense."""
+    """Return the feed-forward by layer index: `moe`, or for layers listed as dense an MLP."""
     step = fields.integer("decoder_sparse_step", 1)
     dense_ids = fields.get("mlp_only_layers") or []
     if not isinstance(dense_ids, list) or not all(type(i) is int for i in dense_ids):

@@ -1,5 +1,4 @@
-"""A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights. Raises
-ConfigError for a valid setting that is not served, CheckpointError for an unfit file."""
+"""A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights."""
 
 from __future__ import annotations
 

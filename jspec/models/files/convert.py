@@ -1,5 +1,4 @@
-"""Conversion of a checkpoint directory: safetensors or torch files to orbax, and back. Tensors keep
-names, shapes and types unless they are quantised; all other files are copied."""
+"""Conversion of a checkpoint directory: safetensors or torch files to orbax, and back."""
 
 from __future__ import annotations
 

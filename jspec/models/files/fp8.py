@@ -133,8 +133,7 @@ def declared_forms(path: Path) -> Callable[[str], Form | None]:
 
 
 def _names(entry: str, tensor: str) -> bool:
-    """Return whether a list's entry names a tensor's module. An entry is a module, a glob
-    (ModelOpt's), or a pattern after "re:"."""
+    """Match a tensor's module with a module, a glob (ModelOpt's) or a pattern after "re:"."""
     if entry.startswith("re:"):
         return re.match(entry[3:], tensor.removesuffix(".weight")) is not None
     if any(sign in entry for sign in "*?["):

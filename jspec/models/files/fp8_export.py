@@ -35,8 +35,7 @@ _EXPERTS = ".experts."
 
 
 def products_of(source: Path, tensors: Tensors) -> set[str]:
-    """Return the names of the tensors that fp8 serving quantises. Raises ConfigError unless
-    `source` is an unquantised target of a served family."""
+    """Return the tensors that fp8 serving quantises. Raises ConfigError if they already are."""
     method = quantization_method(source)
     if method is not None:
         raise ConfigError(

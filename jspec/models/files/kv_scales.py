@@ -33,8 +33,7 @@ _FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
 def cached_dtype(flag: str, path: Path) -> str | None:
-    """Return the cache's dtype: for "auto" the checkpoint's, or None for the model's. Raises
-    ConfigError for a checkpoint with another scheme."""
+    """Return the cache's dtype (None: the model's). Raises ConfigError for an unknown scheme."""
     if flag != AUTO:
         return DTYPES[flag]
     table = read_fields(path / "config.json").table("quantization_config")

@@ -87,11 +87,8 @@ def changed_reads(
     dtype: npt.DTypeLike,
     shards: int,
 ) -> list[ParamRead]:
-    """Return reads of the weights that `given` changes; other parts of fused weights stay as
-    served.
-
-    where: the source of `given`, for errors. Raises one CheckpointError.
-    """
+    """Return reads of the weights that `given` changes, with the served other parts of fused ones.
+    where: the source, for errors. Raises CheckpointError."""
     known = layouts_by_name(table)
     tensors = lazy_tensors(Path(where), given)
     fixed = [name for name in given if any(spec.is_integer for spec, _ in known.get(name, ()))]

@@ -48,8 +48,7 @@ class TensorFile(Protocol):
 
     @property
     def header(self) -> Any:
-        """Like safetensors' handle: get_slice(name).get_shape() and .get_dtype(),
-        get_tensor(name)."""
+        """Like safetensors' handle: get_tensor(name), get_slice(name).get_shape(), .get_dtype()."""
         ...
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
@@ -59,11 +58,8 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """An open weights file: its header as safetensors reads it, and its bytes.
-
-    Weights are not read through safetensors' memory map: plain reads release the GIL, and a
-    truncated file is an error instead of a signal.
-    """
+    """An open weights file, read without safetensors' memory map: plain reads release the GIL, and
+    a truncated file is an error instead of a signal."""
 
     path: Path
     header: Any  # safetensors' handle, or a TorchFile
@@ -71,8 +67,8 @@ class StoredFile:
     spans: Mapping[str, tuple[int, int]]  # [start, end) of each tensor, in bytes
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fill `out` from `offset` bytes into the tensor, or raise CheckpointError if it ends
-        before."""
+        """Fill `out` from `offset` bytes into the tensor. Raises CheckpointError if it is
+        shorter."""
         data = out.reshape(-1).view(np.uint8).data
         first, end = self.spans[name]
         at = first + offset
@@ -152,11 +148,8 @@ class Tensors:
     def row_blocks(
         self, name: str, rows: range, columns: range | None = None
     ) -> Iterator[tuple[int, HostArray]]:
-        """Yield (first row, block) for `rows` of a weight [.., in] seen as [rows, in].
-
-        A block is 1 MiB or one row, and the next one overwrites it. columns: the range of `in` to
-        read; None: all. Raises CheckpointError.
-        """
+        """Yield (first row, block of 1 MiB or one row) for `rows` of a weight [.., in] seen as
+        [rows, in]. The next block overwrites it. columns: the range of `in` to read."""
         width = self.shape(name)[-1]
         columns = range(width) if columns is None else columns
         dtype = self.weight_dtype(name)
@@ -192,10 +185,7 @@ class Tensors:
         packed: Collection[str] = (),
     ) -> None:
         """Raise one CheckpointError for all tensors that are missing, not allowed, or do not fit.
-
-        Weights are floating-point, except those in `integers` or in `packed` (bytes). Reads headers
-        only.
-        """
+        Weights are floating-point, except those in `integers` or in `packed` (bytes)."""
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
         shapes = {name: self.shape(name) for name in found}

@@ -122,25 +122,20 @@ def _markov_params(spec: MarkovSpec, *, size: int, vocab_size: int, draft_size: 
 
 
 def _is_stray(name: str) -> bool:
-    """Match unread tensors, and DSpark's estimate of acceptance: a path's score, which includes the
-    noise, is better (docs/decisions/0053)."""
+    """Match unread tensors, including DSpark's estimate of acceptance (docs/decisions/0053)."""
     return is_stray(name) or name.startswith(CONFIDENCE)
 
 
 def check_block(path: Path, spec: BlockSpec) -> tuple[str, ...]:
-    """Return the names of the params that the file lacks, which are the target's. Raises
-    CheckpointError if the headers show that `load_block` would fail."""
+    """Return the params that the file lacks, which are the target's. Raises CheckpointError."""
     with open_tensors(path, canonical=block_name) as tensors:
         check_vocabulary_names(tensors, spec, block_params(spec), is_stray=_is_stray)
         return shared_with_target(tensors, spec)
 
 
 def save_block(path: Path, spec: BlockSpec, params: Params, *, dtype: npt.DTypeLike) -> None:
-    """Write a head over its target's whole vocabulary in speculators' layout.
-
-    The target's embedding and lm_head are not stored. params: may have a DSpark head's
-    `confidence`, the product of its output and the entry of the token before
-    """
+    """Write a head over its target's whole vocabulary in speculators' layout, without embedding and
+    lm_head. params: may have DSpark's `confidence`."""
     own = tuple(each for each in block_params(spec) if each.layouts and each.path != HEAD)
     tensors = stored_tensors(own, params, dtype=dtype)
     if "confidence" in params:

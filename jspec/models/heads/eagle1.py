@@ -104,8 +104,7 @@ def _check_kind(fields: Fields) -> None:
 
 
 def check_eagle1(path: Path, spec: HeadSpec) -> bool:
-    """Return whether the file has no embedding, so that the target's is used. Raises
-    CheckpointError if the headers show that `load_eagle1` would fail."""
+    """Return whether the embedding is the target's (the file lacks it). Raises CheckpointError."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
         return "embed_tokens.weight" not in tensors

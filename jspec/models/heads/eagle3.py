@@ -89,8 +89,7 @@ def load_eagle3(
 
 
 def check_eagle3(path: Path, spec: HeadSpec) -> tuple[str, ...]:
-    """Return the names of the params that the file lacks, which are the target's. Raises
-    CheckpointError if the headers show that `load_eagle3` would fail."""
+    """Return the params that the file lacks, which are the target's. Raises CheckpointError."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
         return shared_with_target(tensors, spec)

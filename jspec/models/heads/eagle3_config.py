@@ -232,8 +232,7 @@ def _layers_of(
 
 
 def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
-    """Return whether `bias` is about tensor `name`: SGLang applies it to fc, vLLM to q, k and v.
-    The tensors' names decide; without any, `default`."""
+    """Return whether `bias` is about tensor `name`: SGLang applies it to fc, vLLM to q, k, v."""
     if not fields.flag("bias", False):
         return False
     if not names:
@@ -305,8 +304,7 @@ def _check_eagle3_variant(
 
 
 def _refuse_unread(table: Fields, *, known: frozenset[str], where: str) -> None:
-    """Raise ConfigError for a setting in the wrong table, and for unknown ones
-    (`refuse_unknown`)."""
+    """Raise ConfigError for a setting in the wrong table, and for unknown ones."""
     for name in sorted((OF_HEAD | OF_LAYERS | OF_EAGLE_CONFIG) - known):
         value = table.get(name)
         if value or (value is False and name in USUALLY_TRUE):
@@ -364,11 +362,8 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
 
 
 def _are_outputs(ids: list[int], num_layers: int) -> bool:
-    """Return whether ids in eagle_config are outputs of layers, as SGLang reads them.
-
-    They are inputs if they include num_layers (outputs end at num_layers - 1) or equal the usual
-    inputs: no head is trained with the usual layers shifted by one.
-    """
+    """Return whether ids in eagle_config are outputs of layers, as SGLang reads them. They are
+    inputs if they include num_layers or equal the usual inputs."""
     is_usual = tuple(ids) == (2, num_layers // 2, num_layers - 3)
     return max(ids) != num_layers and not is_usual
 

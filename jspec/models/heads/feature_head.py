@@ -110,10 +110,7 @@ def _paged_first_layer(
 
 @dataclass(frozen=True, slots=True)
 class FeatureHead:
-    """A draft head over its own KV pools, one per layer.
-
-    names: of its weights in files. formats: of weights that are not dense.
-    """
+    """A draft head over its own KV pools, one per layer. names: of its weights in files."""
 
     spec: HeadSpec
     ops: Ops
@@ -161,10 +158,7 @@ class FeatureHead:
         kept: Int[Array, "R"] | None = None,
         level: int = 0,
     ) -> tuple[Float[Array, "R E"], KVPool]:
-        """Run the layers of a level. Return (output to feed back and score, updated pools).
-
-        kept: see `Decoder.forward`
-        """
+        """Run the layers of a level. Return (output to feed back and score, updated pools)."""
         head, settings = self.spec, LayerSettings(self.ops, self.shard.alone, queries_per_row)
         embedded = embed(params["embed"], token_ids)
         if head.zeroes_first:
@@ -222,6 +216,5 @@ class FeatureHead:
         return norm(self._end(params, level)["norm"], out, eps=self.spec.layer.rms_norm_eps)
 
     def _end(self, params: Params, level: int) -> Params:
-        """Return the params of the norm before lm_head, and of the head's own lm_head if any."""
         end: Params = params["layers"][level] if self.spec.per_level else params
         return end

@@ -97,8 +97,8 @@ def read_layers(
     qk_norm: bool = False,
     rope_theta: float | None = None,
 ) -> ModelSpec:
-    """Read a head's equal layers. qkv_bias: q, k and v have one even if o has none. RoPE is the
-    head's own, with theta 10000 by default; rope_theta overrides theta."""
+    """Read a head's equal layers, with RoPE theta 10000 by default. qkv_bias: q, k and v have a
+    bias even if o has none."""
     bias = fields.flag("attention_bias", False)
     attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or qkv_bias, out_bias=bias)
     if rope_theta is not None:
@@ -138,10 +138,7 @@ def speculators_json(
 
 
 def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:
-    """Raise ConfigError, naming key and value, for an unread key that may change the forward.
-
-    known: the keys that the reader handles. null, false and empty values are ignored.
-    """
+    """Raise ConfigError for a set key outside `known` that may change the forward."""
     for name, value in fields.values.items():
         if name in known or name in _NEUTRAL or not value or not _WORDS.search(name):
             continue
@@ -193,8 +190,7 @@ def check_vocabulary_names(
     *,
     is_stray: Callable[[str], bool],
 ) -> None:
-    """Check names and shapes of a head that may have its own vocabulary (d2t). It may lack its
-    embedding, and its lm_head if U = V; then the target's are used."""
+    """Check a head's names and shapes. It may lack its embedding, and its lm_head if U = V."""
     V, U, E = spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.hidden_size
     required = tuple(each for each in table if each.layouts)
     optional: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}

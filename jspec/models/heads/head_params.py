@@ -126,7 +126,6 @@ def head_params(spec: HeadSpec, names: HeadNames | None = None) -> ParamTable:
 
 
 def _feature_params(spec: HeadSpec) -> ParamTable:
-    """Declare the product of the target's captured layers, and the norms before it."""
     if not spec.fuses_features:
         return ()
     count, size = len(spec.aux_layer_ids), spec.target_hidden_size

@@ -98,8 +98,7 @@ def load_mtp_config(
 
 
 def _family(fields: Fields, target: ModelSpec) -> Family:
-    """Return the family of the config's own architecture if it has such layers, else the target's.
-    Layers of such an architecture can be used with a target of any family."""
+    """Return the family of the config's architecture if it has such layers, else the target's."""
     own = fields.architecture()
     bringing = (each for each in FAMILIES if each.mtp is not None and own in each.architectures)
     return next(bringing, None) or family_named(target.family)
@@ -123,11 +122,8 @@ def load_mtp(
     place: Place = on_host,
     formats: Formats = (),
 ) -> Params:
-    """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
-
-    hot_ids: i32[U], the only ids to draft, if one layer runs at every level. Raises
-    CheckpointError.
-    """
+    """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones. Raises
+    CheckpointError. hot_ids: i32[U], the only ids to draft."""
     with open_tensors(path) as tensors:
         every = None if spec.per_level else np.arange(spec.draft_vocab_size, dtype=np.int32)
         return read_head(
@@ -179,8 +175,7 @@ def save_mtp(
     target: ModelSpec,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Write unsharded layers alone, in the layout of `mtp_config_json`. A chain includes a copy of
-    the target's embedding (from `params`), which other engines read."""
+    """Write unsharded layers alone; a chain with the target's embedding (for other engines)."""
     written = mtp_config_json(spec, target=target, dtype=np.dtype(dtype).name)
     _, family = _written_family(spec)
     names = family.names(target)
@@ -192,7 +187,7 @@ def save_mtp(
 
 
 def mtp_config_json(spec: HeadSpec, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
-    """Return config.json of layers alone: MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+    """Return config.json of layers alone, as MiMo-V2-Flash's or, for a chain, Step-3.5-Flash's.
     Raises ConfigError for layers that would not be read back equal."""
     name, family = _written_family(spec)
     model = replace(spec.layer, tie_word_embeddings=False)
@@ -276,8 +271,7 @@ def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
 
 
 def _numbered(tensors: Tensors, names: HeadNames) -> HeadNames:
-    """Return the names with the layer number that the file uses: exports of DeepSeek's layer use 0,
-    or keep its number after the target's layers."""
+    """Return the names with the layer number that the file uses: exports may start at 0."""
     if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
         return names
     other = replace(names, first=names.also)

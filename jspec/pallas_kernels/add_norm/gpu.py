@@ -47,8 +47,7 @@ def add_norm_and_quantise(
     by_blocks: bool,
     interpret: bool = False,
 ) -> tuple[BFloat16[Array, "T E"], WithCodes]:
-    """Return what `add_and_norm` does, with the norm also quantised (gpu_tokens.quantise). T >
-    0."""
+    """Return what `add_and_norm` does, with the norm also quantised. T > 0."""
     num, size = x.shape
     total, normed, codes, scales = _launch(
         x,

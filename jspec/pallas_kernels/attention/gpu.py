@@ -50,8 +50,6 @@ MAX_QUERIES = 64  # R
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The static parameters of a kernel."""
-
     batch: int
     num_kv: int
     width: int  # D

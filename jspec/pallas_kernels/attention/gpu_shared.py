@@ -81,8 +81,7 @@ def attend_shared(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """Attend like gpu.attend_rows without a window, for q as gpu_plan.pack_queries returns it.
-    Raises ValueError without rows.shared or if not `serves`, and as gpu.attend_rows does."""
+    """Attend like gpu.attend_rows without a window, for q as gpu_plan.pack_queries returns it."""
     tuning = tuning or Tuning()
     if interpret:
         tuning = replace(tuning, weights="shared")

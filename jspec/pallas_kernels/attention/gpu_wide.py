@@ -35,8 +35,7 @@ PIECE = 128  # most columns of a part whose sums are scaled at once
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """first, rest: widths of K's parts. V is as wide as the first, and with is_latent is the
-    first."""
+    """first, rest: widths of K's parts. V is as wide as the first; a latent's V is the first."""
 
     first: int
     rest: int

@@ -94,8 +94,7 @@ class RowsPlan:
 
     @property
     def heads_together(self) -> int:
-        """The number of heads whose products overlap: their scores fit roughly into the
-        registers."""
+        """Heads whose products overlap: their scores fit roughly into the registers."""
         return max(TOGETHER_SCORES // (self.packed * self.block_keys), 1)
 
     @property
@@ -433,8 +432,7 @@ def _lay_new_rows(
 def _absorb_masked(
     plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array, buffer: Any
 ) -> None:
-    """Absorb a partly visible block at the least width with all of its keys. Keys past the row's
-    last have weight 0, so a narrower product gives the same bits."""
+    """Absorb a partly visible block at the least width with all of its keys."""
     num_keys = refs.limits[row] - block * plan.block_keys
     least = 0
     for keys in plan.masked_widths:
@@ -540,11 +538,8 @@ def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
 def absorb_block(
     plan: RowsPlan, refs: RowsMemory, i: jax.Array, buffer: jax.Array, mask: Mask | None
 ) -> None:
-    """Add a block's keys to the online softmax of all heads.
-
-    A product or a reduction over lanes has a latency of hundreds of cycles. Heads go through each
-    stage together, so that these overlap; the totals stay in lanes until the row ends.
-    """
+    """Add a block's keys to the online softmax of all heads. Heads go through each stage together,
+    to overlap the latencies of products and reductions."""
     heads = plan.two_g // 2
     for low in range(0, heads, plan.heads_together):
         group = range(low, min(low + plan.heads_together, heads))

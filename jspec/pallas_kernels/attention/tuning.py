@@ -28,15 +28,13 @@ class Tuning:
 
 
 def choose_tuning(width: int, *, windowed: bool) -> Tuning:
-    """Return blocks of 128 keys for heads of 64, as many bytes as 64 keys of heads of 128. With a
-    window, larger blocks would load more keys outside of it."""
+    """Return blocks of 128 keys for heads of 64 without a window, else the defaults."""
     return Tuning(block_tokens=128) if width == 64 and not windowed else Tuning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideTuning:
-    """Parameters of gpu_wide.py that affect speed only. programs: per SM; it determines the
-    shares."""
+    """Parameters of gpu_wide.py that affect speed only. programs: per multiprocessor."""
 
     block: int = 64  # keys of one iteration, a multiple of 32
     warps: int = 4

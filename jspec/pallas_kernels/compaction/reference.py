@@ -23,8 +23,7 @@ def path_moves(
     tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
     Bool[Array, "B M1"],
 ]:
-    """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1].
-    Moves after num_accepted stay on the dummy page."""
+    """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1]."""
     batch, num_path = node_path.shape
     step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
     row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)

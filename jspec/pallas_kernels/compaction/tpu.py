@@ -1,5 +1,4 @@
-"""Compaction of accepted paths on a TPU: one launch for all layers with equal pools. A KV slot [2G,
-D] moves HBM -> VMEM -> HBM by DMA. Writes to the dummy page are dropped."""
+"""Compaction of accepted paths on a TPU by DMA: one launch for all layers with equal pools."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def compact_paths(
     buffer_bytes: int = BUFFER_BYTES,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated. XLA copies
-    pools of a width other than 128 before and after, as it does not store them in index order."""
+    """Apply `compact_path` to all pools [NP, S, 2G, D]; in place if donated and D is 128."""
     if node_path.shape[1] == 1:
         return kv
     page_size = kv[0].shape[1]

@@ -492,10 +492,7 @@ def _folded(own: _Strip, paths: Any, *, is_fresh: jax.Array, sizes: _Sizes) -> j
 
 
 def _run_few(own: _Strip, held: jax.Array, sees: Callable[[int, int], Any], nodes: int) -> None:
-    """Run nodes one after the other, parents first, with the state in registers.
-
-    sees: of (i, j), whether j < i is an ancestor of i
-    """
+    """Run nodes one after the other, parents first, with the state in registers."""
     totals: list[jax.Array] = []
     keys: list[jax.Array] = []
     updates: list[jax.Array] = []

@@ -40,8 +40,8 @@ class Mixed:
         return out if self.shared is None else out + self.shared
 
     def own_sum(self, num_experts: int) -> jax.Array:
-        """Return f32 [T, E], the sum over the experts of one of several shards. Pairs with the id
-        num_experts are another shard's, and their rows are unwritten."""
+        """Return f32 [T, E], the sum over one shard's experts. Other shards' pairs have the id
+        num_experts, and their rows are unwritten."""
         own = jnp.where((self.ids < num_experts)[..., None], self._pairs(), 0.0)
         return jnp.sum(own * self.weights[..., None], axis=1)
 

@@ -81,8 +81,7 @@ def down_product(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows E"]:
-    """Return each pair's row times its expert's `down` [X, I, E], E = size; padding is
-    unwritten."""
+    """Return each pair's row times its expert's `down` [X, I, E]; padding is unwritten."""
     return _call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
         [inner_rows, down, blocks.expert, blocks.num_pairs],

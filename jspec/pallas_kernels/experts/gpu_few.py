@@ -51,10 +51,8 @@ class Shared(NamedTuple):
 
 
 def shared_of(params: Mapping[str, Mapping[str, Any]], spec: MoESpec) -> Shared | None:
-    """Return the shared expert if it can run as one of the experts, else None.
-
-    params: those of layers.moe, with row-major weights
-    """
+    """Return the shared expert if it can run as one of the experts, else None. Weights must be
+    row-major."""
     shared, experts = spec.shared, params["experts"]
     if shared is None or spec.bias or shared.inner != spec.inner or shared.limit is not None:
         return None
@@ -230,8 +228,8 @@ def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
 
 
 def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (the pair's expert, whether it is that expert's first pair, a mask of the tokens that
-    have the expert, their pairs)."""
+    """Return (the pair's expert, whether the pair is its first, a mask of its tokens, the pairs of
+    these tokens)."""
     num_tokens, top_k = ids_ref.shape
     expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
     token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]

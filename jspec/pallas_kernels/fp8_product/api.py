@@ -52,5 +52,4 @@ def numbers_of(x: Activations) -> jax.Array:
 def rearranged(
     x: jax.Array | Scaled, rearrange: Callable[[jax.Array], jax.Array]
 ) -> jax.Array | Scaled:
-    """Return x with its values rearranged."""
     return replace(x, of=rearrange(x.of)) if isinstance(x, Scaled) else rearrange(x)

@@ -34,8 +34,7 @@ class ProductTuning:
         return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
 
     def rows_loaded(self, m: int) -> int:
-        """Return the tokens that a stage holds; a product reads its other rows from past the
-        stage."""
+        """Return the tokens of a stage; a product's other rows are read from past the stage."""
         unit = 8 * (self.cluster if self.shared is Shared.TOKENS else 1)
         return min(self.tile_m, -(-m // unit) * unit)
 

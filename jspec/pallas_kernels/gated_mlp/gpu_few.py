@@ -54,8 +54,7 @@ def few_gated_product(
     tuning: FewTuning,
     interpret: bool = False,
 ) -> BFloat16[Array, "M N"]:
-    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). w is read as w.T, which is free if it is stored
-    so. tuning: static. Raises ValueError if it does not fit."""
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]), reading w as w.T. Raises ValueError."""
     (m, k), columns = x.shape, w.shape[1]
     if problem := tuning.problem(m, k, columns):
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")

@@ -61,7 +61,6 @@ class _Shape:
 
     @property
     def copies(self) -> int:
-        """Copies per block: one per page, or one if a block is part of a page."""
         return max(BLOCK // self.page_size, 1)
 
     @property
@@ -103,8 +102,7 @@ def attend_rows(
     shares: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H rank"]:
-    """Return out like attention/api.py, for a pool of latents that has this call's tokens. Raises
-    NotImplementedError with a jax before 0.11. See `serves` for the shapes."""
+    """Return out like attention/api.py, for a pool of latents that has this call's tokens."""
     require_mosaic_gpu()
     batch, num_heads, width = rows.page_table.shape[0], q.shape[1], q.shape[2]
     tiles, stored = tiles_of(queries_per_row * num_heads)
@@ -405,7 +403,6 @@ def _words(refs: _Refs, work: _Work, block: Any) -> list[Any]:
 
 
 def _mask(scores: Any, words: list[Any]) -> Any:
-    """Set scores of hidden keys to -inf. `top` stays finite, so no difference is NaN."""
     if not words:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

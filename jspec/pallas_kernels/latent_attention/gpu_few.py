@@ -35,10 +35,7 @@ NAMES = ("q_a", "q_a_norm", "q", "kv_a", "kv_a_norm", "k_up", "v_up")
 
 
 def serves(params: Mapping[str, Any], x: jax.Array, spec: LatentAttentionSpec) -> bool:
-    """Return whether the kernels run these products: dense ones of x's dtype, of whole tiles.
-
-    x: the layer's input, or the means of latents, which have the same tokens and dtype
-    """
+    """Return whether the kernels run these products: dense ones of x's dtype, of whole tiles."""
     if spec.q_rank is None or spec.growth is not None or not 1 <= x.shape[0] <= MOST_TOKENS:
         return False
     products = [params[name] for name in NAMES if not name.endswith("norm")]
@@ -307,8 +304,7 @@ def _tokens(num_tokens: int) -> tuple[jax.Array, jax.Array]:
 def _product(
     left: Any, right: Any, *, depth: int, columns: int, is_transposed: bool = False
 ) -> jax.Array:
-    """Return f32 left @ right. left, right: load the columns and rows at these inputs.
-    is_transposed: right gives [columns, inputs]."""
+    """Return f32 left @ right; both load their columns and rows at given inputs."""
     step = jnp.arange(DEEP, dtype=jnp.int32)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:

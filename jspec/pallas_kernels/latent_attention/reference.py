@@ -25,8 +25,7 @@ def write_new(
     call: AttentionCall,
     scales: KVScales | None = None,
 ) -> Float[Array, "NP S Dp"]:
-    """Write the record of new token j of each row at slot prefix_len + j; padding goes to page 0.
-    Stored values are finite and, in FP8, divided by a scale, like those of K and V."""
+    """Write the record of new token j of each row at slot prefix_len + j, like K and V."""
     page, offset = new_slots(
         rows,
         records.shape[0],

@@ -77,7 +77,6 @@ class _Shape:
 
     @property
     def copies(self) -> int:
-        """Copies per block of keys: one per page, or one if a block is part of a page."""
         return max(self.tuning.block_tokens // self.page_size, 1)
 
     @property
@@ -437,8 +436,7 @@ def _boxes(shape: _Shape, task: Task, warpgroup: Any) -> list[tuple[Any, Any]]:
 
 
 def _pass_turn(refs: _Refs) -> None:
-    """Synchronize the consumers, so that one is in its softmax while the other multiplies. The
-    second starts one synchronization late and the first ends with one more."""
+    """Synchronize the consumers, so that one is in its softmax while the other multiplies."""
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
@@ -544,7 +542,6 @@ def _rule(shape: _Shape, refs: _Refs, task: Task, walk: Walk, warpgroup: Any) ->
 
 
 def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any]) -> Any:
-    """Set scores of hidden keys to -inf. `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

@@ -139,8 +139,8 @@ def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
-    """Return the least rough score of a token whose exact score reaches `value`. It is NaN, so that
-    no score is less, if float32 is too coarse for the argument."""
+    """Return the least rough score of a token that reaches `value`, or NaN: float32 is too
+    coarse."""
     slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
     return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)
 

@@ -153,10 +153,7 @@ class BlockDrafter(LevelDrafter):
         parents: Int[Array, "B P"],
         carried: Any,
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """A `RankLevel` by the selector, among the level's candidates.
-
-        terms: include the shared noise, as the target's choice does
-        """
+        """A `RankLevel` by the selector. terms: the candidates', with the shared noise."""
         found = ids[:, depth]
         more = self.model.transitions(params, parents, hidden[:, depth], found)
         places, best = top_candidates(
@@ -269,5 +266,4 @@ def _block_rows(rows: StepBatch, *, size: int) -> AttentionMetadata:
 
 
 def _masked(rows: StepBatch, seen: Any) -> Any:
-    """Return the tail mask of blocks that all have the mask `seen`, bool[R, R]."""
     return pack_bits(jnp.tile(seen, (rows.root_ids.shape[0], 1)))

@@ -106,7 +106,6 @@ class CompositeDrafter(LevelDrafter):
 
 
 def _lookup_shape(draft_shape: SpeculativeConfig) -> SpeculativeConfig:
-    """Return a shape that keeps all of the lookup's K paths."""
     depth, topk = draft_shape.lookup_steps, draft_shape.topk
     return SpeculativeConfig(
         algorithm=Algorithm.NGRAM, num_steps=depth, topk=topk, num_draft_tokens=1 + topk * depth

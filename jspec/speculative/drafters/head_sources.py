@@ -108,7 +108,6 @@ def eagle3_source(request: DraftRequest) -> DraftSource:
 
 
 def mtp_source(request: DraftRequest) -> DraftSource:
-    """Plan the MTP layers of `request.checkpoint`."""
     if is_assistant(request.checkpoint):
         return assistant_source(request)
     args, path = request.args, request.checkpoint
@@ -222,8 +221,7 @@ def _source_of(
 def _hot_ids(
     request: DraftRequest, shares: tuple[str, ...], *, per_level: bool = False
 ) -> HostArray | None:
-    """Return the ids of the token map, if one is given. Raises ConfigError for a head that cannot
-    be limited to them: it must share the target's lm_head and run at every level."""
+    """Return the token map's ids, if any. Raises ConfigError for a head that cannot use them."""
     name = request.args.speculative_token_map
     if name is None:
         return None

@@ -64,7 +64,6 @@ def source_of(request: DraftRequest, read: ReadSource) -> DraftSource:
 
 
 def register(algorithm: Algorithm, read: ReadSource) -> None:
-    """Register a drafter that `speculative_algorithm` can name. read: makes its plan. Raises
-    ConfigError for a name that is taken."""
+    """Register a drafter and its plan under a new name. Raises ConfigError if it is taken."""
     drafting.register(algorithm)
     DRAFTERS[algorithm.name] = read

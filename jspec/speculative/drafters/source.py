@@ -39,10 +39,7 @@ class DraftRequest:
     kv_dtype: str | None = None  # of the draft's cache; None: the model's
 
     def on_devices(self, spec: ModelSpec, *, spares: int | None = None) -> ModelSpec:
-        """Return a model as this engine caches and shards it. Raises ConfigError.
-
-        spares: see `on_expert_shards`; a draft's experts have no placement.
-        """
+        """Return a model as this engine caches and shards it. spares: see `on_expert_shards`."""
         cached, data_shards = cached_in(spec, self.kv_dtype), self.args.expert_ranks
         return on_expert_shards(cached, self.expert_shards, data_shards=data_shards, spares=spares)
 

@@ -129,8 +129,8 @@ def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) -> list[Document]:
-    """Return the documents of the standard library at `root`, by default the running Python's.
-    Tables, repeated files and files that do not parse are omitted. Raises ConfigError."""
+    """Return the documents of the standard library at `root`, without tables, repeated and
+    unparsable files. Raises ConfigError."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = list(_wanted_files(root))
     stems = {PurePosixPath(path).parts[0].removesuffix(".py") for path, _ in files}

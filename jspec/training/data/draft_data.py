@@ -68,8 +68,7 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
 def draw_own_samples(
     job: DraftJob, train: RowTable, held_out: RowTable, *, sampling: Sampling
 ) -> tuple[RowTable, RowTable]:
-    """Append num_own_samples rows sampled from the target, and an eighth of that to `held_out`.
-    They are kept in OUT."""
+    """Append num_own_samples rows sampled from the target, and an eighth of that to `held_out`."""
     count = job.num_own_samples
     if not count:
         return train, held_out

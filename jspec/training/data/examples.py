@@ -98,8 +98,7 @@ class Reader:
         return examples
 
     def examples(self, line: bytes) -> list[Example]:
-        """Return the examples of a line: one, or for a chat as many as the template needs. Raises
-        ConfigError with the line's fault."""
+        """Return the examples of a line, several if the template needs them. Raises ConfigError."""
         try:
             return self._examples(json_of(line))
         except json.JSONDecodeError as error:
@@ -157,7 +156,6 @@ class Reader:
         return [self._marked(whole, spoken) for whole, spoken in spans.items()]
 
     def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
-        """Tokenize `text`, and mark the tokens that start in `spans` (character ranges)."""
         check_unicode(text)
         encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
         begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)

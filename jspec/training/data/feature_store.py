@@ -99,8 +99,7 @@ def write_features(
     batch_size: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Run `features` over all rows; the last batch is padded with its last row. Raises OutputError
-    before the second batch if the disk is too small."""
+    """Run `features` over all rows. Raises OutputError early if the disk is too small."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}

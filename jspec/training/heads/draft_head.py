@@ -77,8 +77,7 @@ class DraftHead(Protocol):
 
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
-    """Return a layer with its target's attention heads and RoPE theta 10000, as published. For a
-    target with latent attention, heads are as wide as its values."""
+    """Return a layer with its target's attention heads and RoPE theta 10000, as published."""
     given = target.layers[-1].softmax_attention
     is_latent = isinstance(given, LatentAttentionSpec)
     attention = AttentionSpec(

@@ -62,8 +62,8 @@ class TrainedBlock:
         return self.spec.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Return random parameters, but the target's final norm and convolutions that do nothing. A
-        DSpark head's Markov terms and a DFlash2 head's selector start near 0."""
+        """Return random parameters, with the target's final norm and convolutions without
+        effect."""
         del draft_ids
         params = init_params(block_params(self.spec), seed=seed)
         for name in ("embed", "lm_head", "draft_ids"):
@@ -217,9 +217,7 @@ def trained_block(
 
 def default_block_layer_ids(num_layers: int, *, count: int) -> tuple[int, ...]:
     """Return ids of `count` captures, evenly from the output of layer 1 to that of layer L - 3.
-
-    DFlash takes as many captures as the head has layers. Raises ConfigError for too small a target.
-    """
+    Raises ConfigError for too small a target."""
     if count == 1:
         return (num_layers // 2 + 1,)
     ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
@@ -241,7 +239,6 @@ def _keys_and_values(
 
 
 def _next_ids(token_ids: jax.Array, roots: jax.Array, count: int) -> Int[Array, "N S"]:
-    """Return the root of every block and the tokens after it, which precede the guessed ones."""
     places = block_positions(roots, size=count).reshape(len(roots), -1)
     return jnp.take_along_axis(token_ids, places, axis=1, mode="clip").reshape(-1, count)
 

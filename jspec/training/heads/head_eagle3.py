@@ -101,7 +101,6 @@ def eagle3_head(
     intermediate_size: int,
     aux_layer_ids: tuple[int, ...],
 ) -> TrainedEagle3:
-    """Return a head with its target's attention heads and hidden size."""
     return TrainedEagle3(
         eagle3_spec(
             layer=layers_over(target, (plain_layer(target, intermediate_size=intermediate_size),)),

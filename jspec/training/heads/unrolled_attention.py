@@ -35,10 +35,7 @@ Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 class UnrolledAttention:
     """An `attend` to call once per step: causal over step 0, then the slot's own later keys.
-
-    Softmax is in float32 over both parts, merged by their common maximum. Queries run in four
-    blocks, each against the keys up to its own end: 62% of the scores of 1,024 tokens.
-    """
+    Queries run in four blocks, each against the keys up to its own end."""
 
     def __init__(self) -> None:
         self._keys: list[jax.Array] = []
@@ -96,8 +93,7 @@ def unroll(
     *,
     num_depths: int,
 ) -> list[Float[Array, "B R E"]]:
-    """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists. All T
-    slots are computed, to keep shapes round; no valid slot attends to the last ones."""
+    """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists."""
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
     outs = []
