@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jspec.config.expert_placement import LayerMap
 from jspec.device.pytree import pytree
 
-COPIES = "expert_copies"  # of a target's params: by layer, `copies_of` its map
+COPIES = "expert_copies"  # key in a target's params: by layer, `copies_of` its map
 
 
 @pytree

@@ -305,7 +305,7 @@ class Decoder:
     aux_layer_ids: tuple[int, ...] = ()  # captured for a draft model
     formats: Formats = ()  # of products whose weights are not dense
     lora: LoRASpec | None = None  # capacity for adapters, in params["lora"]
-    # The map of placed experts. Programs do not read it, but params["expert_copies"].
+    # The map of placed experts; programs read params["expert_copies"] instead.
     experts: ExpertMap = field(default=(), repr=False)
 
     @property

@@ -88,7 +88,7 @@ def threshold(
     else:
         found = _lowest_kept(*args, shard=shard, passes=passes)
     min_p = rows.min_p[:, None]
-    # No logarithm of 1 and no rounded sum may pass the largest logit, which every filter keeps.
+    # Rounding must not raise the threshold above the largest logit, which every filter keeps.
     below_top = jnp.minimum(divisor[:, None] * jnp.log(jnp.maximum(min_p, 1e-38)), 0.0)
     found = jnp.where(min_p > 0, jnp.maximum(found, top + below_top), found)
     keeps_all = (rows.top_k >= logits.shape[-1] * shard.size) & (rows.top_p >= 1)

@@ -227,8 +227,8 @@ def speculative_rounds(
     num_rounds: int,
 ) -> tuple[EngineState, Int[Array, "_ M1"]]:
     """Run num_rounds steps, whose pages are granted; returns i32[num_rounds * B, 1 + M]."""
-    # Unrolled: on an H200 XLA makes one CUDA graph of all rounds, but of a loop one graph per round
-    # inside a while. On a CPU a loop is slower, too. Neither copies a pool (decision 8).
+    # Unrolled: XLA for GPUs makes one CUDA graph of all rounds, but one per round of a loop, which
+    # is slower on a CPU, too (decision 8).
     outputs = []
     for _ in range(num_rounds):
         state, output = speculative_step(program, params, state, batch)
@@ -271,7 +271,7 @@ def prefill_step(
         token_ids=batch.token_ids,
         features=features_of(hidden, aux, needs=program.drafter.needs),
         next_ids=jnp.where(is_final, roots, batch.next_ids),
-        rows=dataclasses.replace(rows, slots=None),  # no drafter caches a record a row
+        rows=dataclasses.replace(rows, slots=None),  # no drafter has caches by slot
         last=last,
         is_first=batch.admitted > 0,
         sampling=sampling,

@@ -5,8 +5,8 @@
     also when k_new is None
     rows.cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
 
-Queries are packed row after row. With `queries_per_row` R, row b's queries instead start at q[b *
-R]; those beyond its length are padding, whose K and V go to the dummy page.
+Queries are packed row after row. With `queries_per_row` R, those of row b start at q[b * R], and
+those beyond its length are padding, whose K and V go to the dummy page.
 
 Query j of row b sees these keys:
 

@@ -110,8 +110,7 @@ def attend_rows(
 ) -> jax.Array:
     """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (the result is then f16), D
-        64 or 128
+    q[T, H, Dq] with Dq <= D; kv_pages[NP, S, 2G, D] in bf16, f16 or FP8 (the result is then f16)
     plan: may be shared by all layers with the same rows, window and block_tokens
     packed_heads: H, if q is in the layout of gpu_plan.pack_queries
 

@@ -1,8 +1,7 @@
 """Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The decode kernel (gpu.py) runs twice: over packs, which are up to 64 queries of rows with one
-prefix against all its keys, and over every row from the first key that is its own. gpu_merge.py
-merges both.
+The decode kernel (gpu.py) runs twice, and gpu_merge.py merges both: over packs, which are up to 64
+queries of rows with one prefix against all its keys, and over every row's own keys after it.
 """
 
 from __future__ import annotations

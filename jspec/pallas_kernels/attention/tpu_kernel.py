@@ -458,7 +458,7 @@ def _seen(
     limit, start = refs.limits[row], _tail_start(plan, prefix)
     if plan.tail:
         tail_idx = slot - start
-        # The part of each key that no query changes: its bit in each word, and 1 before the tail.
+        # Values that depend on the key alone: its bit in each word, and 1 before the tail.
         bit = jnp.where(slot < limit, jnp.int32(1) << (tail_idx & 31), 0)
         found = jnp.where((tail_idx < 0) & (slot < limit), 1, 0)
         for w in range(plan.num_words):

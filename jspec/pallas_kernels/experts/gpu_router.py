@@ -280,7 +280,7 @@ def ranked(
 def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
     """Count entries that are higher, or equal before it; NaN first: [1 3 NaN 3] -> [3 1 0 2]."""
     bits = lax.bitcast_convert_type(height, jnp.int32)
-    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # same order as the numbers
+    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the floats
     # One key for all NaN: the sign of a NaN may differ when it is recomputed.
     key = jnp.where(height != height, HIGHEST, key)
     key = jnp.where(is_expert, key, LOWEST)

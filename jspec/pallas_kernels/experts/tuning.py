@@ -1,8 +1,8 @@
 """Tile sizes of the experts' GPU kernels, and the conditions for using them. No device is needed.
 
-Reading the weights of the active experts takes at least two programs per multiprocessor, each with
-about 64 KiB in flight (decision 39). The kernels are used for prefill, too: XLA compiles its
-grouped product for GPUs as a dense one, with X times the arithmetic.
+To read weights at full speed, at least two programs per multiprocessor need about 64 KiB in flight
+each (decision 39). The kernels are used for prefill, too: XLA compiles its grouped product for GPUs
+as a dense one, with X times the arithmetic.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def choose_experts(
         down_n=_columns(size, blocks, most=128),
         down_k=_largest(inner, most=64),
         num_warps=8 if tile_m == 128 else 4,
-        num_stages=3 if tile_m >= 64 else 4,  # more programs fit: 424 not 439 us (gpt-oss, 256)
+        num_stages=3 if tile_m >= 64 else 4,  # so more programs fit
     )
     if is_packed:
         warps = 2 if tile_m == LEAST else 4

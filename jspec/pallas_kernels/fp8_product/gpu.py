@@ -3,9 +3,11 @@
 A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
 consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
 inputs: weights must be stored column-major. Blocks are persistent, and the ring continues across
-tiles. With few tokens a multiprocessor has one narrow strip of columns, no split of K, and all
-shared memory holds bytes in flight; a stage is then only as long as the tokens, and the other of a
-product's 64 rows read the next stage, and their results are dropped.
+tiles.
+
+With few tokens a multiprocessor has one narrow strip of columns, no split of K, and all shared
+memory holds bytes in flight. A stage is then only as long as the tokens; the other rows of a
+product of 64 read the next stage, and their results are dropped.
 """
 
 from __future__ import annotations

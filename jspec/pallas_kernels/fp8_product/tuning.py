@@ -54,7 +54,7 @@ class ProductTuning:
         across = halves * self.tile_n * self.cluster_tiles[1]
         wide = halves * self.tile_n
         unit = 8 * (self.cluster if self.shared is Shared.WEIGHTS else 1)  # whole swizzled rows
-        # A product of blocks needs its sums and those so far.
+        # With scales per block, a product's own sums and the running sums are both in registers.
         sums = LANES * wide * (2 if by_blocks else 1)
         size = self.shared_bytes(m, halves)
         checks = {

@@ -107,7 +107,7 @@ def _call(
     found: Any = pl.pallas_call(
         launched,
         grid=(count,),
-        out_shape=(*outs, jax.ShapeDtypeStruct((count,), jnp.int32)),  # of the turns' stores
+        out_shape=(*outs, jax.ShapeDtypeStruct((count,), jnp.int32)),  # keeps the turns' stores
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         name=name,
     )(*arrays, peers.table.reshape(-1))

@@ -1,8 +1,5 @@
-"""The keys that each packed query sees, as ranges, and those that each block of queries streams.
-
-Without a tail mask a query sees two ranges: slots of its row in the pool, and new tokens of this
-call, which are packed like the queries.
-"""
+"""The keys that each packed query sees, as ranges, and those that each block of queries streams:
+slots of its row in the pool, and new tokens of this call, packed like the queries."""
 
 from __future__ import annotations
 
