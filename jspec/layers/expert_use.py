@@ -44,7 +44,8 @@ class ExpertUse:
         self._tokens = tokens
 
     def physical(self, ids: Int[Array, "T k"], num_experts: int) -> Int[Array, "T k"]:
-        """Count each expert's tokens; return the physical experts, by token key if replicated."""
+        """Count each expert's tokens, and return the physical experts that run them. The copy of a
+        replicated expert depends on the token's key alone, not on the batch."""
         tokens = self._tokens
         if tokens.is_real is not None:
             self.counts = expert_counts(ids, tokens.is_real, num_experts)

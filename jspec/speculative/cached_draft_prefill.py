@@ -1,7 +1,7 @@
 """State by slot that derives from token ids, for rows with a cached prefix.
 
-No forward runs over a cached prefix. So this step counts its tokens, before the prefill that admits
-the row, for the penalties and for drafters that keep ids (scheduler/prefill_planner.py).
+No forward runs over a cached prefix. Before the prefill that admits the row, this step fills the
+penalties' counts and the ids that some drafters keep (scheduler/prefill_planner.py).
 """
 
 from __future__ import annotations
