@@ -64,6 +64,5 @@ def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 def gumbel(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"], token_ids: Int[Array, "v"]
 ) -> Float[Array, "*b v"]:
-    """Return g(seed, position, v) for each v of `token_ids`, in float32."""
     k0, k1 = position_key(seed, position)
     return gumbel_from_bits(noise_bits((k0[..., None], k1[..., None]), token_ids))

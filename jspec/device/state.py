@@ -51,8 +51,6 @@ class SamplingBatch:
 
 @pytree
 class Seen:
-    """Token ids in the output and prompt of each row, for penalties."""
-
     output_counts: jax.Array  # i32[slots, V], how often each id was emitted
     prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
 
@@ -126,7 +124,6 @@ def _cache_of(arrays: dict[str, Any]) -> Any:
 def state_specs(
     state: EngineState, groups: tuple[CacheGroup, ...], draft_groups: tuple[CacheGroup, ...]
 ) -> EngineState:
-    """Return the PartitionSpec of every array."""
     specs = jax.tree.map(lambda _: partition_spec(("units",)), state)  # also of expert_counts
     seen = jax.tree.map(lambda _: SEEN_SPEC, state.rows.seen)
     return dataclasses.replace(

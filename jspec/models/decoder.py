@@ -256,7 +256,6 @@ class DeltaAttend:
 def attend_of(
     params: Params, cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
 ) -> PagedAttend | LatentAttend | DeltaAttend:
-    """Return the `attend` of a layer's kind of attention. params: the attention's."""
     if isinstance(spec, DeltaNetSpec):
         return DeltaAttend(cache, rows, settings)
     if isinstance(spec, LatentAttentionSpec):

@@ -281,7 +281,6 @@ class Ops:
     def mixed_norm(
         self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-        """Apply `add_norm` to x and the sum of an MoE output."""
         return self.add_norm(x, mixed.sum(), scale, eps=eps)
 
     def commit(
@@ -336,7 +335,6 @@ class Ops:
         slots: Int[Array, "B"],
         entries: Int[Array, "B"],
     ) -> dict[str, jax.Array]:
-        """Set the states of rows in a recurrent layer from snapshots."""
         return delta_rule.load_snapshots(cache, snapshots, slots=slots, entries=entries)
 
     def gather_emitted(

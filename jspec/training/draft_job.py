@@ -111,7 +111,6 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
 
 
 def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
-    """Print the sizes of the run, since the first progress line comes only after compilation."""
     rows, recipe = len(tables[0].ids), job.recipe
     print(
         f"{job.kind.value}: {rows} rows of up to {recipe.length} tokens to train on, "

@@ -78,7 +78,6 @@ def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
 
 
 def note(text: str) -> None:
-    """Print a line at once, since the next step may take minutes."""
     print(text, flush=True)
 
 

@@ -156,7 +156,6 @@ class BlockHead:
         return with_formats(block_params(self.spec), self.formats)
 
     def context(self, params: Params, features: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
-        """Return ctx, of which every layer computes K and V."""
         ctx = linear(params["fc"], features, ops=self.ops)
         return norm(params["hidden_norm"], ctx, eps=self.spec.layer.rms_norm_eps)
 

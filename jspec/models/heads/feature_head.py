@@ -197,7 +197,6 @@ class FeatureHead:
     def logits(
         self, params: Params, out: Float[Array, "*b E"], *, level: int = 0
     ) -> Float[Array, "*b U"]:
-        """Return f32 logits of `forward`'s output over this device's draft vocabulary shard."""
         spec = self.spec
         if spec.norm_before_head and not spec.feeds_back_normed:
             out = self._normed(params, out, level)

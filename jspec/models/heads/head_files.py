@@ -273,7 +273,6 @@ def read_head(
 
 
 def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
-    """Return a head's params with the columns hot_ids of the target's lm_head."""
     kernel = _columns(target_params["lm_head"]["kernel"], hot_ids)
     return {**params, "lm_head": {"kernel": kernel}}
 

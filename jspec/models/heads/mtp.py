@@ -218,7 +218,6 @@ def _written_family(spec: HeadSpec) -> tuple[str, MtpFamily]:
 
 
 def shared(spec: HeadSpec) -> tuple[str, ...]:
-    """Return the names of params shared with the target."""
     return ("embed",) if spec.own_head else ("embed", "lm_head")
 
 

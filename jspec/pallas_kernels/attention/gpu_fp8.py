@@ -110,7 +110,6 @@ def _launch(
     static: _Static,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Return [out[T, H, D]] if direct, else [parts, heights]; compiled once for all layers."""
     (items, stored, width), batch = q.shape, page_table.shape[0]
     array: Any = jax.ShapeDtypeStruct
     shapes = [

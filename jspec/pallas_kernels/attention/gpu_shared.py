@@ -163,7 +163,6 @@ def _after_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockP
 
 
 def _plan_of_packs(packs: Packs, *, queries: int, block_tokens: int) -> BlockPlan:
-    """Return a plan of packs as rows in which every query sees every key: no masks."""
     num_packs, zeros = packs.num_keys.shape[0], jnp.zeros_like(packs.num_keys)
     last = packs.num_keys // block_tokens
     return BlockPlan(

@@ -233,7 +233,6 @@ def _copy_page(
 
 
 def _enter_row(plan: RowsPlan, refs: RowsMemory, row: jax.Array, last_row: jax.Array) -> None:
-    """Wait for the row's table, fetch the next row's, and start writing the row's K and V."""
     _copy_table(refs, row).wait()
 
     @pl.when(row + 1 < last_row)

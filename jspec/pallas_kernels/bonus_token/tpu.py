@@ -116,7 +116,6 @@ def _gather_kernel(
     *,
     most: int,
 ) -> None:
-    """Assemble one tile of output rows while the next step's tiles are being copied."""
     step, num_steps = pl.program_id(0), pl.num_programs(0)
 
     def for_each_tile(of_step: Any, act: Callable[[Any], None]) -> None:

@@ -396,8 +396,6 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
-    """The work of a program of `delta_states`: some columns of a value head of a row."""
-
     row: jax.Array
     head: jax.Array  # of keys and queries
     value: jax.Array
@@ -517,7 +515,6 @@ def _run_few(own: _Strip, held: jax.Array, sees: Callable[[int, int], Any], node
 
 
 def _run_many(own: _Strip, sizes: _Sizes) -> None:
-    """Run all nodes at once, with the state that was stored."""
     node = jnp.arange(sizes.padded, dtype=jnp.int32)
     is_node = node < sizes.nodes
     some = min(CHANNELS, sizes.wide_key)

@@ -132,7 +132,6 @@ def _gate_up(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """Compute one block's rows for one tile of columns; gate and up are `inner` columns apart."""
     *bias_ref, out_ref = bias_and_out
     inner, tile_n, dtype = out_ref.shape[1], tuning.gate_up_n, out_ref.dtype
     block, start = pl.program_id(0), pl.program_id(1) * tile_n

@@ -136,7 +136,6 @@ class _Plan:
 
     @property
     def weight_tile(self) -> tuple[int, int]:
-        """A stage's weights: all columns of a tile by tile_k, in the weights' order."""
         across, deep = 2 * self.tuning.tile_n, self.tuning.tile_k
         return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
 

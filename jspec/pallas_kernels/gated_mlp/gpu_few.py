@@ -89,7 +89,6 @@ def _one_token(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> No
 
 
 def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> None:
-    """Compute tile_n columns for all tokens, with weights as the left operand, as stored."""
     num_tokens, size = x_ref.shape
     column = pl.program_id(0) * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
     token = jnp.arange(tuning.num_lanes, dtype=jnp.int32)

@@ -249,7 +249,6 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
-    """Copy the queries and this share's blocks. Past its last page, a row repeats that page."""
     plgpu.copy_gmem_to_smem(
         refs.q.at[work.item], refs.queries.at[pl.ds(0, shape.stored)], refs.arrived
     )

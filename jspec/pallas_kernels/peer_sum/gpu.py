@@ -369,7 +369,6 @@ class _Ptx:
         return [*lines, f"@p bra WAIT_{label};", "trap;", f"{label}:"]
 
     def results(self, num_sources: int) -> list[str]:
-        """Write the result: the sum of the received values, or the only one unchanged."""
         lines = []
         for g, j, out in self.outs:
             received = [f"w{g}_{r}_{j}" for r in range(num_sources)]

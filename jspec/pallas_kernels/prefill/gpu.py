@@ -204,7 +204,6 @@ def _launch(
     *,
     shape: _Shape,
 ) -> jax.Array:
-    """Return out[T, H * D]. An inner jit, so that it is compiled once for all layers."""
     tuning = shape.tuning
     of_pool, of_wide = swizzled(shape.pool_dtype, shape.width), swizzled(shape.dtype)
     scratch: dict[str, Any] = {
@@ -257,8 +256,6 @@ def _launch(
 
 @dataclass(frozen=True)
 class _Refs:
-    """The kernel's inputs, result, shared memory and barriers, in its argument order."""
-
     q: Any  # [T, H * D]
     pool: Any  # [NP, S, 2 G * D]
     page_table: Any
@@ -442,7 +439,6 @@ def _pass_turn(refs: _Refs) -> None:
 
 
 def _result(shape: _Shape, refs: _Refs, task: Task, warpgroup: Any, carry: Any) -> Any:
-    """Return the mean of V, with sinks in its denominator; zeros for padding queries."""
     top, total, mixed = carry
     by_row = plgpu.Layout.WGMMA.reduce(1)
     load: Any = plgpu.load

@@ -68,7 +68,6 @@ def _body(
     per_row: int,
     lowest: float,
 ) -> None:
-    """Rank one row's chunk. Columns past the row score -inf and add nothing to the sum."""
     row, index = pl.program_id(0), pl.program_id(1)
     batch_row = row // per_row
     column = index * chunk + jnp.arange(chunk, dtype=jnp.int32)

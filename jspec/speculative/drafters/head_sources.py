@@ -56,7 +56,6 @@ from jspec.speculative.target import Params
 
 
 def eagle1_source(request: DraftRequest) -> DraftSource:
-    """Plan an EAGLE-1 or EAGLE-2 head."""
     if is_assistant(request.checkpoint):
         return assistant_source(request)
     args, path = request.args, request.checkpoint

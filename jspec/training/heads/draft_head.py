@@ -25,8 +25,6 @@ from jspec.spec.rope import RopeConfig
 
 @pytree
 class TargetFeatures:
-    """The target's hidden states for B rows of T tokens."""
-
     hidden: jax.Array  # [B, T, E], after the final norm
     aux: jax.Array  # [B, T, A], concatenated residuals at the inputs of the head's aux layers
 

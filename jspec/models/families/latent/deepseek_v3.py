@@ -56,7 +56,6 @@ def _layers(fields: Fields, numbers: range) -> ModelSpec:
 def read_latent_decoder(
     fields: Fields, numbers: range, *, family: str, ffn: FeedForwardOf
 ) -> ModelSpec:
-    """Read the layers with these indices, which have latent attention."""
     check_quantization(fields)
     fields.refuse("moe_layer_freq", allowed=(1,), why="all layers after the dense ones are MoE")
     return read_decoder(
@@ -172,7 +171,6 @@ def latent_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[
 
 
 def moe_json(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys that `after_dense` and its MoE read."""
     moe = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = [x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)]
     written: dict[str, Any] = {"first_k_dense_replace": len(dense)}
