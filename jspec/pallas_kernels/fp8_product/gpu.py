@@ -142,6 +142,7 @@ class _Plan:
 def _launch(
     x: QuantisedTokens, weight: FP8Weight, *, tuning: ProductTuning, is_gated: bool, interpret: Any
 ) -> jax.Array:
+    """Run the kernel. An inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (k, columns), halves, by_blocks = weight.shape, 2 if is_gated else 1, weight.block is not None
     problem = tuning.problem(x.num, k, columns, halves=halves, by_blocks=by_blocks)

@@ -160,6 +160,7 @@ class _Plan:
 
 @partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
 def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) -> jax.Array:
+    """Run the kernel. An inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)

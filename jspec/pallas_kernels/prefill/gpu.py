@@ -204,6 +204,7 @@ def _launch(
     *,
     shape: _Shape,
 ) -> jax.Array:
+    """Return out[T, H * D]. An inner jit, so that it is compiled once for all layers."""
     tuning = shape.tuning
     of_pool, of_wide = swizzled(shape.pool_dtype, shape.width), swizzled(shape.dtype)
     scratch: dict[str, Any] = {
