@@ -1,7 +1,7 @@
-"""Slots of a data rank, and which sequences have them: admission, end, and release.
+"""The slots and pages of a data rank: admission, end and release of sequences.
 
 A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
-has been collected. If its bookkeeping proves wrong, `Scheduler.contain` replaces it as a whole.
+has been collected. If this bookkeeping proves wrong, `Scheduler.contain` replaces it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jspec.scheduler.stats import Totals
 class Seats:
     """The slots and pages of one data rank.
 
-    table, epochs: of all ranks, by slot; an epoch is the last one assigned.
-    running: sequences with a slot, in order of arrival.
-    tenancies: all tenancies that still occupy a slot, ended ones included.
-    num_changes: counts sequences that start or stop running.
+    table, epochs: of all ranks, by slot; an epoch is the last one assigned
+    running: sequences with a slot, in order of arrival
+    tenancies: all tenancies that still occupy a slot, ended ones included
+    num_changes: counts sequences that start or stop running
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Seats:
         return tenancy, grants
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """End the tenancy of a sequence that runs here. step: the last one dispatched."""
+        """End the tenancy of a sequence that runs here. step: the last dispatched step."""
         with blaming(sequence):
             del self.running[sequence.request.request_id]
             self.num_changes += 1

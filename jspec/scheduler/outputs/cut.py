@@ -10,7 +10,7 @@ from jspec.messages.request import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The ids kept of one round, and why the sequence ends, if it does."""
+    """The ids kept of one round, and the reason if the sequence ends."""
 
     ids: tuple[int, ...]
     text: str | None  # None: the reader makes it
