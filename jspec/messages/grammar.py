@@ -18,8 +18,6 @@ ENDLESS = 2**31 - 1  # more tokens than any text has
 
 
 class GrammarKind(enum.Enum):
-    """Syntax of a grammar; the values are SGLang's sampling parameters."""
-
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"

@@ -37,7 +37,6 @@ def plain_items(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether `value` is an array (numpy, jax) with at least one axis."""
     return hasattr(value, "__array__") and bool(getattr(value, "ndim", 0))
 
 

@@ -45,14 +45,10 @@ class Runner(Protocol):
 
 class Weights(Protocol):
     @property
-    def has_draft(self) -> bool:
-        """True if there is a draft with its own weights."""
-        ...
+    def has_draft(self) -> bool: ...
 
     @property
-    def draft_is_in_target(self) -> bool:
-        """True if the draft was read from the target's directory."""
-        ...
+    def draft_is_in_target(self) -> bool: ...
 
     def prepare(self, update: WeightUpdate) -> Any:
         """Read and check an update without changing the weights in service.

@@ -78,7 +78,6 @@ def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
 
 
 def _biases(request: Request, _: int) -> np.ndarray:
-    """Return i32[n, 2]: each id and the bits of its bias."""
     pairs = request.sampling.logit_bias
     ids = np.array([token_id for token_id, _ in pairs], np.int32)
     biases = np.array([bias for _, bias in pairs], np.float32)
@@ -322,7 +321,6 @@ class Request:
         return is_eos or token_id in sampling.stop_id_set
 
     def shows(self, token_id: int) -> bool:
-        """Return whether the token that ended the request has text."""
         return self.sampling.no_stop_trim and token_id not in self.eos_token_ids
 
 
@@ -336,8 +334,6 @@ class FinishKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """The reason why a sequence ended."""
-
     kind: FinishKind
     matched: str | int | None = None  # stop string or token id of a STOP
     message: str | None = None  # of an ABORT

@@ -38,8 +38,6 @@ GROWING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Counts of a sequence's items that were already sent."""
-
     ids: int = 0
     trees: int = 0
     prompt_ids: int = 0

@@ -140,8 +140,6 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """A tuple of at most `most` integers, each accepted by `each`."""
-
     each: Integer
     most: int
 
@@ -217,8 +215,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # the table is hashed once per prefill
 class SamplingField:
-    """A request parameter under SGLang's name."""
-
     name: str
     default: Any  # if it is None, None is accepted too
     accepts: Accepts
@@ -266,7 +262,6 @@ def sampled(
     needs: StepOption | None = None,
     row: Row | None = None,
 ) -> Any:
-    """Return the dataclass field that declares a sampling parameter; see `SamplingField`."""
     declared = {
         "default": default,
         "accepts": accepts,

@@ -50,7 +50,6 @@ _IGNORED: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", defaul
 
 @contextmanager
 def ignoring(fields: IgnoredFields | None) -> Iterator[None]:
-    """Ignore unknown fields of requests read in this context. With None they are errors."""
     before = _IGNORED.set(fields)
     try:
         yield

@@ -39,8 +39,6 @@ class ArrayUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUpdate:
-    """A LoRA adapter for a slot of the stacked weights; the other weights stay."""
-
     slot: int
     path: str | None  # a directory; None: the slot is no longer used
 

@@ -33,7 +33,6 @@ class LoadedAdapters:
         self.by_name: Mapping[str, Adapter] = {}  # replaced as a whole
 
     def find(self, name: str) -> Adapter:
-        """Return the loaded adapter. Raises RequestError, which lists the loaded ones."""
         found = self.by_name.get(name)
         if found is None:
             raise self._unknown(name)

@@ -11,7 +11,6 @@ from jspec.scheduler.sequence import Sequence
 
 
 def blame(error: Exception, sequence: Sequence) -> NoReturn:
-    """Raise `error` as a SequenceError of this request, unless it already is one."""
     if isinstance(error, SequenceError):
         raise error
     raise SequenceError(sequence.request.request_id, error) from error

@@ -77,7 +77,6 @@ class DataRanks:
         return max(((i, hit) for i, hit in hits if hit is not None), key=worth, default=None)
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """End the tenancy of a sequence, if it has one. step: the last dispatched step."""
         if sequence.tenancy is not None:
             self.of(sequence.tenancy).end(sequence, step=step, keeps_pages=keeps_pages)
 
@@ -116,7 +115,6 @@ class DataRanks:
             return True
 
     def counts(self) -> dict[str, Any]:
-        """Return the row and page fields of `SchedulerStats`."""
         full, *windows = zip(*[seats.pages.spaces for seats in self.all], strict=True)
         return {
             "num_running": self.num_running,

@@ -96,10 +96,7 @@ class DecodePlanner:
         return Flight(plan, step_rows)
 
     def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
-        """Return the programs of a decode.
-
-        gives: a draft prefill of pending tokens comes first. cut: a row needs masks.
-        """
+        """Return the programs of a decode. cut: a row needs masks."""
         own = self._limits.draft_shape
         first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
         kinds = CUT if cut else (StepKind.DECODE,)
@@ -153,7 +150,6 @@ class DecodePlanner:
         return self._running_step
 
     def _is_short(self, slots: Ints, missing: list[int]) -> bool:
-        """Return whether the rows of some rank need more pages than it has free."""
         needed = self._limits.pool.by_rank(slots, missing)
         return any(map(operator.gt, needed, [seats.pages.num_free for seats in self._ranks.all]))
 

@@ -77,7 +77,6 @@ class Prefilling:
             self._pace.see(self._longest(plan), seconds)
 
     def _longest(self, plan: StepPlan) -> int:
-        """Return the most prompt tokens of a data rank, which determine the step's time."""
         return max(plan.prefill_tokens_by_rank(self._limits.pool))
 
     def _timed_budget(self) -> int | None:

@@ -188,11 +188,6 @@ class RoundReader:
             self._read_row(sequence, emitted, flight.plan, pieces)
 
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
-        """Push ids to the stop-string watches of their rows.
-
-        Clears `goes_on` of rows in which a stop string completes, and leaves their watches
-        unchanged.
-        """
         watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
         if not watched.size:
             return

@@ -126,7 +126,6 @@ class RowTable:
         return self.ahead[slots] + (self.emitted[slots] == 0)
 
     def dispatched(self, slots: Ints, *, rounds: int, tokens: int) -> None:
-        """Count a dispatched step whose rounds can emit up to `tokens` tokens."""
         self.unread[slots] += (1, rounds, tokens)
 
     def collected(self, slots: Ints, *, rounds: int, tokens: int) -> None:

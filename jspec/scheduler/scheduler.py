@@ -137,7 +137,6 @@ class Scheduler:
                 self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
-        """Abort a request and return its last chunk; see `end`."""
         piece = self.end(request_id)
         return None if piece is None else piece.chunk()
 
@@ -273,7 +272,6 @@ class Scheduler:
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """Apply a result and return its chunks; see `read`."""
         return tuple([piece.chunk() for piece in self.read(plan, result)])
 
     def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:

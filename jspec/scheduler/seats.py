@@ -1,8 +1,4 @@
-"""The slots and pages of a data rank: admission, end and release of sequences.
-
-A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
-has been collected. If this bookkeeping proves wrong, `Scheduler.contain` replaces it.
-"""
+"""The slots and pages of a data rank: admission, end and release of sequences."""
 
 from __future__ import annotations
 
@@ -66,7 +62,6 @@ class Seats:
         return None if self.pages.waits(newcomer, hit, writers) else hit
 
     def admit(self, sequence: Sequence, hit: Hit) -> tuple[Tenancy, list[PageGrant]]:
-        """Assign the lowest free slot and the pages of the fill and the first decode."""
         slot = heapq.heappop(self.free_slots)
         self._epochs[slot] += 1
         num_pages = budget.pages_for_admission(

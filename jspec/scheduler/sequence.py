@@ -245,7 +245,6 @@ class Sequence:
 
     @property
     def fill_ids(self) -> tuple[int, ...]:
-        """The tokens to prefill: the prompt and, after a retraction, the output."""
         if not self.num_emitted:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
@@ -325,7 +324,6 @@ class Sequence:
 
     @staticmethod
     def _push(stream: TextStream | StopWatch, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
-        """Push ids into the text; the first num_barred of them cannot complete a stop string."""
         split = max(num_barred, 0)
         num_ids, text = 0, ""
         for part, allow_stop in ((ids[:split], False), (ids[split:], True)):

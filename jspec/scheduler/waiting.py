@@ -87,8 +87,6 @@ class Rank:
 
 
 class WaitingQueue:
-    """Waiting sequences, and each caller's number of rows."""
-
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
         self._by_rank: dict[int, Rank] = {}
@@ -121,7 +119,6 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence:
-        """The next sequence. Raises ValueError if the queue is empty."""
         return self._by_rank[self._next_rank()].head
 
     def pop(self) -> Sequence:

@@ -46,7 +46,6 @@ class TreeWatcher:
             self._inner.accept(token_ids)
 
     def take(self, accepted_ids: Sequence[int]) -> VerifiedTree | None:
-        """Return the last tree once, or None for a root alone."""
         shown, self._shown = self._shown, None
         return None if shown is None else VerifiedTree.of(*shown, accepted_ids=accepted_ids)
 

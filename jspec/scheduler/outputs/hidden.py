@@ -9,8 +9,6 @@ from jspec.messages.request import Request
 
 
 class SequenceHidden:
-    """Hidden states of the last round, and the prompt's states not yet returned."""
-
     __slots__ = ("_is_prompt_out", "_is_wanted", "_num_known", "_of_prompt", "_of_round", "_total")
 
     def __init__(self, request: Request) -> None:

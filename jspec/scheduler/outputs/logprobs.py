@@ -11,8 +11,6 @@ from jspec.messages.request import PromptToken, Request, TokenLogprob
 
 
 class SequenceLogprobs:
-    """Log-probabilities of the last round, and the prompt's values not yet returned."""
-
     __slots__ = ("_is_prompt_out", "_is_wanted", "_of_prompt", "_of_round", "_request", "_start")
 
     def __init__(self, request: Request) -> None:

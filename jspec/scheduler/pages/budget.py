@@ -131,7 +131,7 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:
     """Return max_new_tokens, clipped (`clip_max_new_tokens`).
 
-    Raises RequestError if the length is impossible here or no program supports the parameters.
+    Raises RequestError for an impossible length or parameters that no program supports.
     """
     if sampling.return_logprob and not limits.programs.logprobs:
         raise RequestError(
@@ -146,7 +146,6 @@ def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams)
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
-    """Raise RequestError for more requests than can ever wait together."""
     if num_requests > limits.scheduling.max_queued_requests:
         raise RequestError(
             f"{num_requests} sequences at once; expected at most max_queued_requests "

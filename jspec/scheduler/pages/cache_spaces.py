@@ -100,7 +100,6 @@ class CacheSpaces:
         )
 
     def _forget(self, node: Node) -> None:
-        """Forget a node that lost its page of the full space, since no row can start there."""
         self._cache.forget(node)
 
     # Admission.
@@ -276,7 +275,6 @@ class CacheSpaces:
         return [SnapshotCopy(tenancy.row.slot, snapshot)]
 
     def _last_start(self, tenancy: Tenancy) -> int:
-        """Return the last page end of a row's fill at which a text with this prefix may start."""
         size, length = self._limits.pool.page_size, len(tenancy.fill_ids)
         return min(self._cache.num_full(length), (length - 1) // size) * size
 
@@ -291,7 +289,6 @@ class CacheSpaces:
                 self.snapshots.publish(pending.pop(node.depth), node, writer=step)
 
     def withdraw(self, step: int) -> None:
-        """Remove pages written by that step or later: it failed, and every row ends."""
         self._cache.withdraw(step)
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:

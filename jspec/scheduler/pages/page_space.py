@@ -182,7 +182,6 @@ class PageSpace:
         return row
 
     def grow(self, row: RowPages, end: int) -> tuple[int, ...]:
-        """Allocate the pages that the row lacks up to index `end`, and return them."""
         missing, most = max(end - row.end, 0), row.promised + self._of_chunks
         if len(row.pages) + missing > most:
             raise InvariantError(
@@ -221,7 +220,6 @@ class PageSpace:
     # The prefix tree.
 
     def last_start(self, path: Sequence[Node], depth: int) -> int:
-        """Return the largest depth up to `depth` before which the whole tail is cached."""
         i = depth
         while i > max(depth - self.tail, 0):
             i -= 1
@@ -262,12 +260,10 @@ class PageSpace:
             each.sought |= bit
 
     def forget(self, node: Node) -> None:
-        """Detach the page of a node after which no row can start any more."""
         if node.records[self.index]:
             self._detach(node.records[self.index])
 
     def withdraw(self, step: int) -> None:
-        """Detach all pages written by that step or later."""
         for page in [page for page, (_, writer) in self._attached.items() if writer >= step]:
             self._detach(page)
 
@@ -275,7 +271,6 @@ class PageSpace:
         self._take_off(page).prune()
 
     def _take_off(self, page: int) -> Node:
-        """Remove a page from its node; it is free if no row uses it."""
         if not self._users[page]:
             del self._unused_of(page)[page]
             self._free.append(page)

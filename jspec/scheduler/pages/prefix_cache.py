@@ -66,7 +66,6 @@ class Node:
         siblings[key] = self
 
     def path(self) -> Iterator[Node]:
-        """Yield this node and those before it, backwards, without the root."""
         node = self
         while node.parent is not None:
             yield node

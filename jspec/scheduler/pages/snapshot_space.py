@@ -95,7 +95,6 @@ class SnapshotSpace:
         return depth
 
     def seek(self, node: Node) -> None:
-        """Keep the last snapshot up to this node longer than others."""
         for each in node.path():
             if each.records[self.index]:
                 each.sought |= 1 << self.index
