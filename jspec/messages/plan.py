@@ -111,30 +111,21 @@ class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
     Rows and chunks of data rank 0 come first, then those of rank 1, and so on.
-
-    runs: programs in order; the last one that emits gives the result
-    options: union of the options that the rows need
-    grants: pages of all spaces; a prefill grants pages of the full space to admitted rows only
-    restores: copies from snapshots to the states of admitted rows, before a prefill runs
-    saves: copies from row states to snapshots, after the step
-    constraints: one per row of `row_refs`, or empty if no row follows a grammar. A row with a
-        grammar has no unread results.
-    pending: tokens of each row for a draft prefill right before this decode, or empty
-    shared: the shared prefix of each row of a decode; empty if there is none worth it
     """
 
     step: int
-    runs: tuple[StepRun, ...]
-    options: StepOptions
+    runs: tuple[StepRun, ...]  # programs in order; the last one that emits gives the result
+    options: StepOptions  # union of what the rows need
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
-    grants: tuple[PageGrant, ...] = ()
-    restores: tuple[SnapshotCopy, ...] = ()
-    saves: tuple[SnapshotCopy, ...] = ()
+    grants: tuple[PageGrant, ...] = ()  # of all spaces
+    restores: tuple[SnapshotCopy, ...] = ()  # before a prefill, to the states of admitted rows
+    saves: tuple[SnapshotCopy, ...] = ()  # after a prefill, to snapshots
+    # One per row of `row_refs`, or empty. A row with a grammar has no unread results.
     constraints: tuple[Constraint | None, ...] = ()
-    pending: tuple[int, ...] = ()
-    shared: tuple[SharedPrefix, ...] = ()
+    pending: tuple[int, ...] = ()  # each row's tokens for a draft prefill before this decode
+    shared: tuple[SharedPrefix, ...] = ()  # each row's shared prefix in a decode, if worth it
 
     @property
     def kind(self) -> StepKind:

@@ -104,14 +104,7 @@ class LogprobForm:
 
 
 class Completion:
-    """The accumulated chunks of one sequence. `add` takes time linear in the chunk.
-
-    logprobs: writes the log-probabilities, if requested
-    token_text: returns the text of a draft tree's node, if requested
-    spec_tokens: splits a chunk's text by origin (text/spec_tokens.py), if requested
-    started: time of `clock` from which latencies are measured; None: now
-    reasoning_tokens: set by an endpoint that separates reasoning
-    """
+    """The accumulated chunks of one sequence. `add` takes time linear in the chunk."""
 
     def __init__(
         self,
@@ -119,9 +112,9 @@ class Completion:
         *,
         logprobs: LogprobForm | None = None,
         seed: int | None = None,
-        token_text: TokenText | None = None,
-        spec_tokens: SpecTokens | None = None,
-        started: float | None = None,
+        token_text: TokenText | None = None,  # of draft trees
+        spec_tokens: SpecTokens | None = None,  # splits a chunk's text by origin
+        started: float | None = None,  # start of latencies; None: now
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
@@ -134,7 +127,7 @@ class Completion:
         self.hidden_states: list[np.ndarray] = []
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
-        self.prompt_tokens = self.reasoning_tokens = 0
+        self.prompt_tokens = self.reasoning_tokens = 0  # an endpoint sets the latter
         self.num_retractions = 0
         self.cached_tokens = 0
         self.weight_version = DEFAULT_VERSION

@@ -17,13 +17,8 @@ from jspec.scheduler.stats import Totals
 
 
 class Seats:
-    """The slots and pages of one data rank.
-
-    table, epochs: of all ranks, by slot; an epoch is the last one assigned
-    running: sequences with a slot, in order of arrival
-    tenancies: all tenancies that still occupy a slot, ended ones included
-    num_changes: counts sequences that start or stop running
-    """
+    """The slots and pages of one data rank. `table` and `epochs` are those of all ranks, by
+    slot."""
 
     def __init__(
         self,
@@ -45,9 +40,9 @@ class Seats:
         first = limits.pool.first_slot(rank) + 1
         # a heap: lowest slot first
         self.free_slots = list(range(first, first + limits.pool.num_slots))
-        self.running: dict[str, Sequence] = {}
-        self.tenancies: dict[RowRef, Tenancy] = {}
-        self.num_changes = 0
+        self.running: dict[str, Sequence] = {}  # in order of arrival
+        self.tenancies: dict[RowRef, Tenancy] = {}  # that occupy a slot, ended ones included
+        self.num_changes = 0  # of `running`
 
     @property
     def num_leaked(self) -> int:

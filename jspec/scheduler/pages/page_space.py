@@ -57,12 +57,7 @@ class RowPages:
 
 
 class PageSpace:
-    """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first.
-
-    keep: keys that a query sees; None: all
-    tail: pages before a page end that a row needs to start there (fewer near the beginning)
-    on_evict: called with each node that lost its page
-    """
+    """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first."""
 
     def __init__(
         self,
@@ -70,14 +65,15 @@ class PageSpace:
         num_pages: int,
         *,
         index: int,
-        keep: int | None,
-        on_evict: Callable[[Node], None] | None = None,
+        keep: int | None,  # keys that a query sees; None: all
+        on_evict: Callable[[Node], None] | None = None,  # called with a node that lost its page
     ) -> None:
         if num_pages < 1:
             raise InvariantError(f"num_pages is {num_pages}; expected at least 1")
         self.index = index
         self.keep = keep
         self.num_pages = num_pages
+        # Pages before a page end that a row needs to start there (fewer near the beginning).
         self.tail = sys.maxsize if keep is None else limits.pool.tail_pages(keep)
         self.version = 0  # changes with each page attached or detached
         self._limits = limits

@@ -29,13 +29,7 @@ Ids = tuple[int, ...]
 
 
 class Node:
-    """A page end of texts with a common prefix. The root has depth 0 and no records.
-
-    siblings: the children of its parent, or the roots of all namespaces
-    records: by space id; 0: none
-    num_users: rows whose text continues after this node
-    sought: bit i: a text ended or diverged where space i needs this node's record
-    """
+    """A page end of texts with a common prefix. The root has depth 0 and no records."""
 
     __slots__ = (
         "children",
@@ -58,10 +52,12 @@ class Node:
     ) -> None:
         self.parent = parent
         self.key = key
-        self.siblings = siblings
+        self.siblings = siblings  # children of the parent, or the roots of all namespaces
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, Node] = {}
-        self.records = [0] * num_spaces
+        self.records = [0] * num_spaces  # by space id; 0: none
+        # num_users: rows whose text continues after this node. Bit i of sought: a text ended or
+        # diverged where space i needs this node's record.
         self.num_users = self.sought = 0
         siblings[key] = self
 

@@ -52,17 +52,12 @@ Place = tuple[int, StepOptions]  # key of a cost: the batch's bucket, and the op
 
 
 class Acceptance:
-    """Decaying acceptance statistics by depth.
-
-    reached[d]: weight of verifications that reached depth d and had a draft there
-    passed[d]: weight of those that accepted it
-    idle[d]: decode steps since the last such verification
-    """
+    """Decaying acceptance statistics by depth."""
 
     def __init__(self, num_steps: int) -> None:
-        self.reached = np.zeros(num_steps)
-        self.passed = np.zeros(num_steps)
-        self.idle = np.zeros(num_steps)
+        self.reached = np.zeros(num_steps)  # weight of verifications with a draft at this depth
+        self.passed = np.zeros(num_steps)  # weight of those that accepted it
+        self.idle = np.zeros(num_steps)  # decode steps since the last such verification
 
     @property
     def freshness(self) -> np.ndarray:
