@@ -94,14 +94,14 @@ class PreparedWeights:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedAdapter:
     slot: int
-    placed: Placed | None  # None: nothing changes, since no request names the slot
+    placed: Placed | None  # None: nothing to write, since no request uses the slot
 
 
 class ServedWeights:
     """Implements `messages.protocols.Weights` for a runner's params.
 
-    has_room: takes bytes over all shards, True if the devices have room; default: at most half of
-        the free memory
+    has_room: returns whether that many bytes over all shards fit the devices; by default if they
+    take at most half of the free memory.
     """
 
     def __init__(
@@ -191,13 +191,12 @@ class ServedWeights:
                 raise CheckpointError(_unreadable(error)) from error
             raise
         old = self._leaves()
-        # A draft that is read again may have other weights of its own than the former.
+        # A draft from disk may have other own weights than the former draft.
         whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
         kept = {path: leaf for path, leaf in old.items() if path[0] not in whole}
         return PreparedWeights({**kept, **new}, source)
 
     def switch(self, prepared: PreparedWeights | PreparedAdapter) -> None:
-        """Serve the prepared weights, as `messages.protocols.Weights.switch` specifies."""
         if isinstance(prepared, PreparedAdapter):
             self._write(prepared)
             return
@@ -211,7 +210,6 @@ class ServedWeights:
             self._runner.replace_params({**params, "target": target})
 
     def _leaves(self) -> dict[ParamPath, Leaf]:
-        """Return the weights that an update may change: all but those of NOT_STORED."""
         leaves = flat_leaves(self._runner.params, shares=self._source.shares)
         kept = {(TARGET.value, name) for name in NOT_STORED}
         return {path: leaf for path, leaf in leaves.items() if path[:2] not in kept}
