@@ -33,7 +33,7 @@ class GrammarSource:
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
     close: str  # ends the reasoning
-    open: str | None = None  # starts it, else there is none; None: the output starts inside it
+    open: str | None = None  # starts it; None: the output starts inside the reasoning
 
 
 def grammar_of(sampling: object) -> GrammarSource | None:

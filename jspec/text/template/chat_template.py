@@ -1,4 +1,4 @@
-"""A chat template: messages to a prompt's text, in Jinja as in transformers."""
+"""A chat template, in transformers' Jinja, which turns messages into a prompt's text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text. Raises RequestError with the template's message if it refuses.
 
-        continue_final_message: end after the content of the last message, which must be text
+        continue_final_message: end after the content of the last message, which must be text.
         """
         if tools and "tools" not in self.source:
             raise RequestError(
