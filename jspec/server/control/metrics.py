@@ -20,7 +20,7 @@ from jspec.messages.response import Completion
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
 
-MAX_SAMPLES = 1000  # a clock that often stops would make a very long window
+MAX_SAMPLES = 1000  # bounds the window if the clock often stops
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
@@ -115,12 +115,12 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def render(self, balancedness: Mapping[int, float]) -> bytes:
-        """Return the text of a scrape. balancedness: of the experts of each layer."""
+        """Return the text of a scrape. balancedness: of each layer's experts."""
         self._balancedness = balancedness
         return generate_latest(self._registry)
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
-        """Record the latencies of a new chunk; an interval counts once per token of the chunk."""
+        """Record the latencies of a new chunk. An interval counts once per token of the chunk."""
         observed, now = self._observed, time.monotonic()
         first, last = completion.first_token, completion.last_token
         if chunk.new_ids:
