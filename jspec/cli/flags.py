@@ -49,8 +49,8 @@ def add_flags(
 ) -> None:
     """Add `--config` and the flags of `groups`, after the command's own flags.
 
-    The help lists only implemented ones, and its usage only the command's own.
-    also: arguments of other groups, listed under Answers. unlisted: ones that the command refuses
+    The help lists only implemented flags, and its usage only the command's own. also: arguments of
+    other groups, listed under Answers. unlisted: arguments that the command refuses.
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     own_usage = parser.format_usage().removeprefix("usage: ").rstrip()

@@ -1,7 +1,8 @@
 """A stream that outlives the engine that runs its request.
 
-The text is a function of (model, prompt, seed). So if an engine is lost, the request goes on in
-another one, after the ids that are out (`Request.former_ids`), and its reader notices nothing.
+The text is a function of (model, prompt, seed). So if an engine is lost, the request continues in
+another one, after the ids that were already sent (`Request.former_ids`), and its reader notices
+nothing.
 
     engine 1   prompt                       a b c, lost
     engine 2   prompt, former_ids (a b c)   d e, finish
@@ -32,12 +33,12 @@ from jspec.messages.request import (
 from jspec.serving.readers import SLOW_READER
 
 LOGGER = logging.getLogger("jspec.distributed")
-# Losses in a row, with fewer tokens between them, after which the request may be their cause. They
-# are many, since a request also counts that only waited in the engine.
+# Losses in a row, with fewer tokens between them, after which the request may be their cause. The
+# number is large, because requests that only waited in the engine are counted too.
 MOST_LOSSES, PROGRESS_TOKENS = 20, 8
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 8.0  # before a second attempt without progress; it doubles
 
-# A stream's first item is () once the request is queued. A JspecError is the last one.
+# A stream's first item is () once the request is queued. A JspecError is its last item.
 Item = tuple[StreamChunk, ...] | JspecError
 
 
@@ -76,7 +77,7 @@ class OutputRecord:
     def next_request(self) -> Request:
         """Return the request for the next engine.
 
-        It has its own id: an engine that was only out of reach may still run the former one.
+        It gets a new id, because an engine that was only unreachable may still run the former one.
         """
         self._num_engines += 1
         self._earlier, self._earlier_retractions = self._counters, self._num_retractions
@@ -100,7 +101,7 @@ class OutputRecord:
         )
 
     def aborted(self, why: str) -> StreamChunk:
-        """Return a last chunk that is made here. Text that the engine withheld is not in it."""
+        """Return a last chunk made here, without the text that the engine withheld."""
         return StreamChunk(
             request_id=self._request.request_id,
             new_ids=(),
@@ -118,8 +119,8 @@ class OutputRecord:
 class ContinuedStream(AsyncIterator[StreamChunk]):
     """The chunks of one request, like a ChunkStream; it belongs to one event loop.
 
-    max_unread: unread chunks after which the request is aborted; None: no limit.
-    waits: wait for space in a full queue. Once it has been queued, a request always waits.
+    max_unread: unread chunks after which the request is aborted. waits: wait for space in a full
+    queue. A request that was queued once always waits.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return item
 
     def ready(self) -> list[StreamChunk]:
-        """Return further chunks that are already available, up to an error."""
+        """Return the chunks that are already available, up to an error."""
         found: list[StreamChunk] = []
         while self._items and isinstance(self._items[0], StreamChunk):
             chunk = self._items[0]
@@ -180,7 +181,7 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return True
 
     async def aclose(self) -> None:
-        """Abort the request unless it is finished. May be called twice."""
+        """Abort the request unless it is finished. Idempotent."""
         self._is_read = True
         self._items.clear()
         self._task.cancel()

@@ -23,7 +23,7 @@ WORDS = (  # noqa: SIM905 (a list would take one line per word)
 class Point:
     """One load: `clients` requests always open, or `rate` requests per second (Poisson).
 
-    With both: that rate, with at most `clients` open; further requests wait in the client.
+    With both, the rate applies with at most `clients` open; further requests wait in the client.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Point:
     def parse(cls, text: str) -> Point:
         """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sends 512 requests.
 
-        Default: 8 per client and at most 256; 256 at a rate. Raises ValueError.
+        The default is 8 per client and at most 256, or 256 at a rate. Raises ValueError.
         """
         load, _, count = text.partition(":")
         try:

@@ -22,7 +22,7 @@ MODES = ("both", "plain", "speculative")
 class BenchSettings:
     """Settings; lengths are in tokens.
 
-    A server's repeat r uses seed + r, so that its prompts are not cached.
+    Repeat r on a server uses seed + r, so that its prompts are not cached.
     """
 
     num_prompts: int = 8
@@ -110,7 +110,7 @@ class BenchSettings:
     ) -> list[Job]:
         """Return the requests of one repeat. to_body: None for a local engine, which takes ids.
 
-        vocab_size: upper bound of random token ids; None: words
+        vocab_size: upper bound of random token ids; None: words.
         """
         settings = replace(self, seed=self.seed + repeat)
         found = [

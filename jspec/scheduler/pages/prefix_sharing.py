@@ -60,7 +60,7 @@ def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
 
 
 def saved_rows(count: int, *, rows_a_pack: int) -> int:
-    """Return the reads saved when `count` rows share a prefix. In: 5 rows, 4 a pack Out: 3"""
+    """Return the reads saved when `count` rows share a prefix. In: 5 rows, 4 a pack   Out: 3"""
     return count - -(-count // rows_a_pack)
 
 

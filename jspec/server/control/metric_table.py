@@ -129,7 +129,7 @@ def ratio(numerator: float, denominator: float) -> float:
 def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str, ...], float]:
     """Return how often the draft at each depth was accepted, counted from 0 like vLLM.
 
-    histogram[i]: verifications that accepted i drafts. In: [2, 1, 4] Out: {("0",): 5, ("1",): 4}
+    histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {("0",): 5, ("1",): 4}
     """
     return {
         (str(depth),): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)
