@@ -153,7 +153,6 @@ def _created(paths: Sequence[Path]) -> int:
 
 
 def _of_replicas(options: Namespace) -> dict[str, Any]:
-    """Return the given flags of replicas. Raises ConfigError for one without --ray."""
     values = {name: getattr(options, name) for name in REPLICA_FLAGS}
     given = {name: value for name, value in values.items() if value is not None}
     if given and options.ray is None:

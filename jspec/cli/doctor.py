@@ -64,7 +64,6 @@ def _is_device_alone(argv: Sequence[str]) -> bool:
 
 
 def _run_device(argv: Sequence[str]) -> int:
-    """Return 1 if jax runs on the CPU of a host that has an accelerator."""
     parser = FlagParser(
         prog="jspec doctor --device",
         allow_abbrev=False,

@@ -1,7 +1,4 @@
-"""Declaration of an engine or server argument: one dataclass field.
-
-Its check, its flag, the flag's help and its entry in the docs derive from it.
-"""
+"""Declaration of an argument as a dataclass field, which gives its check, flag, help and docs."""
 
 from __future__ import annotations
 

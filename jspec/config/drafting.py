@@ -41,7 +41,6 @@ def _emitted_and_root(num_steps: int, topk: int) -> int:
 
 
 def _root_and_beams(num_steps: int, topk: int) -> int:
-    """Return the slots of the root and of the beams after it."""
     return 1 + beams(num_steps, topk)
 
 

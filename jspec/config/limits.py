@@ -250,7 +250,6 @@ class ServeLimits:
         return indexing.num_pages(num_tokens, self.pool.page_size) + self.programs.prefill_rows
 
     def reserved_tokens_at_most(self, committed: int) -> int:
-        """Return the most positions written: those of a step's last round, with all others
-        unread."""
+        """Return the most positions written, by a step's last round with all others unread."""
         unread = (self.scheduling.overlap_depth + 1) * self.scheduling.num_rounds - 1
         return self.draft_shape.reserved_tokens(committed, unread_rounds=unread)

@@ -50,10 +50,7 @@ class Connect(Protocol):
     """Runs a request in some engine. Closing the generator aborts the request there."""
 
     def __call__(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
-        """Yield the items of the stream. waits: wait for space in a full queue.
-
-        Raises EngineLostError.
-        """
+        """Yield the stream. waits: wait for space in a full queue. Raises EngineLostError."""
         ...
 
 
@@ -163,7 +160,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return item
 
     def ready(self) -> list[StreamChunk]:
-        """Return the chunks that are already available, up to an error."""
         found: list[StreamChunk] = []
         while self._items and isinstance(self._items[0], StreamChunk):
             chunk = self._items[0]
@@ -181,7 +177,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return True
 
     async def aclose(self) -> None:
-        """Abort the request unless it is finished. Idempotent."""
         self._is_read = True
         self._items.clear()
         self._task.cancel()
@@ -227,7 +222,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
                 await asyncio.sleep(min(pause, MOST_PAUSE_SECONDS))
 
     async def _read(self, request: Request) -> None:
-        """Read the stream of one engine to its end. Raises EngineLostError."""
         waits = self._waits or self._is_queued
         async with aclosing(self._connect(request, waits=waits)) as items:
             async for item in items:

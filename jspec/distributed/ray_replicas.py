@@ -100,7 +100,6 @@ class RayReplicas:
         self._streams = handle.options(stream=True).stream
 
     async def facts(self) -> Facts:
-        """Wait for a replica to start, and return its facts."""
         found: Facts = await self._handle.facts.remote()
         return found
 

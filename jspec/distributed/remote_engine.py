@@ -48,10 +48,7 @@ class Replicas(Protocol):
         ...
 
     async def each(self, method: str) -> list[Any]:
-        """Call a method of every live replica and return the results.
-
-        Raises EngineLostError if one does not answer.
-        """
+        """Call a method of every live replica. Raises EngineLostError if one does not answer."""
         ...
 
 

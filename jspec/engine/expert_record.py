@@ -23,8 +23,7 @@ class ExpertTotals:
         self._last = np.zeros((), np.uint32)
 
     def add(self, counters: np.ndarray) -> np.ndarray:
-        """Return i64[L, X] over all data ranks. counters: u32[ranks, L, X], their present
-        values."""
+        """Return i64[L, X] over all data ranks. counters: u32[ranks, L, X], as they are now."""
         new = (counters - self._last).astype(np.int64).sum(axis=0)
         self._total = new if self._total is None else self._total + new
         self._last = counters

@@ -16,8 +16,7 @@ COLLECTIONS_BETWEEN = (20, 10)  # youngest collections per middle one; middle pe
 
 
 def collect_seldom() -> None:
-    """Collect rarely from process start, since most objects of tracing stay. Saves 2 s of a
-    start."""
+    """Collect rarely from process start, since most objects of tracing stay; saves 2 s."""
     gc.set_threshold(YOUNGEST, *COLLECTIONS_BETWEEN)
 
 

@@ -159,7 +159,6 @@ class PlanRunner(ABC):
         return self._programs
 
     def step_costs(self, num_rows: int, options: StepOptions) -> Mapping[SpeculativeConfig, float]:
-        """Return the seconds of a decode by shape, if shapes are adaptive. Thread-safe."""
         return self._programs.step_costs(self._limits, num_rows, options)
 
     @property

@@ -33,8 +33,7 @@ class Profiler:
             self._directory = directory
 
     def stop(self) -> str:
-        """End the trace and return its directory. Raises RequestError if none runs or writes
-        fail."""
+        """End the trace and return its directory. Raises RequestError if that fails."""
         with self._lock:
             if self._directory is None:
                 raise RequestError("no profile is being taken; expected /start_profile before")

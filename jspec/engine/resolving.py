@@ -63,10 +63,7 @@ class DeviceFacts:
 
 
 def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) -> ResolvedConfig:
-    """Return everything that the engine is built from.
-
-    Raises ConfigError for arguments that contradict the checkpoint or the devices.
-    """
+    """Return all that the engine is built from. Raises ConfigError for contradictory arguments."""
     is_cpu = device.platform == "cpu"
     dtype = args.dtype
     if dtype == "auto":

@@ -88,8 +88,7 @@ def exists(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> int:
-    """Return a regular file's size. Raises CheckpointError, since opening a pipe can block
-    forever."""
+    """Return a regular file's size. Raises CheckpointError for others, since a pipe can block."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name

@@ -29,10 +29,7 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A new row. It is written to the device's state before the step that carries it runs.
-
-    Its pages come with the grants of the same plan.
-    """
+    """A new row, written to the device's state before its step; its pages are in the same plan."""
 
     row: RowRef
     request: Request

@@ -105,10 +105,7 @@ class TextStream(Protocol):
 
 
 class StopWatch(Protocol):
-    """Finds the end of the output without producing text.
-
-    It does not support min_new_tokens, before which stop strings are ignored.
-    """
+    """Finds the end of the output without producing text. min_new_tokens is not supported."""
 
     def passes(self, ids: Sequence[int]) -> bool:
         """Append ids and return True, or return False without appending if they end the output."""

@@ -215,7 +215,6 @@ class Completion:
         return text, told
 
     def spec_tokens(self, *, told: Told = NOTHING_TOLD) -> list[dict[str, Any]] | None:
-        """Return the text split by origin that was not sent yet; None if not requested."""
         return None if self._split_text is None else self._spec_tokens[told.spec_tokens :]
 
     def to_json(self) -> dict[str, Any]:

@@ -128,7 +128,6 @@ class Source:
             )
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert a value of an `as_json` type to text. Raises RequestError if it cannot."""
         kind = "boolean" if isinstance(value, bool) else "object"
         if not isinstance(value, Mapping | bool) or kind not in self.as_json:
             return value
@@ -170,7 +169,6 @@ class Biases:
             raise RequestError(f"{name} names a token id twice; expected each once")
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert a JSON object with ids as names to pairs. Raises RequestError for other types."""
         if isinstance(value, tuple):
             return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
         if not isinstance(value, Mapping):

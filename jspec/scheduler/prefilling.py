@@ -80,7 +80,6 @@ class Prefilling:
         return max(plan.prefill_tokens_by_rank(self._limits.pool))
 
     def _timed_budget(self) -> int | None:
-        """Return the tokens that fit the time limit; None without a limit."""
         if self._limits.scheduling.prefill_seconds is None:
             return None
         return (

@@ -89,7 +89,6 @@ class StepRows:
         )
 
     def take(self, indices: Ints) -> StepRows:
-        """Return the rows at `indices`, or self if these are all rows."""
         if len(indices) == len(self.slots):
             return self
         chosen = indices.tolist()

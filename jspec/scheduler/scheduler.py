@@ -108,10 +108,7 @@ class Scheduler:
     # Submission and early end of requests.
 
     def enqueue(self, requests: Ordered[Request]) -> None:
-        """Queue all requests or none, with their lengths clipped.
-
-        Raises RequestError or QueueFullError.
-        """
+        """Queue all requests or none, clipping lengths. Raises RequestError or QueueFullError."""
         call = self._totals.num_requests  # a caller of its own, unless the client names one
         lengths = budget.check_batch(
             self._limits, requests, in_use=self._sequences, num_queued=len(self._waiting)
@@ -375,7 +372,6 @@ class Scheduler:
         return [each for each in alive if each.tenancy is not None] or alive[:1], False
 
     def _start_again(self) -> None:
-        """Reset all slots and pages and requeue everything, running sequences first."""
         waiting, self._waiting = self._waiting, WaitingQueue(self._limits)
         queued = [each for each in waiting if each.tenancy is None]
         for sequence in queued:

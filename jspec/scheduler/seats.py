@@ -17,8 +17,7 @@ from jspec.scheduler.stats import Totals
 
 
 class Seats:
-    """The slots and pages of one data rank. `table` and `epochs` are those of all ranks, by
-    slot."""
+    """The slots and pages of one data rank; `table` and `epochs` are of all ranks, by slot."""
 
     def __init__(
         self,

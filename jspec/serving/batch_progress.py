@@ -20,8 +20,6 @@ class Screen(Protocol):
 
 
 class BatchProgress:
-    """Counts answers and writes progress lines."""
-
     def __init__(
         self,
         screen: Screen,

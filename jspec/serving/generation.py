@@ -139,10 +139,7 @@ class Generation:
         return await asyncio.to_thread(make) if is_long else make()
 
     async def _checked(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Check all prompts and return them tokenized. Raises RequestError.
-
-        Ids are stored in 4 bytes each, about the size of their text, until the request is made.
-        """
+        """Check all prompts and return them tokenized, in 4 bytes per id. Raises RequestError."""
         checked: list[Prompt] = []
         known: dict[int, SamplingParams] = {}  # by identity: prompts often share their parameters
         for index, given in enumerate(prompts):

@@ -222,10 +222,7 @@ class EngineLoop:
             self.abort(request_id)
 
     async def close(self) -> None:
-        """End every stream with EngineClosedError, wait for the steps in flight, and stop.
-
-        The runner has released the device when this returns.
-        """
+        """End every stream with EngineClosedError, and return once the device is released."""
         self._is_closing = True
         self._runner.give_up()
         self._wake.set()
@@ -309,7 +306,6 @@ class EngineLoop:
         self._loss = None  # it concerned the former runner
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """Dispatch `plan`, collect if enough steps are in flight, and publish the last chunks."""
         new = None if plan is None else StepInFlight(plan)
         if new is not None:
             self._in_flight.append(new)

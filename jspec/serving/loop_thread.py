@@ -177,7 +177,6 @@ def _cancel_task_of(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def _drain_and_stop() -> None:
-    """Wait for all other tasks of this loop, cancel late ones, and stop the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         _, late = await asyncio.wait(others, timeout=PATIENCE)

@@ -91,7 +91,6 @@ class Readers:
             self.fail(name, f"request {name!r} was ended by an internal error: {error}")
 
     def _end(self, name: str, *, why: str, is_slow: bool = False) -> Piece | None:
-        """Call Scheduler.end; if that breaks an invariant, recover and try again."""
         try:
             return self._scheduler.end(name, why=why, is_slow=is_slow)
         except Exception as error:

@@ -9,7 +9,7 @@ after them:
     depth           0   1   1   2
     slot            7   8   9  10        scratch_slot: L + row
     target RoPE     7   8   8   9        target_position: L + depth
-    chosen token    8   9   9  10        token_position of its children: L + depth + 1
+    chosen token    8   9   9  10        chosen_position: L + depth + 1
     draft RoPE      -   7   7   8        draft_position: L + depth - 1
 
 A draft model's own scratch has the K beams of each depth below S, not the N nodes. With S = 3:

@@ -69,8 +69,7 @@ class FP8:
     has_blocks: bool = False
 
     def scale_axes(self, axes: Axes) -> Axes:
-        """Return the axes of the scales of a weight with these axes; shards have their own
-        scales."""
+        """Return the axes of the scales of a weight with these axes; each shard has its own."""
         return axes if self.has_blocks else (*axes[:-2], *axes[-1:])
 
     def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:

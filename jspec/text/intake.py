@@ -94,8 +94,6 @@ class Prompt:
 
 
 class Intake:
-    """A factory of Requests."""
-
     def __init__(
         self,
         tokenizer: Tokenizer | None,  # None: accept only ids, no stop strings
@@ -340,14 +338,11 @@ class Intake:
         return self.check_ids("input_ids", input_ids)
 
     def check_ids(self, name: str, token_ids: Ids) -> tuple[int, ...]:
-        """Return the ids as Python integers. Raises RequestError for the first invalid one.
-
-        Prompts are long, so all ids are checked at once, and one by one only if that fails.
-        """
+        """Return the ids as Python integers. Raises RequestError for the first invalid one."""
         found = listed(token_ids)
         if not isinstance(found, Sequence):
             raise RequestError(f"{name} is {shown_json(plain(found))}; expected a list of ids")
-        if self._are_known(found):
+        if self._are_known(found):  # all at once, since prompts are long
             return tuple(found)
         ids = plain_items(found)
         for token_id in () if self._are_known(ids) else ids:

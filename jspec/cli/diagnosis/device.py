@@ -53,8 +53,6 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """A report on the devices."""
-
     facts: Mapping[str, str]
     problems: tuple[str, ...]  # why jax does not use the host's devices
     notes: tuple[str, ...]  # what costs time
@@ -135,7 +133,6 @@ def _facts(
 
 
 def _place_of(device: jax.Device) -> str:
-    """Return a device's number, and for a TPU its place in the slice."""
     coords = getattr(device, "coords", None)
     if coords is None:
         return str(device.id)

@@ -194,7 +194,6 @@ class HostsProcess(EngineProcess):
         return answer
 
     def _answers(self, *, in_order: bool = False) -> dict[int, str | None]:
-        """Return each other host's error, or None if it succeeded."""
         found = {}
         for member in self._members:
             said = member.next(in_order=in_order)

@@ -185,7 +185,6 @@ class Engine:
         return of_draft + sum(size for _, size, _ in self._parts)
 
     def _part(self, weight: ParamSpec) -> tuple[int, float]:
-        """Return a weight's bytes and number of elements on each device."""
         tensor, format = self.split.tensor, weight.format_in(self.served.dtype)
         if "experts" in weight.axes and self.split.whole_experts:
             shape, ways = weight.shape, self.split.num_devices
@@ -265,8 +264,7 @@ class Engine:
         )
 
     def _sum_seconds(self, rows: int, local: int) -> float:
-        """Return the time of all-reduces: two per layer, over the devices that share its
-        products."""
+        """Return the time of all-reduces: two per layer, over the devices that share it."""
         spec, width = self.served.spec, itemsize(self.served.dtype)
         total = 0.0
         for layer in spec.layers:

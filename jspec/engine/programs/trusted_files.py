@@ -30,7 +30,6 @@ def distrust(status: os.stat_result) -> str:
 
 @functools.cache
 def _has_other_users(group: int) -> bool:
-    """Return whether a group has users other than this one and root."""
     users = pwd.getpwall()
     own = {user.pw_name for user in users if user.pw_uid in (0, os.geteuid())}
     members = {user.pw_name for user in users if user.pw_gid == group}

@@ -173,7 +173,6 @@ class ServedWeights:
     # Changing.
 
     def prepare(self, update: WeightUpdate) -> PreparedWeights | PreparedAdapter:
-        """Read and check an update. Raises CheckpointError naming every fault, or ConfigError."""
         try:
             if isinstance(update, AdapterUpdate):
                 path = update.path

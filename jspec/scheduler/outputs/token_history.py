@@ -65,8 +65,7 @@ class Piece(NamedTuple):
         *,
         num_proposed: int | None,
     ) -> list[Piece]:
-        """Make pieces of rows that continue, without a Python loop, so that planning starts
-        early."""
+        """Make the pieces of rows that continue, fast, since planning waits for it."""
         rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
         rows = zip(histories, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
         return list(map(tuple.__new__, repeat(cls), rows))

@@ -141,7 +141,6 @@ class CacheSpaces:
     def _common_pages(
         self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
     ) -> int:
-        """Return how many pages the texts share, between `low` and `high`, by binary search."""
         high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
         while low < high:
             middle = (low + high + 1) // 2
@@ -194,10 +193,7 @@ class CacheSpaces:
         self._trim(tenancy)
 
     def trim(self, tenancy: Tenancy, *, step: int) -> None:
-        """Cache the output, then release pages that no later query sees.
-
-        step: the last dispatched step.
-        """
+        """Cache the output, then release the pages that no later query sees."""
         length = self._seen_len(tenancy)
         if any(space.num_unseen(row, length) for space, row in self._rows(tenancy)):
             self._publish(tenancy, step=step)
@@ -208,7 +204,6 @@ class CacheSpaces:
         self._publish(tenancy, step=step, is_last=True)
 
     def _publish(self, tenancy: Tenancy, *, step: int, is_last: bool = False) -> None:
-        """Cache complete pages; `is_last` also replaces pages that were evicted since."""
         before, known = tenancy.last_cached, tenancy.drafted_len
         if before is None or not self._is_current(tenancy):
             return
@@ -248,7 +243,6 @@ class CacheSpaces:
     # Snapshots of states.
 
     def chunk_end(self, tenancy: Tenancy, end: int) -> int:
-        """Return the end of a row's next chunk that could reach `end`."""
         if self.snapshots is None or not self._is_caching:
             return end
         last = self._last_start(tenancy)

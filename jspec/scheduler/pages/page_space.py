@@ -97,7 +97,6 @@ class PageSpace:
         return len(self._attached)
 
     def num_leaked(self, rows: Iterable[RowPages]) -> int:
-        """Return the number of uses without a row: 0 unless there is a bug."""
         return self._num_uses - sum(len(row.pages) for row in rows)
 
     # Pages.

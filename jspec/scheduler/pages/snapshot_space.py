@@ -44,7 +44,6 @@ class SnapshotSpace:
         return len(self._attached)
 
     def num_leaked(self, num_pending: int) -> int:
-        """Return the slots neither free, in the tree nor pending: 0 unless there is a bug."""
         return self.num_snapshots - len(self._free) - len(self._attached) - num_pending
 
     # Rows.

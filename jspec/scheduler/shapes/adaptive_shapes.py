@@ -137,7 +137,6 @@ class AdaptiveShapes:
         return self._probe if is_probe else self._current
 
     def _plan_probe(self, place: Place, worth: dict[SpeculativeConfig, float]) -> None:
-        """Start a probe of the most promising other shape if the savings cover its loss."""
         if self._num_probes_left and self._probe in worth:
             return
         self._num_probes_left = 0
@@ -167,8 +166,7 @@ class AdaptiveShapes:
         return max(measured + shift, measured / 2)
 
     def _hoped_cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """Return an optimistic cost, without increases of the shared correction since its last
-        run."""
+        """Return an optimistic cost, without the rise of the shared correction since its run."""
         risen = self._shift.get(place, 0.0) - self._seen_shift.get((place, shape), 0.0)
         cost = self._cost(place, shape) * (
             1 - HOPED_COST / (1 + self._num_seen.get((place, shape), 0))

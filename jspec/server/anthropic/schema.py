@@ -170,10 +170,7 @@ def _answer(blocks: Sequence[object], where: str) -> dict[str, Any]:
 
 
 def _text(content: object, where: str, *, first: int = 0) -> str:
-    """Join text blocks. first: index of the first one in an error.
-
-    cache_control has no effect, since all prompts are cached.
-    """
+    """Join text blocks; cache_control has no effect. first: the first one's index, for errors."""
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, list):

@@ -26,8 +26,6 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of the last window, as in SGLang's log."""
-
     gen_throughput: float = 0.0  # output tokens per second
     acceptance_length: float = 0.0
     accept_rate: float = 0.0

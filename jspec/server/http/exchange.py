@@ -251,10 +251,7 @@ def _loaded(body: bytes) -> object:
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:
-    """Return the body.
-
-    Raises HTTPException: 413 too long, 408 too slow, 503 if refused in favor of others.
-    """
+    """Return the body. Raises HTTPException: 413 too long, 408 too slow, 503 refused for others."""
     budget: BodyBudget = request.app.state.body_budget
     limit = asyncio.timeout(args.request_timeout)
     with budget.open(limit) as unfinished:

@@ -22,8 +22,7 @@ class Reader(Protocol):
     def has_begun(self) -> bool: ...
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """Return (length of the call's part, state, certain events). BAD refers to the next
-        character."""
+        """Return (the call's length, state, certain events). BAD refers to the next character."""
         ...
 
 

@@ -83,10 +83,7 @@ class CallMachine(ABC):
         return len(self._rest) - len(self._rest.lstrip(BLANKS))
 
     def _until(self, *markers: str) -> list[Event] | None:
-        """Move the first marker to _raw and return the text before it.
-
-        Return None if more text is needed.
-        """
+        """Move the first marker to _raw; return the text before it, None if it needs more text."""
         found = {self._rest.find(marker): marker for marker in markers}
         begin = min((place for place in found if place >= 0), default=-1)
         if begin < 0:

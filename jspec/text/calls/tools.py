@@ -1,5 +1,4 @@
-"""Validation of tools as users declare them (OpenAI's format), and the schema of a list of
-calls."""
+"""Validation of tools in OpenAI's format, and the schema of a list of calls."""
 
 from __future__ import annotations
 

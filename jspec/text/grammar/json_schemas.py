@@ -15,10 +15,7 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 def without_unenforced(
     schema: Any, is_known_format: Callable[[str], bool]
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the schema without uniqueItems and unknown formats, and their names.
-
-    An answer has the right structure without them.
-    """
+    """Return the schema without uniqueItems and unknown formats, and the names of these."""
     left_out: dict[str, None] = {}
 
     def cut(schema: Any) -> Any:

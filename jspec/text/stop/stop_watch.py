@@ -100,8 +100,7 @@ class StopTables:
         self._lock = threading.Lock()
 
     def watch(self, automaton: StopAutomaton) -> ByteStopWatch | None:
-        """Return a watch, or None for regular expressions and strings that bytes cannot
-        identify."""
+        """Return a watch; None for regular expressions, and strings that bytes cannot identify."""
         stop = tuple(sorted({text for text in automaton.completed if text is not None}))
         if automaton.patterns or not all(map(_is_of_bytes, stop)):
             return None

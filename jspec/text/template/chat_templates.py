@@ -1,7 +1,4 @@
-"""The chat templates of a checkpoint or a flag, under transformers' names.
-
-A request cannot bring a template.
-"""
+"""The chat templates of a checkpoint or a flag, by transformers' names; a request brings none."""
 
 from __future__ import annotations
 

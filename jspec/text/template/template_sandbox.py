@@ -30,8 +30,7 @@ _BRACES = re.compile(r"\{[^{}]{0,99}:[^{}]{0,99}?(?:\{|\d{6})")
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block {% generation %}, which marks assistant text for training; only its text is
-    used."""
+    """The block {% generation %}, which marks text for training; only its text is used."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own name and type)
 
