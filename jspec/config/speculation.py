@@ -15,8 +15,7 @@ MAX_LOOKUP_STEPS = 15  # each level is unrolled in the programs
 class SpeculativeConfig:
     """S/K/N: num_steps levels, topk branches per level, num_draft_tokens nodes, root included.
 
-    Plain decoding is 0/1/1, a tree of one node. lookup: the draft model shares the nodes with K
-    continuations of earlier matches in the row's own text.
+    Plain decoding is 0/1/1, a tree of one node.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -25,6 +24,7 @@ class SpeculativeConfig:
     num_draft_tokens: int = 1
     # Mean tokens emitted per verification, to measure speed; the text is then not the model's.
     simulate_acceptance: float | None = None
+    # The draft model shares the nodes with K continuations of earlier matches in the row's text.
     lookup: bool = False
 
     def __post_init__(self) -> None:

@@ -114,15 +114,13 @@ class OutputRecord:
 
 
 class ContinuedStream(AsyncIterator[StreamChunk]):
-    """The chunks of one request, like a ChunkStream; it belongs to one event loop.
-
-    max_unread: unread chunks after which the request is aborted. waits: wait for space in a full
-    queue. A request that was queued once always waits.
-    """
+    """The chunks of one request, like a ChunkStream; it belongs to one event loop."""
 
     def __init__(
         self, request: Request, connect: Connect, *, max_unread: int | None, waits: bool
     ) -> None:
+        # max_unread: unread chunks after which the request is aborted. waits: wait for space in a
+        # full queue, as a request that was queued once always does.
         self.request_id = request.request_id
         self._connect, self._max_unread, self._waits = connect, max_unread, waits
         self._record = OutputRecord(request)

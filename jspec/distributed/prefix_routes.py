@@ -14,12 +14,10 @@ BLOCK = 64  # ids
 
 
 class PrefixRoutes:
-    """The replicas of each known prefix, in at most `most_blocks` recently used blocks.
-
-    most_ahead: requests that a replica with the prefix may have more than the least loaded one.
-    """
+    """The replicas of each known prefix, in at most `most_blocks` recently used blocks."""
 
     def __init__(self, *, most_ahead: int, most_blocks: int) -> None:
+        # most_ahead: requests that a replica with the prefix may have more than the least loaded.
         self._most_ahead, self._most_blocks = most_ahead, most_blocks
         self._replicas_of: OrderedDict[Hashable, set[str]] = OrderedDict()
 

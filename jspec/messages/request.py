@@ -289,11 +289,7 @@ SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate; each of n choices is a Request.
-
-    former_ids: output of another engine that ended. Ids, text and finish reason continue as if it
-        had not.
-    """
+    """One sequence to generate; each of n choices is a Request."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -309,6 +305,7 @@ class Request:
     priority: int = 0  # used if priorities are on (`SchedulingLimits.priority_order`)
     caller: str | None = None  # user for fair sharing of slots; None: the call itself
     lora: Adapter | None = None  # of the target; None: the model itself
+    # Output of an engine that was lost; text and finish reason continue as if it had not been.
     former_ids: tuple[int, ...] = ()
 
     @property
@@ -349,15 +346,12 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecCounters:
-    """Speculation counters of one sequence, from committed steps only.
-
-    accept_histogram[i] counts the verifications that accepted i drafts (length S + 1).
-    """
+    """Speculation counters of one sequence, from committed steps only."""
 
     verify_ct: int = 0
     num_accepted: int = 0
     num_proposed: int = 0
-    accept_histogram: tuple[int, ...] = ()
+    accept_histogram: tuple[int, ...] = ()  # entry i: verifications that accepted i drafts, 0 to S
     full_verify_ct: int = 0
     full_num_emitted: int = 0
 

@@ -195,15 +195,12 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Encoding of a parameter in a row of the device's SamplingBatch.
-
-    encode: (request, V) -> the value or values; missing values of the row stay neutral. None sends
-    the parameter unchanged.
-    """
+    """Encoding of a parameter in a row of the device's SamplingBatch."""
 
     dtype: Any  # 32 bits wide, since all are sent as i32 bits
     shape: tuple[int, ...] = ()
     neutral: float | Callable[[int], int] = 0  # if absent; a function if it depends on V
+    # (request, V) -> the value or values, where missing ones stay neutral. None: send it unchanged.
     encode: Callable[[Any, int], Any] | None = None
     name: str = ""  # field of SamplingBatch, if not the parameter's own
 

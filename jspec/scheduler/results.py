@@ -144,18 +144,15 @@ class Flight:
 
 
 class RoundReader:
-    """Appends the ids of a round to its rows.
-
-    own: the engine's own draft shape. finish: called with each sequence that ends.
-    """
+    """Appends the ids of a round to its rows."""
 
     def __init__(
         self,
         table: RowTable,
         totals: Totals,
         *,
-        own: SpeculativeConfig,
-        finish: Callable[[Sequence], None],
+        own: SpeculativeConfig,  # the engine's own draft shape
+        finish: Callable[[Sequence], None],  # called with each sequence that ends
     ) -> None:
         self._own = own
         self._table = table

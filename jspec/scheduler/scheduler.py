@@ -40,17 +40,14 @@ ABORTED = "aborted by request"
 
 
 class Scheduler:
-    """Plans steps within `limits`.
-
-    shapes: chooses the draft shape of each decode; None: always the engine's own.
-    """
+    """Plans steps within `limits`, and takes in their results."""
 
     def __init__(
         self,
         limits: ServeLimits,
         *,
         make_stream: Callable[[Request], TextStream],
-        shapes: ShapeChooser | None = None,
+        shapes: ShapeChooser | None = None,  # None: always the engine's own shape
     ) -> None:
         self._limits = limits
         self._deferred_tokens = limits.max_pending

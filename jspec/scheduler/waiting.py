@@ -37,14 +37,12 @@ def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
 
 @dataclass(slots=True)
 class Rank:
-    """The waiting sequences of one rank, iterated in about the order of admission.
-
-    lines: each caller's line, by the caller's number of rows. Equal callers take turns: one that
-    starts to wait, or whose number of rows changes, goes to the end.
-    """
+    """The waiting sequences of one rank, iterated in about the order of admission."""
 
     due: int  # number of admissions after which this rank goes next
     retracted: Line = field(default_factory=dict)
+    # Each caller's line, by the caller's number of rows. Equal callers take turns: one that starts
+    # to wait, or whose number of rows changes, goes to the end.
     lines: dict[int, dict[Hashable, Line]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -30,22 +30,14 @@ class FeatureNorm(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """A draft head over pairs of a token and a feature.
-
-    aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
-        equal to the number of layers is the residual after the last one. Empty: the head reads
-        the target's last hidden state, after its final norm
-    mask_token_id: the head drafts all levels in one forward (P-EAGLE). After the last pair come
-        pairs of this token and a learned feature, one for each further level
-    per_level: layer s alone drafts level s + 1, with its own pair, norm, lm_head and pool; its slot
-        i is of the pair (token i + s + 1, h). Otherwise all layers run at every level
-    chained: h of layer s is the output of layer s - 1 at the same slot, not the target's
-    """
+    """A draft head over pairs of a token and a feature."""
 
     layer: ModelSpec  # its decoder layers; vocab_size is the target's V
     draft_vocab_size: int  # U
     target_hidden_size: int
     join: Join
+    # The target's residual stream is captured at the INPUT of these layers; the number of layers
+    # means after the last one. Empty: the head reads the last hidden state, after the final norm.
     aux_layer_ids: tuple[int, ...] = ()
     feature_norm: FeatureNorm = FeatureNorm.NONE
     norms_pair: bool = True  # e and h are normed before they are joined
@@ -58,9 +50,13 @@ class HeadSpec:
     feeds_back_normed: bool = False  # the next draft forward reads the normed output
     logit_scale: float = 1.0  # factor of the logits
     zeroes_first: bool = False  # the embedding of the token at slot 0 is zero
+    # All levels are drafted in one forward (P-EAGLE): after the last pair come pairs of this token
+    # and a learned feature, one for each further level.
     mask_token_id: int | None = None
+    # Layer s alone drafts level s + 1, with its own pair, norm, lm_head and pool; its slot i is of
+    # the pair (token i + s + 1, h). Otherwise all layers run at every level.
     per_level: bool = False
-    chained: bool = False
+    chained: bool = False  # layer s takes h from layer s - 1 at the same slot, not from the target
 
     def __post_init__(self) -> None:
         if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):

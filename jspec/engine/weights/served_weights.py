@@ -98,11 +98,7 @@ class PreparedAdapter:
 
 
 class ServedWeights:
-    """Implements `messages.protocols.Weights` for a runner's params.
-
-    has_room: returns whether that many bytes over all shards fit the devices; by default if they
-    take at most half of the free memory.
-    """
+    """Implements `messages.protocols.Weights` for a runner's params."""
 
     def __init__(
         self,
@@ -110,7 +106,7 @@ class ServedWeights:
         runner: HoldsParams,
         *,
         mesh: Mesh,
-        has_room: HasRoom | None = None,
+        has_room: HasRoom | None = None,  # None: for at most half of the free memory
     ) -> None:
         self._models = models
         self._runner = runner

@@ -39,13 +39,10 @@ class MetricKind(enum.Enum):
 
 
 class Histogram:
-    """Counts of values by bucket. prometheus_client's version takes a lock and 2 us per value.
-
-    bounds: ascending upper bounds; larger values have their own bucket.
-    """
+    """Counts of values by bucket. prometheus_client's version takes a lock and 2 us per value."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
+        self._bounds = bounds  # ascending upper bounds; larger values have their own bucket
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 

@@ -23,12 +23,11 @@ def encode_event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventJson:
-    """The events of one sequence, such as {"text": "ab", "output_ids": [1, 2], "meta_info": {...}}.
-
-    keeps_all: events are cumulative instead of deltas. index: the sequence's index among several.
-    """
+    """The events of one sequence, such as {"text": "ab", "output_ids": [1, 2], "meta_info":
+    {...}}."""
 
     def __init__(self, completion: Completion, *, keeps_all: bool, index: int | None) -> None:
+        # keeps_all: events are cumulative, not deltas. index: the sequence's index among several.
         self._completion, self._keeps_all, self._index = completion, keeps_all, index
         self._text = bytearray()
         self._ids = bytearray()

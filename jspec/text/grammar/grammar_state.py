@@ -13,14 +13,11 @@ from jspec.text.grammar.grammar_vocabulary import FirstTokens
 
 
 class Matcher:
-    """llguidance's state of one sequence, whose masks have `wide_words` words.
-
-    first: replaces ids for the first token of a text; None if none differs.
-    """
+    """llguidance's state of one sequence, whose masks have `wide_words` words."""
 
     def __init__(self, matcher: Any, first: FirstTokens | None, wide_words: int) -> None:
         self._matcher = matcher
-        self._first = first
+        self._first = first  # replaces ids for the first token of a text; None if none differs
         self._wide_words = wide_words
         self._num_tokens = 0
         self._begins_blank = False  # the first token was not given to llguidance
@@ -66,15 +63,12 @@ class Work:
 
 
 class CompiledGrammar:
-    """Implements `messages.grammar.Grammar`. After a sequence fails it compiles again.
-
-    make: compiles, and returns a factory of matchers (argument: True at the start of a text).
-    """
+    """Implements `messages.grammar.Grammar`. After a sequence fails it compiles again."""
 
     def __init__(
         self, make: Callable[[], Callable[[bool], Matcher]], *, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self._make = make
+        self._make = make  # the matcher's argument is True at the start of a text
         self._eos_token_ids = eos_token_ids
         begun = time.thread_time()
         self._new_matcher: Callable[[bool], Matcher] | None = make()

@@ -76,12 +76,7 @@ class Vocabulary:
 
 
 class FirstTokens:
-    """Tokens with other bytes as the first of a text than inside it; false if empty.
-
-    spellings: bytes that no token has inside a text; each gets an id for llguidance, from the first
-        whole mask word after V on
-    blank: ids without text as the first token; the next token is then inside the text
-    """
+    """Tokens with other bytes as the first of a text than inside it; false if empty."""
 
     def __init__(self, alphabet: TokenAlphabet, vocabulary: Vocabulary) -> None:
         inside, special = vocabulary.own_tokens, frozenset(vocabulary.special_token_ids)
@@ -90,6 +85,8 @@ class FirstTokens:
         differing = {i: text for i, text in shown if text != inside[i]}
         id_of = dict(vocabulary.id_of) if differing else {}
         begin = num_words(len(inside)) * WORD_BITS
+        # Bytes that no token has inside a text. Each gets an id for llguidance, from the first
+        # whole mask word after V on.
         self.spellings: list[bytes] = []
         for text in differing.values():
             if text and text not in id_of:
@@ -99,6 +96,7 @@ class FirstTokens:
         # Only ids that leave nothing to strip, since a decoder may strip two spaces.
         blank = [i for i, text in differing.items() if not text]
         twice = zip(blank, alphabet.at_start_twice(blank), strict=True)
+        # Ids without text as the first token; the next token is then inside the text.
         self.blank = frozenset(i for i, text in twice if text == inside[i])
         self._arrays = [
             np.array(list(each), np.int64)

@@ -89,14 +89,13 @@ class AnyText:
 
 
 class ReasoningFirst:
-    """A Grammar after reasoning.
-
-    opens: the token that starts it; None: it has started. budget: most tokens between the marks.
-    """
+    """A Grammar after reasoning."""
 
     def __init__(
         self, grammar: Grammar, mark: Mark, *, opens: int | None = None, budget: int | None = None
     ) -> None:
+        # opens: the token that starts the reasoning; None: it has started.
+        # budget: the most tokens between the marks.
         self._grammar, self._mark, self._opens = grammar, mark, opens
         self._budget = ENDLESS if budget is None else budget
 
