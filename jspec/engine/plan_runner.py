@@ -31,14 +31,12 @@ class Dispatched(NamedTuple):
 
 
 def programs_for(
-    plans: Sequence[StepPlan],
+    plans: Sequence[StepPlan],  # the plan's parts by data rank
     limits: ServeLimits,
-    nearest: Callable[[ProgramKey], ProgramKey],
+    nearest: Callable[[ProgramKey], ProgramKey],  # `nearest_program`, or a cached one
     ready: Container[ProgramKey],
 ) -> list[ProgramKey]:
     """Return the ready program of each run of a plan, as large as its largest part needs.
-
-    plans: the plan's parts by data rank. nearest: `nearest_program` or a cached one.
 
     The last runs choose first: a program whose output is taken by another one gets its size and
     options. If rows share prefixes, prefer the variant that reads them once, if it is ready in that
@@ -203,17 +201,12 @@ class PlanRunner(ABC):
     def _enqueue(
         self,
         key: ProgramKey,
-        *operands: Any,
-        is_read: bool,
-        is_kept: bool,
-        drops: tuple[Any, ...],
+        *operands: Any,  # host arrays, or handles of kept outputs
+        is_read: bool,  # `_read` will be called for the output
+        is_kept: bool,  # the output will be an operand of later programs
+        drops: tuple[Any, ...],  # kept outputs that no later program takes
     ) -> Any:
-        """Start a program without waiting; return a handle of its output.
-
-        operands: host arrays, or handles of kept outputs. is_read: `_read` will be called for the
-        output. is_kept: the output will be an operand of later programs; the last one lists it in
-        `drops`.
-        """
+        """Start a program without waiting; return a handle of its output."""
 
     @abstractmethod
     def _read(self, output: Any) -> np.ndarray:

@@ -90,14 +90,13 @@ class Rescorer:
         request: Request,
         output_ids: Sequence[int],
         *,
-        first_chunk: int | None = None,
+        first_chunk: int | None = None,  # tokens of the first call, which shifts all chunks
         features: bool = False,
     ) -> Rescored:
         """Score prompt and output of a request.
 
-        first_chunk: tokens of the first call, which shifts the chunk boundaries. Raises
-        RequestError for a text that is too long or has no output, and for a grammar, whose masks
-        are unknown here.
+        Raises RequestError for a text that is too long or has no output, and for a grammar, whose
+        masks are unknown here.
         """
         grammar = request.sampling.grammar
         if grammar is not None or request.sampling.max_thinking_tokens is not None:

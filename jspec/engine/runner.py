@@ -292,12 +292,9 @@ def init_state(
     *,
     shards: int,
     kv_dtype: Any,
-    mesh: Mesh | None = None,
+    mesh: Mesh | None = None,  # None: everything is on one device
 ) -> EngineState:
-    """Return zeroed state for all slots and pages of all data ranks, dummies included.
-
-    mesh: places the caches; None: everything is on one device.
-    """
+    """Return zeroed state for all slots and pages of all data ranks, dummies included."""
     target, drafter = program.target, program.drafter
     num_slots = limits.pool.all_slots
     layout = CacheLayout(

@@ -69,14 +69,12 @@ class OutputColumns:
 
 
 def output_columns(
-    max_emitted: int,
+    max_emitted: int,  # M in a decode, 1 in a prefill
     options: StepOptions = PLAIN,
     *,
-    hidden_words: int = 0,
+    hidden_words: int = 0,  # of one hidden state
 ) -> OutputColumns:
     """Return the output columns of a program, per row and round.
-
-    max_emitted: M in a decode, 1 in a prefill. hidden_words: words of one hidden state.
 
     Only the first num_emitted of a row's emitted_ids are defined. The same holds for their
     log-probabilities (float32 bits, with LOGPROBS) and for the hidden states that chose them (with

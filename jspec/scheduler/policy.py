@@ -51,19 +51,15 @@ def prefill_room(
     unfilled: Unfilled,
     *,
     num_decoding: int,
-    since_decode: int,
-    timed: int | None = None,
+    since_decode: int,  # prompt tokens dispatched since the last decode step
+    timed: int | None = None,  # tokens that fit a time limit, which replaces budget and burst
 ) -> int:
     """Return the prompt tokens that a prefill may take next; 0: decode first.
 
-    since_decode: prompt tokens dispatched since the last decode step, at most limits.prefill_budget
-    between two decode steps, and more in a burst:
+    Between two decode steps it is at most limits.prefill_budget, and more in a burst:
 
         budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
         20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 12 times at most
-
-    timed: the tokens that fit the time limit of prefills. It replaces the budget, and a burst does
-    not raise it.
     """
     budget = limits.scheduling.prefill_budget if timed is None else timed
     step = _step_tokens(limits.programs, unfilled, budget)

@@ -74,15 +74,13 @@ class RowTable:
         left: int,
         last: int,
         stop_ids: tuple[int, ...] = (),
+        # Its rounds need more than a check of ids: text that may end it, log-probabilities, a
+        # grammar, or no drafts, since its steps then count as plain ones.
         is_cut: bool = False,
         is_watched: bool = False,
         drafts: bool = True,
     ) -> None:
-        """Initialize a row that no step in flight names.
-
-        is_cut: its rounds need more than a check of ids: text that may end it, log-probabilities, a
-        grammar, or no drafts, since its steps then count as plain ones.
-        """
+        """Initialize a row that no step in flight names."""
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.pending[slot] = 0

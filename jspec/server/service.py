@@ -169,17 +169,15 @@ class Service:
         self,
         prompts: Sequence[Prompt],
         *,
-        model: str | None = None,
+        model: str | None = None,  # the client's name of it, which may mean an adapter
         group: str | None = None,
         return_spec_tokens: bool = False,
-        received: float | None = None,
+        received: float | None = None,  # time.monotonic() of the call's first byte
         return_text_in_logprobs: bool = False,
     ) -> Work:
         """Queue all prompts of a call, or none.
 
-        model: the client's name of it, which may mean an adapter. received: time.monotonic() of the
-        call's first byte. Raises RequestError, QueueFullError or EngineClosedError before anything
-        is queued.
+        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
         started = time.monotonic()
         if self.is_shutting_down:

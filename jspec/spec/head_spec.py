@@ -157,9 +157,9 @@ def mtp_spec(
     *,
     layer: ModelSpec,
     target_num_layers: int,
-    recurrent: bool = False,
+    recurrent: bool = False,  # one layer runs at every level, on its output of the level before
     chained: bool = False,
-    reads_normed: bool = True,
+    reads_normed: bool = True,  # the target's hidden state is after its final norm
     hidden_first: bool = False,
     feeds_back_normed: bool = False,
     own_head: bool = False,
@@ -167,8 +167,6 @@ def mtp_spec(
 ) -> HeadSpec:
     """Return layers for multi-token prediction, with the target's width and vocabulary.
 
-    recurrent: one layer runs at every level, and reads its own output of the level before.
-    reads_normed: read the target's hidden state after its final norm, not the residual before it.
     Raises ConfigError for layers that cannot be recurrent.
     """
     if recurrent:

@@ -76,14 +76,11 @@ class DeviceReport:
 def examine_device(
     *,
     environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
+    root: Path = Path("/"),  # of the host's files
     find: Callable[[], Sequence[jax.Device]] = jax.devices,
     say: Callable[[str], None],
 ) -> DeviceReport:
-    """Report and measure jax's devices. Raises ConfigError if no backend starts.
-
-    root: the root directory of the host's files.
-    """
+    """Report and measure jax's devices. Raises ConfigError if no backend starts."""
     try:
         devices = find()
     except RuntimeError as error:

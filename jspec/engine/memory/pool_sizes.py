@@ -51,16 +51,15 @@ NO_WEIGHTS: Mapping[str, int] = {}
 
 def size_pool(
     config: ResolvedConfig,
-    groups: tuple[CacheGroup, ...],
+    groups: tuple[CacheGroup, ...],  # the caches of target and drafter
     *,
-    devices: Sequence[MemoryDevice],
+    devices: Sequence[MemoryDevice],  # of one data rank
     ops: Ops,
-    weights: Mapping[str, int] = NO_WEIGHTS,
+    weights: Mapping[str, int] = NO_WEIGHTS,  # byte counts for `no_pool_error`
 ) -> ServeLimits:
     """Return the engine's static sizes, with as many pages as the loaded weights leave.
 
-    devices: those of one data rank. groups: the caches of target and drafter. weights: byte counts
-    for `no_pool_error`. Raises ConfigError if one request does not fit.
+    Raises ConfigError if one request does not fit.
     """
     page_size, num_slots = config.page_size, config.max_running_requests // config.dp_size
     limits = ServeLimits(

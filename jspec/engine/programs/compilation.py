@@ -140,8 +140,8 @@ def compiler_options(
     *,
     platform: str,
     ops: Ops,
-    has_fp8: bool = False,
-    is_recurrent: bool = False,
+    has_fp8: bool = False,  # some weights are in fp8
+    is_recurrent: bool = False,  # some of the target's layers are
 ) -> dict[str, Any]:
     """Return XLA options that differ from the defaults, including those of the kernels.
 
@@ -153,8 +153,6 @@ def compiler_options(
         (`out` of Qwen3-30B-A3B, 4096 x 2048)
     dot-merger, in decoding with recurrent layers: it joins products of one array by copying their
         weights side by side in every step (of a delta net's three 101 MB, 53 us of 270)
-
-    has_fp8: some weights are in fp8. is_recurrent: some of the target's layers are recurrent.
     """
     if platform == "cpu":
         return {}

@@ -75,13 +75,12 @@ def describe(
     target: Path | None = None,
     dtype: str = "bfloat16",
     memory: int | None = None,
-    quantization: str | None = None,
+    quantization: str | None = None,  # of the target, like kv_cache_dtype
     kv_cache_dtype: str = AUTO,
 ) -> CheckpointInfo:
     """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
 
-    quantization, kv_cache_dtype: of the target, as in EngineArgs. Raises CheckpointError without a
-    directory or a readable config.json.
+    Raises CheckpointError without a directory or a readable config.json.
     """
     check_directory("DIR", path)
     if target is not None:

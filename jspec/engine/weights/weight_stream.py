@@ -102,16 +102,12 @@ def stream(
     reads: Sequence[ParamRead],
     put: Put,
     *,
-    put_parts: PutParts | None = None,
-    own: range | None = None,
+    put_parts: PutParts | None = None,  # for weights that can be read in parts; None: read whole
+    own: range | None = None,  # shards that this host reads (`device.hosts.own_shards`); None: all
     num_workers: int = NUM_WORKERS,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_BYTES,  # of the summed `host_bytes` in progress; a larger one runs alone
 ) -> dict[ParamPath, Any]:
     """Read and put all weights, at most `num_workers` at once.
-
-    put_parts: for weights that can be read in parts; None: they are read whole
-    own: the shards that this host reads (`device.hosts.own_shards`); None: all
-    max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone
 
     The first error or interrupt of a thread is raised, an error with a note naming the weight, and
     the arrays placed by then are deleted.

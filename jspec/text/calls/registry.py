@@ -159,18 +159,13 @@ class AnswerFormat:
 
     def parser(
         self,
-        names: Collection[str] = (),
+        names: Collection[str] = (),  # callable tools, or a mapping to their parameters' schemas
         *,
         splits_reasoning: bool,
-        is_forced: bool = False,
-        prompt_end: str = "",
+        is_forced: bool = False,  # a grammar enforces a list of calls
+        prompt_end: str = "",  # its last characters, which may start or end the reasoning
     ) -> AnswerParser:
-        """Return a new parser for one sequence.
-
-        names: the callable tools, or a mapping to their parameters' schemas. is_forced: a grammar
-        enforces a list of calls. prompt_end: the prompt's last characters, which may start or end
-        the reasoning.
-        """
+        """Return a new parser for one sequence."""
         splits = splits_reasoning and self.reasoning is not None
         if self.has_channels and not is_forced:
             return gpt_oss.HarmonyParser(names, splits_reasoning=splits)
