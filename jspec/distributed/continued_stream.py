@@ -72,10 +72,9 @@ class OutputRecord:
         return len(self._ids)
 
     def next_request(self) -> Request:
-        """Return the request for the next engine.
-
-        It gets a new id, because an engine that was only unreachable may still run the former one.
-        """
+        """Return the request for the next engine."""
+        # It gets a new id, because an engine that was only unreachable may still run the former
+        # one.
         self._num_engines += 1
         self._earlier, self._earlier_retractions = self._counters, self._num_retractions
         name = f"{self._request.request_id}@{self._name}-{self._num_engines}"

@@ -173,20 +173,16 @@ def _context_length(args: EngineArgs, most: int) -> int:
 
 
 def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
-    """Return the prefill tokens per step: many for the Hopper kernels, to amortize fixed costs.
-
-    XLA's attention multiplies every query with every row's keys, so it gets fewer.
-    """
+    """Return the prefill tokens per step: many for the Hopper kernels, to amortize fixed costs."""
+    # XLA's attention multiplies every query with every row's keys, so it gets fewer.
     if device.platform == "cpu":
         return 256
     return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
 
 
 def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
-    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200.
-
-    On a CPU this is a whole chunk, to which every longer prompt is padded anyway.
-    """
+    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200."""
+    # On a CPU this is a whole chunk, to which every longer prompt is padded anyway.
     if args.prefill_budget_tokens is not None:
         if args.prefill_budget_ms is not None:
             raise ConfigError(

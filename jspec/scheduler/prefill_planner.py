@@ -110,10 +110,8 @@ class PrefillPlanner:
 def cached_draft_prefills(
     limits: ServeLimits, admissions: Sequence[Admission]
 ) -> tuple[StepRun, ...]:
-    """Return the draft prefills of cached tokens that admissions need.
-
-    They carry the cached ids of all rows if the drafter keeps ids, else of rows with penalties.
-    """
+    """Return the draft prefills of cached tokens that admissions need."""
+    # They carry the cached ids of all rows if the drafter keeps ids, else of rows with penalties.
     rank_of, ranks = limits.pool.rank_of, range(limits.pool.num_ranks)
     own = [[each for each in admissions if rank_of(each.row.slot) == rank] for rank in ranks]
     runs = zip_longest(*[_cached_pieces(limits, each) for each in own], fillvalue=())

@@ -51,10 +51,8 @@ def check_result(
 
 
 def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
-    """Return whether rows with a 1 in `emits` emitted 1 to `most` ids, and the others 0.
-
-    It avoids numpy, which is slower for short lists.
-    """
+    """Return whether rows with a 1 in `emits` emitted 1 to `most` ids, and the others 0."""
+    # It avoids numpy, which is slower for short lists.
     if len(counts) != len(emits):
         return False
     if 0 not in emits:

@@ -66,11 +66,9 @@ class EngineServer(uvicorn.Server):
         self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - of uvicorn
-        """Record the signal; no more requests are accepted.
-
-        uvicorn must not see it: it raises each signal again after its shutdown, and a SIGTERM would
-        end the process before the engine is closed.
-        """
+        """Record the signal; no more requests are accepted."""
+        # uvicorn must not see it: it raises each signal again after its shutdown, and a SIGTERM
+        # would end the process before the engine is closed.
         self._signals.append(sig)
         self._service.is_shutting_down = True
         if self.should_exit and sig == signal.SIGINT:

@@ -244,10 +244,8 @@ class Generation:
     async def _stream_all(
         self, prompts: Sequence[Prompt], text: TokenText | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of all requests as they come, with their `index`.
-
-        A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
-        """
+        """Yield the events of all requests as they come, with their `index`."""
+        # A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
         events: asyncio.Queue[tuple[dict[str, Any], asyncio.Event] | None] = asyncio.Queue()
 
         async def pump(item: tuple[int, int, Request | RequestError]) -> None:

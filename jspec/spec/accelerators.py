@@ -39,12 +39,10 @@ class Accelerator:
 def _gpu(
     name: str, *, gib: float, read: float, flops: float, link: float, few: int = 0
 ) -> Accelerator:
-    """Return a card of a host of eight, of whose memory a server may use 0.95.
-
-    Two H200s take 30 us for each sum of a step with XLA's all-reduce (h200_table_tp2.json). Through
-    each other's memory four take 4 us for a row and its norm, and smaller products lose 6 us a sum
-    (tensor_parallel_h200.json).
-    """
+    """Return a card of a host of eight, of whose memory a server may use 0.95."""
+    # Two H200s take 30 us for each sum of a step with XLA's all-reduce (h200_table_tp2.json).
+    # Through each other's memory four take 4 us for a row and its norm, and smaller products lose 6
+    # us a sum (tensor_parallel_h200.json).
     return Accelerator(
         name=name,
         platform="gpu",

@@ -86,11 +86,9 @@ def undecided_trials(trials: Iterable[Trial]) -> list[str]:
 
 
 def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
-    """Return whether a head without a known fault was trained for this target.
-
-    A head for other weights hardly ever agrees, or is far more confident than right, unlike a weak
-    healthy head or one that coarse quantization has flattened.
-    """
+    """Return whether a head without a known fault was trained for this target."""
+    # A head for other weights hardly ever agrees, or is far more confident than right, unlike a
+    # weak healthy head or one that coarse quantization has flattened.
     return _fits(base.by_depth[0], base.confidence, is_coarse=is_coarse)
 
 

@@ -110,11 +110,9 @@ def _sized(
     layout: CacheLayout,
     weights: Mapping[str, int],
 ) -> ServeLimits:
-    """Return `limits` with the pages that fit; they come with the largest useful number.
-
-    max_total_tokens are usable tokens of the full space. The pool also has the scratch of one row:
-    the last one that runs when pages are short.
-    """
+    """Return `limits` with the pages that fit; they come with the largest useful number."""
+    # max_total_tokens are usable tokens of the full space. The pool also has the scratch of one
+    # row: the last one that runs when pages are short.
     page_size, of_page = limits.pool.page_size, partial(cache_bytes, layout=layout)
     states = slot_groups(groups)
     groups = tuple(group for group in groups if group not in states)

@@ -119,11 +119,9 @@ def _entry(
 
 
 def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state.
-
-    Arrays without elements are returned as new arrays, since jaxlib 0.11.2 crashes while it
-    compiles a program over several devices that returns such an array unchanged.
-    """
+    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state."""
+    # Arrays without elements are returned as new arrays, since jaxlib 0.11.2 crashes while it
+    # compiles a program over several devices that returns such an array unchanged.
 
     def run(params: Any, state: Any, *arrays: Any) -> Any:
         own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)

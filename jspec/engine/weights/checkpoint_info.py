@@ -109,10 +109,8 @@ def describe(
 
 
 def _told_by_names(path: Path) -> str | None:
-    """Return the drafting algorithm by tensor names; None for a target or unreadable files.
-
-    Tensor names decide, since heads name a language model as their architecture.
-    """
+    """Return the drafting algorithm by tensor names; None for a target or unreadable files."""
+    # Tensor names decide, since heads name a language model as their architecture.
     try:
         names = stored_names(path)
         if f"{LAYER}hidden_norm.weight" in names:

@@ -369,10 +369,8 @@ class ServedWeights:
         return new
 
     def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
-        """Split arrays by model; an unknown name goes to the target, where it is an error.
-
-        A draft's copies of target tensors are skipped, as when files are read.
-        """
+        """Split arrays by model; an unknown name goes to the target, where it is an error."""
+        # A draft's copies of target tensors are skipped, as when files are read.
         known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
         whose: dict[Model, dict[str, LazyTensor]] = {}
         both: list[str] = []

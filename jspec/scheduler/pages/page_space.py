@@ -243,10 +243,8 @@ class PageSpace:
             self.version += 1
 
     def seek(self, node: Node) -> None:
-        """Note that a text ended or diverged here; the pages for a start here are evicted later.
-
-        In the full space every page is needed, so only the order of release counts.
-        """
+        """Note that a text ended or diverged here; the pages for a start here are evicted later."""
+        # In the full space every page is needed, so only the order of release counts.
         bit = 1 << self.index
         for each in islice(node.path(), self.tail) if self.keep is not None else ():
             page = each.records[self.index]

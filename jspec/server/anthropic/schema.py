@@ -236,10 +236,8 @@ def _format(given: object) -> Mapping[str, Any] | None:
 
 
 def _thinking(values: JsonObject) -> dict[str, Any]:
-    """Return a chat's fields for `thinking`: a budget, and the template's variables.
-
-    Most templates read the variable enable_thinking.
-    """
+    """Return a chat's fields for `thinking`: a budget, and the template's variables."""
+    # Most templates read the variable enable_thinking.
     given: Any = values.get("chat_template_kwargs")
     if values.get("thinking") is None:
         return {"chat_template_kwargs": given}

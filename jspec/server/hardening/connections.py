@@ -163,10 +163,8 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _make_room(self) -> bool:
-        """Close the connection that waited longest for a head or body; return False if none waits.
-
-        If only heads counted, new connections, not read yet, would evict each other.
-        """
+        """Close the connection that waited longest for a head or body; return False if none did."""
+        # If only heads counted, new connections, not read yet, would evict each other.
         waiting = [
             each
             for each in self.connections
@@ -224,10 +222,8 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def _look(self) -> None:
-        """Close the connection if its client has read nothing since the last check.
-
-        Nothing is added while writing is paused or closing, so any read lowers the count.
-        """
+        """Close the connection if its client has read nothing since the last check."""
+        # Nothing is added while writing is paused or closing, so any read lowers the count.
         is_held = self.flow.write_paused or self.transport.is_closing()
         num_unsent = self._count_unsent() if is_held else 0
         if 0 < self._num_unsent <= num_unsent:
@@ -242,11 +238,9 @@ class BoundedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.head_seconds, self._look)
 
     def _count_unsent(self) -> int:
-        """Return the bytes that the client has not read, in the transport and Linux's kernel.
-
-        Linux takes more from a process only when a third of its buffer is free, and that buffer
-        grows to 4 MiB, so without the kernel's bytes a slow client would seem to read nothing.
-        """
+        """Return the bytes that the client has not read, in the transport and Linux's kernel."""
+        # Linux takes more from a process only when a third of its buffer is free, and that buffer
+        # grows to 4 MiB, so without the kernel's bytes a slow client would seem to read nothing.
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent and sys.platform == "linux":
             connection = self.transport.get_extra_info("socket")

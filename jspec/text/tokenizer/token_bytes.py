@@ -97,11 +97,9 @@ def byte_level_bytes(token: str | None) -> bytes:
 
 
 def _char_to_byte() -> dict[str, int]:
-    """Return the byte of each character in byte-level tokens (GPT-2's alphabet).
-
-    Bytes with a visible Latin-1 character are that character; the other 68 are the code points from
-    256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
-    """
+    """Return the byte of each character in byte-level tokens (GPT-2's alphabet)."""
+    # Bytes with a visible Latin-1 character are that character; the other 68 are the code points
+    # from 256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     table = {chr(byte): byte for byte in visible}
