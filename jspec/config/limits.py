@@ -211,11 +211,10 @@ class ServeLimits:
 
     @property
     def pages_per_row(self) -> int:
-        """P, the width of the page table: for the context and its scratch, or for the pool.
-
-        Later rounds of a step may write past a row's end. No pages are reserved for them
-        (`budget.pages_for_decode`), so they write to page 0, but their index must be in the table.
-        """
+        """P, the width of the page table: for the context and its scratch, or for the pool."""
+        # Later rounds of a step may write past a row's end. No pages are reserved for them
+        # (`budget.pages_for_decode`), so they write to page 0, but their index must be in the
+        # table.
         widest = self.reserved_tokens_at_most(self.pool.context_length)
         after_end = (self.scheduling.num_rounds - 1) * self.draft_shape.max_emitted
         in_pool = self.pool.num_pages + indexing.num_pages(after_end, self.pool.page_size)

@@ -84,11 +84,9 @@ class EngineReplica:
         return await self._engine.async_flush_cache()
 
     def check_health(self) -> None:
-        """Raise EngineClosedError if the engine is closed or stuck, so that Serve replaces it.
-
-        An engine whose device failed restarts by itself while its streams wait, so it counts as
-        healthy.
-        """
+        """Raise EngineClosedError if the engine is closed or stuck, so that Serve replaces it."""
+        # An engine whose device failed restarts by itself while its streams wait, so it counts as
+        # healthy.
         engine, stats, now = self._engine, self._engine.stats, time.monotonic()
         if engine.is_closed:
             raise EngineClosedError("the engine is closed")

@@ -262,11 +262,9 @@ class Sequence:
 
     @property
     def sharable_ids(self) -> tuple[int, ...]:
-        """The part of the fill that may come from the prefix cache, plus one token.
-
-        Tokens that produce requested prompt log-probabilities or hidden states must be computed. A
-        log-probability is produced by the token before.
-        """
+        """The part of the fill that may come from the prefix cache, plus one token."""
+        # Tokens that produce requested prompt log-probabilities or hidden states must be computed.
+        # A log-probability is produced by the token before.
         firsts = self.logprobs.computed_from, self.hidden.computed_from
         asked = [first for first in firsts if first is not None]
         return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids

@@ -92,10 +92,8 @@ class Pattern:
     to_body: Callable[[Job], dict[str, Any]] = field(default=native_body)
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
-        """Return (warm-up, measured) jobs; warm-up has other prompts and short answers.
-
-        The order of draws is fixed, so that a seed's load never changes; figures depend on it.
-        """
+        """Return (warm-up, measured) jobs; warm-up has other prompts and short answers."""
+        # The order of draws is fixed, so that a seed's load never changes; figures depend on it.
         rng, prefix = random.Random(self.seed), self.prefix()
         measured = []
         for index in range(point.num_requests):

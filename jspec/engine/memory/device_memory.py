@@ -60,10 +60,8 @@ def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
 
 
 def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
-    """Return the bytes for the KV pool on all devices together, after the weights are loaded.
-
-    The parts are equal, so the device with the least memory left determines them.
-    """
+    """Return the bytes for the KV pool on all devices together, after the weights are loaded."""
+    # The parts are equal, so the device with the least memory left determines them.
     rooms = []
     for device in devices:
         memory = least_memory([device])

@@ -239,11 +239,9 @@ class Engine:
         return next(ffn for ffn in ffns if isinstance(ffn, MoESpec))
 
     def _used_experts(self, moe: MoESpec, tokens: int) -> float:
-        """Return the number of experts read if all devices read as many as the busiest one.
-
-        Uniformly drawn tokens use a mean m of each device's experts, and the busiest of n devices
-        about m + sqrt(2 m log n).
-        """
+        """Return the number of experts read if all devices read as many as the busiest one."""
+        # Uniformly drawn tokens use a mean m of each device's experts, and the busiest of n devices
+        # about m + sqrt(2 m log n).
         used = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
         if not self.split.whole_experts:
             return used

@@ -42,10 +42,8 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
 
 
 def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
-    """Return the pages for the fill of a row and the scratch of its first decode.
-
-    A row with one token left needs no scratch, since the prefill emits that token.
-    """
+    """Return the pages for the fill of a row and the scratch of its first decode."""
+    # A row with one token left needs no scratch, since the prefill emits that token.
     if num_tokens_left <= 1:
         return indexing.num_pages(fill_len, limits.pool.page_size)
     last = fill_len + num_tokens_left - 2

@@ -185,12 +185,9 @@ class AdaptiveShapes:
             accepted.see(verified if topk == shape.topk else ())
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """Implement ShapeChooser.timed.
-
-        Costs are not corrected by steps that follow another program, wait for the host or include a
-        draft prefill, whose times differ. The cost of a change of shape is taken from the savings
-        for probes.
-        """
+        # Costs are not corrected by steps that follow another program, wait for the host or include
+        # a draft prefill, whose times differ. The cost of a change of shape is taken from the
+        # savings for probes.
         before, self._ran = self._ran, None
         if plan.is_prefill:
             return

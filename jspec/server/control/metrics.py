@@ -71,10 +71,8 @@ class RateMeter:
     def seconds_until_left(
         self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
     ) -> float:
-        """Estimate the seconds until that many sequences have ended, minus `less`, within 1..60.
-
-        A window in which none ended counts as one ended.
-        """
+        """Estimate the seconds until that many sequences have ended, minus `less`, within 1..60."""
+        # A window in which none ended counts as one ended.
         if not self._samples:
             return MIN_RETRY_SECONDS
         began, then = self._samples[0]

@@ -162,12 +162,10 @@ class Tokenizer:
 
 
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the longest token in characters, or None if a tokenization may drop characters.
-
-    Byte-level BPE and BPE with byte fallback keep every character, unless an earlier step drops
-    characters (Split that removes, Strip, stripping added tokens) or merges them (Unicode's
-    composed forms). A byte-level token of n bytes is at most n characters of text.
-    """
+    """Return the longest token in characters, or None if a tokenization may drop characters."""
+    # Byte-level BPE and BPE with byte fallback keep every character, unless an earlier step drops
+    # characters (Split that removes, Strip, stripping added tokens) or merges them (Unicode's
+    # composed forms). A byte-level token of n bytes is at most n characters of text.
     parts = json.loads(backend.to_str())
     model = parts["model"]
     before = [parts["normalizer"], parts["pre_tokenizer"]]
